@@ -10,8 +10,11 @@ the place of anything in memory nor what else the machine does. Three measures o
     direct   seconds that a rank's thread itself spends in the guard's functions, of its processor
              seconds in a step: what the guard does, without what it does to caches
 
-The sums of `train.drift = "auto"` are made at every k-th step, so a block is k steps, of which one
-has a look. The page is what a launcher reads; what ranks keep in it of their collectives at every
+The sums of `train.drift = "auto"` are made at every k-th step. A block of theirs is that step and
+the two behind it, which pay for what it did to caches; what it takes longer is shared out over k
+steps, so that the k − 3 others, in which a look does nothing, add no noise of theirs (what is done
+in them is part of `direct`). Whole rounds of k steps, 300 pairs: guards-20261127-rounds.json. The
+page is what a launcher reads; what ranks keep in it of their collectives at every
 50th step is timed apart, in steps that keep them all. What the process takes that reads the pages
 is told beside, in processor seconds a second, for two ranks.
 
@@ -46,8 +49,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "small": {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2},
     "middle": {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 2},
 }
-PAIRS = {"small": 300, "middle": 120}
+PAIRS = {"small": 600, "middle": 400}
 BLOCK_STEPS = {"small": 4, "middle": 2}
+LOOK_STEPS = 3
 DIRECT_STEPS = {"small": 400, "middle": 100}
 PLAIN, AGAIN, DRIFT, WATCHED = "plain", "plain again", "drift", "watched"
 VOCABULARY, SEQUENCE, ROWS = 2048, 128, 4
@@ -97,6 +101,8 @@ def judged(measured: dict[str, Any]) -> dict[str, Any]:
         ratios[name] = {}
         for place, measure in enumerate(("cpu", "wall")):
             found = paired([one[place] / plain[place] for one, plain in pairs])
+            if name == DRIFT:
+                found = shared_out(found, LOOK_STEPS / measured["every"])
             row = {"value": found.value, "low": found.low, "high": found.high}
             row["verdict"] = "A/A" if name == AGAIN else found.verdict(LIMIT)
             ratios[name][measure] = row
@@ -109,6 +115,15 @@ def paired(ratios: list[float]) -> Ratio:
     draws = np.random.default_rng(0).integers(0, len(found), (RESAMPLES, len(found)))
     low, high = np.percentile(np.median(found[draws], axis=1), [2.5, 97.5])
     return Ratio(float(np.median(found)), float(low), float(high))
+
+
+def shared_out(found: Ratio, part: float) -> Ratio:
+    """The ratio of whole rounds, of which a block with a look is such a part.
+
+    >>> shared_out(Ratio(1.1, 1.0, 1.2), 0.1).high
+    1.02
+    """
+    return Ratio(*(1.0 + part * (one - 1.0) for one in (found.value, found.low, found.high)))
 
 
 def watching(seconds: float) -> float:
@@ -192,7 +207,7 @@ def work(job: dict[str, Any]) -> None:
         switch(name)
         steps(WARM_UP_STEPS)
     every = drift.every
-    lengths = dict.fromkeys((AGAIN, WATCHED), BLOCK_STEPS[size]) | {DRIFT: every}
+    lengths = dict.fromkeys((AGAIN, WATCHED), BLOCK_STEPS[size]) | {DRIFT: LOOK_STEPS}
     taken: dict[str, list[Any]] = {name: [] for name in lengths}
     for number in range(5 if quick else PAIRS[size]):
         for name, pairs in taken.items():

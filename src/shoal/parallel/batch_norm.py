@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,9 +68,15 @@ class _Rule:
         self.world = world
         self.seen: dict[int, dict[int, torch.Tensor]] = {}
 
+    def __deepcopy__(self, known: dict[int, Any]) -> _Rule:
+        """The rule of a replica's layers, which notes in the same place."""
+        twin = _Rule([known.get(id(layer), layer) for layer in self.layers], self.world)
+        twin.seen = self.seen
+        return twin
+
     def begin(self) -> None:
         """Forget the statistics of a step that was skipped, or that failed half-way."""
-        self.seen = {}
+        self.seen.clear()
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
@@ -105,7 +112,8 @@ class _Rule:
         parts = [torch.tensor([index], dtype=torch.float64, device=self.world.device)]
         for number, layer in enumerate(self.layers):
             width = 1 + 2 * _running(layer)[0].numel()
-            parts.append(known.get(number, parts[0].new_zeros(width)))
+            told = known.get(number)
+            parts.append(parts[0].new_zeros(width) if told is None else told.to(self.world.device))
         return torch.cat(parts)
 
     @torch.no_grad()
@@ -119,7 +127,7 @@ class _Rule:
         everyone = self.world.all_gather(mine).reshape(-1, width)  # [ranks × most, width]
         for row in sorted((r for r in everyone if r[0] >= 0), key=lambda r: float(r[0])):
             self._advance(row)
-        self.seen = {}
+        self.seen.clear()
 
     def _advance(self, row: torch.Tensor) -> None:
         place = 1

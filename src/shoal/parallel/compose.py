@@ -61,6 +61,10 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
     for technique in _asked(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check", None):
             check(plan, world.device)
+    if plan.layout.threads > 1:
+        from shoal.parallel.data_parallel.replicas import check_replicas
+
+        check_replicas(plan, world.device)
     program = undivided(module, plan, world)
     if "transformers" in sys.modules:
         from shoal.parallel.pretrained import without_cache
@@ -289,8 +293,9 @@ def _by_layout(program: Program) -> Program:
     if waits_on_host(plan, program.world.device):
         name = "offload.parameters"
     elif layout.threads > 1 or layout.servers:
-        served = "data_parallel.tables" if layout.serves else "data_parallel.served"
-        name = "data_parallel.threads" if layout.threads > 1 else served
+        served = "tables" if layout.serves else "served"
+        one = "threads" if program.world.device.type == "cpu" else "replicas"
+        name = f"data_parallel.{one if layout.threads > 1 else served}"
     elif layout.zero:
         name = "data_parallel.fsdp" if layout.zero == 3 else "data_parallel.zero"
     else:
@@ -307,7 +312,11 @@ def _to_device(program: Program) -> Program:
         return program
     program.notices.extend(line for line in [what_is_missing(device)] if line)
 
+    return replace(program, prepare=(*program.prepare, partial(_moved, device)))
+
+
+def _moved(device: torch.device, batch: Any) -> Any:
     def move(leaf: Any) -> Any:
         return to_device(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 
-    return replace(program, prepare=(*program.prepare, lambda b: pytree.tree_map(move, b)))
+    return pytree.tree_map(move, batch)

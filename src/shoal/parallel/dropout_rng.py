@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -46,10 +47,11 @@ def apply(program: Program, seed: int) -> Program:
     hooks = []
     for name in program.blocks:
         block = program.module.get_submodule(name)
-        hooks.append(block.register_forward_pre_hook(_enter(keyed, name)))
-        hooks.append(block.register_forward_hook(_leave(keyed, name)))
+        # Objects and no closures: a replica's hooks ask keys of its own.
+        hooks.append(block.register_forward_pre_hook(partial(keyed.enter, name)))
+        hooks.append(block.register_forward_hook(partial(keyed.leave, name)))
 
-    hooks.append(program.module.register_forward_pre_hook(lambda module, inputs: keyed.again()))
+    hooks.append(program.module.register_forward_pre_hook(keyed.again))
     if program.plan.layout.processes > 1 and program.pipe.size == 1:  # a trace has replaced them
         hooks += _refuse_replaced(program.module)
 
@@ -60,7 +62,7 @@ def apply(program: Program, seed: int) -> Program:
     return replace(
         program,
         on_begin=(*program.on_begin, keyed.begin),
-        keyed=keyed.micro_batch,
+        keyed=keyed,
         on_close=(*program.on_close, remove),
     )
 
@@ -74,24 +76,35 @@ class _Keyed:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed = seed
+        self.seed, self.device = seed, device
         self.at: tuple[int, int] | None = None
-        self.generators = generators(device)
+        self.beside(False)
         self.calls: dict[str, int] = {}
         self.arrived: dict[tuple[str, int], int] = {}
         self.arrivals: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         self.inside: dict[str, list[int]] = {}
 
+    def __deepcopy__(self, known: object) -> _Keyed:
+        return self  # whoever copies a module keeps its keys
+
+    def on(self, device: torch.device) -> _Keyed:
+        """Give keys for a replica on another device."""
+        return _Keyed(self.seed, device)
+
+    def beside(self, others: bool) -> None:
+        """Passes of other devices run at the same time: the host's generators are nobody's then."""
+        self.host, self.generators = not others, generators(self.device)[int(others) :]
+
     def begin(self) -> None:
         """A step begins: nobody recomputes anything of the one before."""
         self.arrivals = {}
 
-    def again(self) -> None:
+    def again(self, *_: object) -> None:
         """The model's forward pass begins, on a pipeline's rank once for each of its stages."""
         if not in_backward():
             self.calls, self.inside = {}, {}
 
-    def enter(self, block: str) -> None:
+    def enter(self, block: str, *_: object) -> None:
         """A block begins: key the generators by its name and by which of its calls this is."""
         if self.at is None:
             return
@@ -105,7 +118,7 @@ class _Keyed:
         self.inside.setdefault(block, []).append(call)
         self._set(block, call)
 
-    def leave(self, block: str) -> None:
+    def leave(self, block: str, *_: object) -> None:
         """It ended: what follows must not depend on how much it drew."""
         if self.at is None:
             return
@@ -120,7 +133,7 @@ class _Keyed:
             generator.manual_seed(key(self.seed, *self.at, name))
 
     @contextmanager
-    def micro_batch(self, step: int, index: int) -> Iterator[None]:
+    def __call__(self, step: int, index: int) -> Iterator[None]:
         kept = [generator.get_state() for generator in self.generators]
         python, numpy = random.getstate(), np.random.get_state()
         self.at = (step, index)
@@ -128,14 +141,16 @@ class _Keyed:
         self.arrived = self.arrivals.setdefault((step, index), {})
         self._set("", 0)
         number = key(self.seed, step, index, "host")
-        random.seed(number)
-        np.random.seed(number % 2**32)
+        if self.host:
+            random.seed(number)
+            np.random.seed(number % 2**32)
         try:
             yield
         finally:
             self.at = None
-            random.setstate(python)
-            np.random.set_state(numpy)
+            if self.host:
+                random.setstate(python)
+                np.random.set_state(numpy)
             for generator, state in zip(self.generators, kept, strict=True):
                 generator.set_state(state)
 
@@ -160,17 +175,3 @@ def _refuse_replaced(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle
         model.register_forward_hook(ended),
     )
     return hooks
-
-
-def _enter(keyed: _Keyed, name: str) -> Callable[[nn.Module, object], None]:
-    def hook(module: nn.Module, inputs: object) -> None:
-        keyed.enter(name)
-
-    return hook
-
-
-def _leave(keyed: _Keyed, name: str) -> Callable[[nn.Module, object, object], None]:
-    def hook(module: nn.Module, inputs: object, output: object) -> None:
-        keyed.leave(name)
-
-    return hook

@@ -72,7 +72,13 @@ class Pass(Protocol):
 
     index       its number in the step; negative: it only joins the others' collectives
     signature   what its inputs' shapes are; equal for micro-batches that a graph serves alike
+    sums        [loss sum, count of targets] of the step, which it adds its own to
     """
+
+    sums: torch.Tensor
+
+    def on(self, program: Program, sums: torch.Tensor) -> Pass:
+        """The same micro-batch on a replica of the program; it adds to sums of the replica's."""
 
     @property
     def index(self) -> int:

@@ -109,6 +109,8 @@ def choose_layout(
     if strategy != "auto":
         from shoal.base.strategies import expand
 
+        if strategy == "dp" and machine.gpus > 1:
+            threads = threads or machine.gpus
         layout = expand(
             strategy, processes, threads=threads, zero=zero, schedule=schedule, chunks=chunks,
             **served,

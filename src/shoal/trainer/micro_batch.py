@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,10 @@ class MicroBatch:
     scale: float
     sums: torch.Tensor
     note: Callable[[Any, Any, Any], None] | None = None
+
+    def on(self, program: Program, sums: torch.Tensor) -> MicroBatch:
+        """The same on a replica of the program."""
+        return replace(self, program=program, sums=sums)
 
     def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
         """Run it; gradients land in the module's parameters, loss and count in `sums`.

@@ -1,7 +1,7 @@
 """One process, several replicas, as `nn.DataParallel` has them: here only to be compared with.
 
-Every replica has its own gradients (on one CPU they share the weights' memory; with several GPUs
-each would be sent a copy every step) and runs every `threads`-th micro-batch in its own thread;
+On a CPU; with several devices: `replicas.py`. Every replica has its own gradients, all share the
+weights' memory, and each runs every `threads`-th micro-batch in its own thread;
 afterwards the gradients are added in the order of the replicas. Why `ddp` is better: one Python
 interpreter runs all replicas in turn between kernels, gradients of all replicas meet in one place
 after the backward pass instead of during it, and it ends at one machine.
@@ -25,6 +25,12 @@ from shoal.base.errors import PlanError
 from shoal.parallel._torch import BatchNorm, generators
 from shoal.parallel.program import Pass, Program, Reducer, aliases, whole_locals
 from shoal.trace.copies import copied_module
+
+LATE = (
+    "layout.strategy = dp: the model drew random numbers for the first time after its first step; "
+    "threads share one generator; nearest: layout.strategy=ddp"
+)
+"""Why a step ends that began in threads."""
 
 
 def apply(program: Program) -> Program:
@@ -79,11 +85,7 @@ class Replicas:
                     work.result()
                 after = [one.get_state() for one in self.generators]
                 if not all(map(torch.equal, before, after)):
-                    raise PlanError(
-                        "layout.strategy = dp: the model drew random numbers for the first time "
-                        "after its first step; threads share one generator; nearest: "
-                        "layout.strategy=ddp"
-                    )
+                    raise PlanError(LATE)
             reducer.passed(counted=True)
         self.looked = True
 
@@ -111,11 +113,11 @@ class Replicas:
 
     def _note(self, *_: object) -> None:
         if not self.looked:
-            self.in_turn = self.in_turn or any(map(_drawn, self.generators))
+            self.in_turn = self.in_turn or any(map(drawn, self.generators))
 
 
-def _drawn(now: torch.Generator) -> bool:
-    """Is the generator no longer where its seed put it?"""
+def drawn(now: torch.Generator) -> bool:
+    """Tell whether a generator is no longer where its seed put it."""
     seeded = torch.Generator(now.device).manual_seed(now.initial_seed())
     return not torch.equal(now.get_state(), seeded.get_state())
 
@@ -169,7 +171,8 @@ class AddedGradients:
                 if parameter.grad is None:
                     continue
                 own = self.parameters[name]
-                own.grad = parameter.grad if own.grad is None else own.grad.add_(parameter.grad)
+                came = parameter.grad.to(own.device, non_blocking=True)
+                own.grad = came if own.grad is None else own.grad.add_(came)
                 parameter.grad = None
 
     def used(self) -> list[bool]:
