@@ -93,6 +93,8 @@ def what_they_tell(accelerator, rank):
         1.0, 0.5, 1.0,
     ]  # fmt: skip
     assert accelerator.reduce(one["b"], "none")[0].item() == rank
+    loss = torch.ones((), requires_grad=True) * 2
+    assert accelerator.gather_for_metrics(loss.repeat(3)).tolist() == [2.0] * 6
     assert accelerator.gather_for_metrics(["x", rank]) == ["x", 0, "x", 1]
     assert broadcast_object_list([rank, "a"], 1) == [1, "a"]
     assert accelerator.state.deepspeed_plugin is None

@@ -246,6 +246,7 @@ def environ(row: Row, at: Path) -> dict[str, str]:
     paths = [str(STAND_INS), str(ROOT / "src")]
     if "cv_" in row.path or row.library == "deepspeed":
         paths.append(str(STAND_INS / "images"))  # transformers would want more of torchvision
+    paths += filter(None, [os.environ.get("PYTHONPATH")])  # what else a script imports
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

@@ -28,9 +28,6 @@ from shoal.neighbours import stand_in, without_cuda  # noqa: F401  # its import 
 from shoal.neighbours.accelerate_data import (
     DealtLoader,
     first_of,
-    gathered,
-    padded,
-    reduced,
     skip_first_batches,
     tensor_of,
     text_of,
@@ -299,25 +296,11 @@ class Accelerator(PartialState):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: gradients are unscaled in the update."""
 
-    def gather(self, tensors: Any) -> Any:
-        """All ranks' tensors, one after another along dim 0."""
-        return gathered(tensors, self.world)
-
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """The same without the samples that were dealt twice in a loader's last batches."""
         found = self.gather(input_data)
         short = self.end_of_dataloader and self.remainder > 0
         return first_of(found, self.remainder) if short else found
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors summed over processes; or their mean, or the largest."""
-        return reduced(tensor, self.world, reduction)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-    ) -> Any:
-        """Tensors as long along a dim as the longest of all processes, so that they gather."""
-        return padded(tensor, self.world, dim, pad_index, pad_first)
 
     def unwrap_model(self, model: Any, *_args: Any, **_named: Any) -> nn.Module:
         """The user's own module."""

@@ -252,7 +252,8 @@ def gathered(value: Any, world: World) -> Any:
 
 def _rows(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """The tensor of each rank."""
-    return world.all_gather(tensor.reshape(1) if not tensor.dim() else tensor.contiguous())
+    own = tensor.detach()  # a loss is told, not differentiated
+    return world.all_gather(own.reshape(1) if not own.dim() else own.contiguous())
 
 
 def first_of(value: Any, count: int) -> Any:

@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
+from enum import Enum
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,34 +20,18 @@ from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
 from shoal.neighbours.accelerate_data import gathered, moved, padded, reduced
 
-
-class DistributedType(StrEnum):
-    """How processes work together, by Accelerate's names."""
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_SDAA = "MULTI_SDAA"
-    MULTI_MUSA = "MULTI_MUSA"
-    MULTI_NEURON = "MULTI_NEURON"
-    MULTI_XPU = "MULTI_XPU"
-    MULTI_HPU = "MULTI_HPU"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    XLA = "XLA"
-    MEGATRON_LM = "MEGATRON_LM"
-
-
-class DDPCommunicationHookType(StrEnum):
-    """How gradients may travel under DDP; here only as they are."""
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
+_made: Any = Enum  # of names that mypy need not read
+KINDS = (
+    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"),
+    *("MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"),
+)
+DistributedType = _made("DistributedType", {name: name for name in KINDS}, type=str)
+"""How processes work together, by Accelerate's names."""
+HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
+DDPCommunicationHookType = _made(
+    "DDPCommunicationHookType", {name.upper(): name for name in HOOKS}, type=str
+)
+"""How gradients may travel under DDP; here only as they are."""
 
 
 class PartialState:
@@ -83,7 +67,7 @@ class PartialState:
         )
 
     @property
-    def distributed_type(self) -> DistributedType:
+    def distributed_type(self) -> Any:
         """As Accelerate would call this run."""
         if self.num_processes == 1:
             return DistributedType.NO
@@ -101,6 +85,25 @@ class PartialState:
     def wait_for_everyone(self) -> None:
         """A barrier."""
         self.world.barrier()
+
+    def gather(self, tensors: Any) -> Any:
+        """All processes' tensors, one after another along dim 0; of plain values, one list."""
+        return gathered(tensors, self.world)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors summed over processes; or their mean, or the largest."""
+        return reduced(tensor, self.world, reduction)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors as long along a dim as the longest of all processes, so that they gather."""
+        return padded(tensor, self.world, dim, pad_index, pad_first)
+
+    def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
+        """One process's plain values in the place of all others'."""
+        object_list[:] = self.world.broadcast_json(object_list, from_process)
+        return object_list
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -234,17 +237,9 @@ def progress(*args: Any, main_process_only: bool = True, **named: Any) -> Any:
     return tqdm(*args, **named, disable=main_process_only and start_world().local_rank != 0)
 
 
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """One process's plain values in the place of all others'."""
-    object_list[:] = start_world().broadcast_json(object_list, from_process)
-    return object_list
-
-
-def pad_across_processes(
-    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-) -> Any:
-    """Tensors as long along a dim as the longest of all processes; every process calls it."""
-    return padded(tensor, start_world(), dim, pad_index, pad_first)
+def _of_state(method: str) -> Callable[..., Any]:
+    """A function of `accelerate.utils` that is a method of `PartialState` here."""
+    return lambda *args, **named: getattr(PartialState(), method)(*args, **named)
 
 
 UTILS: dict[str, Any] = {
@@ -254,13 +249,11 @@ UTILS: dict[str, Any] = {
     "find_executable_batch_size": find_executable_batch_size,
     "extract_model_from_parallel": extract_model_from_parallel,
     "tqdm": progress,
-    "broadcast_object_list": broadcast_object_list,
-    "pad_across_processes": pad_across_processes,
     "send_to_device": lambda tensor, device, *_how, **_named: moved(tensor, device),
-    "reduce": lambda tensor, reduction="mean", scale=1.0: reduced(tensor, start_world(), reduction),
-    "gather": lambda tensors: gathered(tensors, start_world()),
-    "gather_object": lambda objects: gathered(objects, start_world()),
-    "wait_for_everyone": lambda: start_world().barrier(),
+    "reduce": lambda tensor, reduction="mean", scale=1.0: _of_state("reduce")(tensor, reduction),
+    "gather_object": _of_state("gather"),
+    **{name: _of_state(name) for name in ("gather", "pad_across_processes", "wait_for_everyone")},
+    "broadcast_object_list": _of_state("broadcast_object_list"),
     "release_memory": lambda *objects: [None for _ in objects],
     "is_bf16_available": lambda *_how: True,
 }
