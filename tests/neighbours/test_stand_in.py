@@ -92,6 +92,12 @@ deepspeed.checkpointing.checkpoint(lambda x: x.square(), leaf * 2).sum().backwar
 print(rates, (leaf.grad / 2).tolist())
 print(refused(lambda: deepspeed.initialize(model=torch.nn.Linear(2, 1), config={"train_batch_size": 1, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}})))
 print(refused(lambda: engine.offload_states()))
+torch.set_default_dtype(torch.bfloat16)
+for how in ({}, {"bf16": {"enabled": True}}):
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 1, **how}):
+        print(torch.nn.Linear(2, 1).weight.dtype, torch.arange(2).dtype)
+torch.set_default_dtype(torch.float32)
+print(torch.nn.Linear(2, 1).weight.dtype, torch.empty.__name__)
 """
 ACCELERATE = """
 import shoal.neighbours.accelerate
@@ -164,6 +170,11 @@ def test_what_deepspeeds_scripts_lean_on(programs: Any, tmp_path: Path) -> None:
     assert found[13] == "1 True True 8 1 0.1", "what engine and accelerator tell"
     assert found[14] == "[0.0, 0.025, 0.05] [4.0, 4.0]", "a schedule made by hand, recompute"
     assert "one-bit:STEPS" in found[15]
+    assert found[17] == "torch.float32 torch.int64", (
+        "made under zero.Init, of an fp32 configuration"
+    )
+    assert found[18] == "torch.bfloat16 torch.int64"
+    assert found[19] == "torch.float32 empty"
     assert found[16].endswith(
         'nearest: "zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
     )

@@ -114,6 +114,7 @@ ROWS = [
         *("--batchSize", "8", "--local_rank", "0", "--deepspeed_config", "ds_config.json"),
         config={"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0},
         name="gan_deepspeed_train.py",
+        processes=1,
     ),
     deepspeed(
         "training/pipeline_parallelism/train.py",
@@ -146,6 +147,17 @@ ROWS = [
         config={**FIRST, "zero_optimization": {"stage": 3},
                 "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}},
         name="sdma_allgather/train_zero3.py",
+    ),
+    deepspeed(
+        "examples/sdma_allgather/train_qwen3_zero3.py",
+        *("--model_name", "HuggingFaceTB/SmolLM-360M", "--dataset", "synthetic"),
+        *("--seq_length", "32", "--num_steps", "12", "--warmup_steps", "2"),
+        *("--ds_config", "ds_config.json"),
+        repository="deepspeedai/DeepSpeed",
+        config={"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "optimizer":
+                {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+                "zero_optimization": {"stage": 3}},
+        name="sdma_allgather/train_qwen3_zero3.py",
     ),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from shoal.neighbours import without_cuda as without_cuda
 from shoal.neighbours.deepspeed_config import read
 from shoal.neighbours.deepspeed_engine import Engine, installed
 from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
-from shoal.neighbours.written import read_table
+from shoal.neighbours.written import load_written, read_table
 
 __version__ = installed() or "0.19.8"
 logger = logging.getLogger("DeepSpeed")
@@ -87,12 +87,46 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-class _Init(nullcontext[None]):
-    """`zero.Init`: weights are built whole, once per machine, and cut by `initialize`."""
+class _Init:
+    """`zero.Init`: weights are built whole, once per machine, and cut by `initialize`.
 
-    def __init__(self, *_args: Any, **_named: Any) -> None:
-        """Takes what DeepSpeed takes: where and how to build, which Shoal decides by the plan."""
-        super().__init__()
+    Where its configuration asks for no narrow format, what is made inside is fp32, as in DeepSpeed:
+    a model of transformers may ask for bf16 itself.
+    """
+
+    def __init__(
+        self, *_args: Any, config_dict_or_path: Any = None, enabled: bool = True, **_named: Any
+    ) -> None:
+        self.was: dict[str, Any] = {}
+        told = config_dict_or_path if enabled and config_dict_or_path is not None else None
+        config = {} if told is None else load_written(told, "zero.Init")
+        narrow = [config.get(name) or {} for name in ("fp16", "bf16", "bfloat16")]
+        self.wide = told is not None and not any(one.get("enabled") is True for one in narrow)
+
+    def __enter__(self) -> _Init:
+        for name in MADE_WIDE if self.wide else ():
+            self.was[name] = getattr(torch, name)
+            setattr(torch, name, _wide(self.was[name]))
+        return self
+
+    def __exit__(self, *_what: object) -> None:
+        """torch's own functions again."""
+        for name, make in self.was.items():
+            setattr(torch, name, make)
+
+
+MADE_WIDE = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
+
+
+def _wide(make: Any) -> Any:
+    """A function that makes tensors, those of floating point in fp32."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **named: Any) -> torch.Tensor:
+        one: torch.Tensor = make(*args, **named)
+        return one.float() if one.is_floating_point() else one
+
+    return made
 
 
 @contextmanager
