@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ from typing import Any
 import pytest
 from deal_ranks import Ranks, alone, merged
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ClusterError, ConfigError
+from shoal.data import misread
+from shoal.data.dealt_loader import DealtLoader
 from shoal.data.hf_streams import Shards, open_dealt
+from shoal.data.iterable import IterableLoader
 
 pytestmark = pytest.mark.proof
 datasets: Any = pytest.importorskip("datasets")
@@ -187,6 +192,62 @@ def test_what_cannot_be_dealt_is_one_line(folder: Path) -> None:
         "data.source: the dataset is the share of rank 1 of 2 already (split_dataset_by_node); "
         "nearest: the dataset before that, which run.loader deals to ranks"
     )
+
+
+def test_what_a_mount_refuses_is_tried_again_or_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where `map` reads an image by its path: dealt, read as one, and out of a shuffle buffer."""
+    monkeypatch.setattr(misread, "PAUSES_S", (0.0, 0.0, 0.0))
+    torn, tries = {3, 100, 101, TOTAL - 1}, Counter[int]()
+
+    def reads(times: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        tries.clear()
+
+        def read(row: dict[str, Any]) -> dict[str, Any]:
+            tries[row["id"]] += 1
+            if row["id"] in torn and tries[row["id"]] <= times:
+                raise OSError(errno.EIO, "Input/output error")
+            return row
+
+        return read
+
+    def seen(data: Any, degree: int = 1) -> list[int]:
+        shards = [Shards(data) for _ in range(degree)]
+        ranks = Ranks(degree, shards)
+        for loader in ranks.loaders:
+            loader.leaves_out = True
+        return ids(ranks.epoch())
+
+    for kind in ("json", "parquet"):
+        data = opened(folder, kind)
+        calm = seen(data)
+        assert len(calm) == TOTAL
+        for degree in (1, 2):
+            assert seen(data.map(reads(2)), degree) == calm
+            assert seen(data.map(reads(99)), degree) == [n for n in calm if n not in torn]
+        shuffled = data.shuffle(seed=5, buffer_size=64)
+        assert seen(shuffled.map(reads(2))) == seen(shuffled.map(reads(0))), (
+            "a buffer is filled from the front"
+        )
+        with pytest.raises(ClusterError, match="so it is not left out: OSError"):
+            alone_of(shuffled.map(reads(99)))
+        one = one_by_one(data.map(reads(99)).take(200))
+        assert one == [n for n in range(203) if n not in torn], "as many as take() was asked for"
+        with pytest.raises(ClusterError, match="what its shuffle buffer holds, so it is not read"):
+            one_by_one(data.take(200).shuffle(seed=1, buffer_size=9).map(reads(99)))
+
+
+def alone_of(data: Any) -> list[Any]:
+    loader = DealtLoader(Shards(data), gather=alone, batch=8, micro_batch=2, seed=3)
+    loader.leaves_out = True
+    return list(loader)
+
+
+def one_by_one(data: Any) -> list[int]:
+    loader = IterableLoader(data, batch=8, micro_batch=2, seed=3)
+    loader.leaves_out = True
+    return ids([list(loader)])
 
 
 def test_a_shuffle_buffer_is_shared_by_the_streams(folder: Path) -> None:

@@ -77,6 +77,41 @@ def test_the_mean_is_over_the_others(tmp_path: Path, workers: int, micro_batch: 
     assert all(f"part-{one['sample']}.bin" in one["error"] for one in told)
 
 
+class TornStream:
+    """The same rows, which can only be read from front to back."""
+
+    def __init__(self, torn: tuple[int, ...]) -> None:
+        self.rows, self.next = Torn(torn), 0
+
+    def __iter__(self) -> Any:
+        while self.next < len(self.rows):
+            self.next += 1
+            yield self.rows[self.next - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_goes_on_behind_it(tmp_path: Path, workers: int) -> None:
+    run = run_of(linear(), folder=tmp_path, batch=8, micro_batch=2, seed=3)
+    batches = iter(run.loader(TornStream((2, 9)), workers=workers))
+    run.step(next(batches))
+    run.step(next(batches))
+    kept = [[n for n in span if n not in (2, 9)] for span in (range(8), range(8, 16))]
+    rows, other = Rows(16), run_of(linear(), batch=7, seed=3)
+    for ids in kept:
+        other.step((rows.inputs[ids], rows.targets[ids]))
+    for here, there in zip(weights(run), weights(other), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-7)
+    told = events(tmp_path, "sample_left_out")
+    assert [(one["sample"], one["step"]) for one in told] == [(2, 1), (9, 2)]
+    assert run.skips.lost == 2
+
+
 def next_ids(samples: int, count: int, seed: int) -> list[int]:
     from shoal.data.order import samples_at
 

@@ -67,6 +67,8 @@ class Layout:
     schedule  the order of a pipeline's passes; "" without one, or where it is still open
     chunks    stages per rank under `interleaved`
     servers, updates, staleness   of a parameter server (servers.py): the last ranks of dp_shard
+    serves    what its servers hold, where that is not all weights: embedding tables alone. They are
+              the last ranks of dp_replicate then
     """
 
     islands: int = 1
@@ -83,6 +85,7 @@ class Layout:
     servers: int = 0
     updates: str = ""
     staleness: int = 0
+    serves: str = ""
 
     @staticmethod
     def of(degrees: Mapping[str, int]) -> Layout:
@@ -161,6 +164,9 @@ class Layout:
             left = rank
             for axis in reversed(list(degrees)):
                 left, found[axis] = divmod(left, degrees[axis])
+        if self.serves:  # tables are on other ranks than the rest, as stages of a pipeline are
+            place = rank - (self.processes - self.servers)
+            found |= {"pp": int(place >= 0), "servers": max(0, place)}
         return found
 
     @property
@@ -252,4 +258,5 @@ class Layout:
         shown: dict[str, int | str] = {"workers": workers, "servers": self.servers}
         shown |= {"updates": self.updates} if self.updates not in ("", "synchronous") else {}
         shown |= {"staleness": self.staleness} if self.staleness else {}
+        shown |= {"serves": self.serves} if self.serves else {}
         return f"parameter-server ({', '.join(f'{key} = {value}' for key, value in shown.items())})"

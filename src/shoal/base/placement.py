@@ -22,6 +22,8 @@ from shoal.base.shards import Box, Shard, bytes_of
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 EXPERT_AXES = ("expert_replicate", "expert_shard")
+TABLE_AXES = ("table_replicate", "table_shard")
+"""Of degree 1: a part of a table on a server is summed there alone."""
 
 At = Mapping[str, int]
 """Where a rank is along every axis (`Layout.at`)."""
@@ -31,7 +33,7 @@ At = Mapping[str, int]
 class Cut:
     """How the ranks of one axis cut a dim of a tensor, and which part each of them holds.
 
-    axis       tp, ep · dim  of the whole tensor
+    axis       tp, ep, servers · dim  of the whole tensor
     segments   the dim's segments, each cut into as many parts: where parts begin and end. A fused
                q, k, v has three; a rank's parts of all segments are stored one after another
     part       number of the part of each rank of the axis; those with the same hold the same
@@ -171,6 +173,11 @@ class Placement:
         return self.cut is not None and self.cut.axis == "ep"
 
     @property
+    def is_table(self) -> bool:
+        """Whether it is on servers, each of which has some columns, while the rest is not."""
+        return self.cut is not None and self.cut.axis == "servers"
+
+    @property
     def tp_cut(self) -> Cut | None:
         """How tensor-parallel ranks cut it; None where each has all of it."""
         return self.cut if self.cut is not None and self.cut.axis == "tp" else None
@@ -178,10 +185,14 @@ class Placement:
     @property
     def data_axes(self) -> tuple[str, str]:
         """The axes of the ranks that hold the same part and see other micro-batches."""
+        if self.is_table:
+            return TABLE_AXES
         return EXPERT_AXES if self.is_expert else DATA_AXES
 
     def degree(self, axis: str, layout: Layout) -> int:
         """Degree of an axis, as this tensor sees the ranks."""
+        if layout.serves and axis == "dp_replicate":
+            return layout.dp_replicate - layout.servers  # which hold tables alone
         grid = layout.expert_degrees if self.is_expert else layout.degrees
         return grid.get(axis, 1)
 

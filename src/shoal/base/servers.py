@@ -2,6 +2,7 @@
 
 The last ranks are servers: each steps a part of every gradient bucket and runs no micro-batch; the
 others are workers, which hold no optimizer state. It is zero1 with shares for some ranks only.
+Or servers hold embedding tables alone (`serves`), and the rest is ddp between the workers.
 
     synchronous     a step is the sum over all workers: what ddp computes
     bounded-stale   a step is one worker's gradient; from the moment a worker read the weights to
@@ -15,13 +16,15 @@ own clock, here in steps of the weights, which is what a stale gradient is late 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.base.layout import Layout
 from shoal.base.policies import Policies
 
+SERVES = ("weights", "embeddings")
+"""What servers hold: all weights, or the tables that lookups alone read; or tables by name."""
 UPDATES = ("synchronous", "bounded-stale", "asynchronous")
 """When servers step, from the strictest on."""
 OTHER_WORDS = {
@@ -49,22 +52,27 @@ def spare_ranks(layout: Layout) -> range:
 
 def words_of_servers(layout: Layout) -> dict[str, Any]:
     """Spell a server's layout out as keys of [layout], as `settle.words_of` does."""
-    keys = ("servers", "updates", "staleness")
+    keys = ("servers", "updates", "staleness", "serves")
     said = {key: getattr(layout, key) for key in keys if getattr(layout, key)}
     return {"strategy": "parameter-server", **said}
 
 
-def with_servers(processes: int, servers: int = 0, updates: str = "", staleness: int = 0) -> Layout:
+def with_servers(
+    processes: int, servers: int = 0, updates: str = "", staleness: int = 0, serves: str = ""
+) -> Layout:
     """Make the layout of `processes` ranks of which the last `servers` are parameter servers.
 
     servers    0: one · updates  "": synchronous
     staleness  0: twice the workers under bounded-stale
+    serves     "", weights: all; embeddings, or names of tables: those alone
     Errors     PlanError for too few processes, a word that is none, and a bound that cannot be kept
 
     >>> with_servers(4).text()
     'parameter-server (workers = 3, servers = 1)'
     >>> with_servers(4, 2, "bounded-stale").staleness
     4
+    >>> with_servers(3, serves="embeddings").text()
+    'parameter-server (workers = 2, servers = 1, serves = embeddings)'
     """
     servers = servers or 1
     if servers < 0:
@@ -92,13 +100,22 @@ def with_servers(processes: int, servers: int = 0, updates: str = "", staleness:
                 f"the last one's gradient lacks the {workers - 1} steps of the others; nearest: "
                 f"layout.staleness={workers - 1}, or layout.updates=synchronous"
             )
-    return Layout(dp_shard=processes, zero=1, servers=servers, updates=updates, staleness=staleness)
+    if serves in ("", SERVES[0]):
+        split = Layout(dp_shard=processes, zero=1, servers=servers, updates=updates)
+        return replace(split, staleness=staleness)
+    if updates != UPDATES[0]:
+        raise PlanError(
+            f"layout.updates = {updates}: layout.serves = {serves} leaves the rest of the model to "
+            f"the workers, which step it together; nearest: layout.updates=synchronous, or "
+            f"layout.serves=weights"
+        )
+    return Layout(dp_replicate=processes, servers=servers, updates=updates, serves=serves)
 
 
 def check_named(strategy: str, degrees: Mapping[str, int], served: Mapping[str, Any]) -> None:
     """Refuse keys of a server beside another strategy, and degrees beside a server.
 
-    served   those of servers, updates, staleness that the user said
+    served   those of servers, updates, staleness, serves that the user said
     Errors   PlanError with the nearest right choice
     """
     if strategy != "parameter-server" and any(served.values()):
@@ -138,7 +155,7 @@ def check_with_servers(plan: Policies, layout: Layout) -> None:
         )
     if plan.offload != "none":
         raise PlanError(
-            f"memory.offload = {plan.offload}: {named} it: the optimizer's states are on servers "
+            f"memory.offload = {plan.offload}: {named} it: optimizer states are on servers "
             f"already; nearest: memory.offload=none, or layout.strategy=zero1"
         )
     if free_running(layout) and plan.spikes == "rewind":

@@ -28,7 +28,7 @@ def expand(
 
     threads   replicas of `dp`; 0: two · zero  given beside the name, must be the name's own stage
     schedule, chunks   of a pipeline, given beside the name; "", 0: by the name
-    served    servers, updates, staleness of parameter-server, by `with_servers`
+    served    servers, updates, staleness, serves of parameter-server, by `with_servers`
     Errors    PlanError for an unknown name, one that is not built yet, an impossible size, or what
               is given beside the name and contradicts it. On one process others give all degrees 1
 

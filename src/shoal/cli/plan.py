@@ -121,7 +121,7 @@ def _without(arguments: list[str], fix: list[str]) -> list[str]:
     """The arguments but for what a fix says otherwise: a strategy is the degrees' other word."""
     said = {word.partition("=")[0] for word in fix}
     data = {"layout.strategy", "layout.dp_replicate", "layout.dp_shard", "layout.zero"}
-    data |= {"layout.servers", "layout.updates", "layout.staleness"}
+    data |= {"layout.servers", "layout.updates", "layout.staleness", "layout.serves"}
     if said & data:
         said |= data
     return [word for word in arguments if word.partition("=")[0] not in said]

@@ -215,7 +215,7 @@ def asked_layout(section: LayoutSection) -> dict[str, Any]:
     given: dict[str, Any] = {"strategy": section.strategy, **section.degrees()}
     if section.zero >= 0:
         given["zero"] = section.zero
-    for key in ("threads", "schedule", "chunks", "servers", "updates", "staleness"):
+    for key in ("threads", "schedule", "chunks", "servers", "updates", "staleness", "serves"):
         if value := getattr(section, key):
             given[key] = value
     return given

@@ -157,7 +157,7 @@ class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     dp_replicate, dp_shard, pp, cp, tp, ep   degrees of the axes (`Layout`)
     zero          what dp_shard splits: 1 optimizer state, 2 gradients too, 3 parameters too
     threads       replicas within one process, for strategy dp
-    servers, updates, staleness   of parameter-server (base/servers.py)
+    servers, updates, staleness, serves   of parameter-server (base/servers.py)
     `degrees()` gives those that are given; `named()` the strategy as far as it shows already
     """
 
@@ -190,6 +190,9 @@ class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     staleness: int = number(0, least=0)
     """of bounded-stale: steps that weights may lack when their gradient is applied; 0: twice the
     workers"""
+    serves: str = ""
+    """of parameter-server: what servers hold: weights (default: all), embeddings (rows of tables
+    travel as they are used, the rest is ddp between workers), or some tables: items,users.*"""
 
     def named(self) -> str:
         """The strategy, as far as the name and the degrees tell before processes are counted."""

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import ConfigError
 from shoal.data.deal import Deal, Turn, stream_count
@@ -21,6 +21,9 @@ from shoal.data.iterable import IterableLoader
 from shoal.data.reader import ReadStep
 from shoal.data.shard_reader import Answer, Asked, ShardReader
 from shoal.data.step import LoadedMicroBatch, StepBatch
+
+if TYPE_CHECKING:
+    from shoal.data.misread import Misread
 
 Gather = Callable[[Any], list[Any]]
 """Gives every data rank's JSON value, by rank."""
@@ -97,6 +100,7 @@ class DealtLoader(IterableLoader):
             whole=self.is_whole,
             collate=self._collate,
             places=kept.get("places", {}),
+            leaves_out=self.leaves_out,
         )
         probe = (f"{self.shards.count} shards", f"files {self.shards.digest}")
         start = StepBatch((), 0, self._position, 0, self.epoch, (), probe=probe * self._probing)
@@ -138,7 +142,8 @@ def _steps(
             if any(sizes):
                 owners = None if gather is None else [stream % reader.degree for stream, _ in read]
                 step = _step(before, sizes, owners, answer.values, reader.degree, epoch_start)
-                yield ReadStep(step, json.dumps(state), not turns)
+                misread = _misread(answer, sizes, before, epoch_start) if answer.late else ()
+                yield ReadStep(step, json.dumps(state), not turns, misread)
                 before = replace(step, probe=())
     finally:
         asked.close()
@@ -154,6 +159,21 @@ def _settle(deal: Deal, turns: list[Turn], answer: Answer, gather: Gather | None
         sizes[turn] = size
     deal.settle(turns, sizes, {stream: (n, taken) for _, one in told for stream, n, taken in one})
     return sizes
+
+
+def _misread(
+    answer: Answer, sizes: list[int], before: StepBatch, epoch_start: int
+) -> tuple[Misread, ...]:
+    """What this rank could not read at once, with its place among all samples."""
+    from shoal.data.misread import Misread
+
+    starts = list(accumulate(sizes, initial=before.next_position))
+    found = []
+    for turn, place, failures, error, left_out in answer.late:
+        position = starts[turn] + place
+        number = position - epoch_start
+        found.append(Misread(number, position, before.epoch, failures, error, left_out))
+    return tuple(found)
 
 
 def _step(

@@ -12,7 +12,7 @@ before the one read ahead. An iterable without it trains, but cannot be resumed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,8 @@ class IterableLoader:
 
     Takes   iterable, batch, micro_batch, seed, rank, degree, collate: as Loader
             workers, above 0: one process that reads ahead, whatever the number · position, only 0
+            leaves_out, an attribute: of a sample that a disk or a connection refused at every try
+            nothing comes, where the iterable's state says where it goes on; on one rank
     Gives   `position`, samples handed out so far over all ranks, can only be set by
             `restore(state)` of a `state()`, together with the iterable's state; `len()` needs an
             iterable with a length (TypeError)
@@ -71,6 +73,9 @@ class IterableLoader:
         self._position = 0
         self._moves = 0
         self._running: Iterator[ReadStep] | None = None
+        self._read_again = 0
+        self.tell: Callable[[str], None] | None = None
+        self.leaves_out = False
         self.position = position
         self.under_way = False
 
@@ -139,7 +144,13 @@ class IterableLoader:
             self._position, self._state = read.batch.next_position, read.state
             if read.ended:
                 self._end_epoch()
-            yield replace(read.batch, after=self.state(), stream=id(self))
+            batch = read.batch
+            if read.misread:
+                from shoal.data.misread import step_without
+
+                batch = step_without(batch, read.misread, self._read_again, self.tell)
+                self._read_again += len(read.misread) - len(batch.left_out)
+            yield replace(batch, after=self.state(), stream=id(self))
             if self._moves != moves or read.ended:
                 return
         self._running = None
@@ -169,6 +180,7 @@ class IterableLoader:
             epoch=self.epoch,
             epoch_start=self.epoch_start,
             position=self._position,
+            leaves_out=self.leaves_out,
         )
         return _read_steps(reader, self.workers)
 

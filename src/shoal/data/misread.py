@@ -5,16 +5,19 @@ Loaded where a read has failed, and not before.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, islice
 from typing import Any, Protocol, TypeVar
 
 from shoal.base.errors import ShoalError
 from shoal.data.dataset import load_error, may_pass
+from shoal.data.reader import END
+from shoal.data.step import StepBatch
 
 T = TypeVar("T")
 PAUSES_S = (0.1, 0.5, 2.0)
@@ -125,6 +128,102 @@ def without_lost(samples: list[Any], sizes: list[int]) -> tuple[list[Any], list[
     parts = iter(samples)
     left = [[s for s in islice(parts, size) if s is not LEFT_OUT] for size in sizes]
     return [sample for part in left for sample in part], [len(part) for part in left]
+
+
+@dataclass(frozen=True)
+class Late:
+    """In the place of a stream's sample that could not be read at once.
+
+    sample     as it was read at a further try, or LEFT_OUT
+    failures   tries that did not go well · error  the last one's, in words, and where it was
+    """
+
+    sample: Any
+    failures: int
+    error: str
+
+
+class ReadsStream(Protocol):
+    """What of a reader of streams (`shard_reader.py`, `reader.py`) is asked."""
+
+    leaves_out: bool
+    known: tuple[int, Any]
+
+    def stand(self, at: int) -> None:
+        """Begin anew from the last place that is known, and stand before sample `at`."""
+
+    def stands(self) -> int:
+        """Before which sample it stands."""
+
+    def once(self) -> Any:
+        """The next sample, or END, at one try."""
+
+    def place(self) -> Any:
+        """What its own state says of where it stands; None where it does not say it exactly."""
+
+    def pass_over(self, place: Any) -> None:
+        """Go to a place that was told, one sample behind where it stood."""
+
+    def failed(self, error: Exception, why: str) -> ShoalError:
+        """The one line of a sample that cannot be read, and why it is not left out."""
+
+
+def pull_again(reader: ReadsStream, where: str, first: Exception) -> Any:
+    """Read a stream's next sample at a further try; where none goes well, step over it.
+
+    A stream has no index: it is begun anew from its last known place and read up to the sample.
+    Where its state says another place after the failure than before, that is behind the sample.
+    where    of the sample, in words
+    Gives    Late, or END
+    Errors   as of the reader, for what no try can mend, and for what cannot be stepped over
+    """
+    at, failed, before = reader.stands(), [first], [None]
+
+    def again() -> Any:
+        reader.stand(at)
+        known, place = reader.known
+        if known < at or place is None:  # one that it was put to is told once it has moved
+            place = copy.deepcopy(reader.place())
+        before[:] = [place]
+        return reader.once()
+
+    try:
+        sample = read_patiently(again, failed.append)
+    except Exception as error:
+        if not (reader.leaves_out and may_pass(error)):
+            raise reader.failed(error, "") from error
+        place = reader.place()
+        if reader.stands() != at or place is None or place == before[0]:
+            why = "; the stream does not say where it goes on behind it, so it is not left out"
+            raise reader.failed(error, why) from error
+        reader.pass_over(place)
+        sample = LEFT_OUT
+    said = f"{where}: {type(failed[-1]).__name__}: {failed[-1]}"
+    return END if sample is END else Late(sample, len(failed), said)
+
+
+def told_apart(samples: list[Any]) -> tuple[list[Any], list[tuple[int, int, str, bool]]]:
+    """What could be read, and of what came late: place, failures, error, whether it is left out."""
+    late = [(place, one) for place, one in enumerate(samples) if isinstance(one, Late)]
+    told = [(at, one.failures, one.error, one.sample is LEFT_OUT) for at, one in late]
+    read = [one.sample if isinstance(one, Late) else one for one in samples]
+    return [one for one in read if one is not LEFT_OUT], told
+
+
+def step_without(
+    batch: StepBatch,
+    misread: Sequence[Misread],
+    before: int,
+    tell: Callable[[str], None] | None,
+) -> StepBatch:
+    """A step without what could not be read; micro-batches that lost all are none.
+
+    before, tell   as `told_and_lost`
+    """
+    lost = told_and_lost(misread, before, tell)
+    spans = [(one.start, one.stop) for one in batch.micro_batches]
+    kept, ids = what_is_left(lost, spans, batch.micro_batches, batch.sample_ids)
+    return replace(batch, micro_batches=tuple(kept), sample_ids=ids, left_out=lost)
 
 
 def told_and_lost(

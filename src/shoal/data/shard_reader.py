@@ -10,7 +10,7 @@ by the shard's own state, or by reading it from its front.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from shoal.base.errors import ClusterError, ConfigError, UserError
-from shoal.data.dataset import Collate, join, load_error
+from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
+from shoal.data.dataset import Collate, join, load_error, may_pass
 from shoal.data.deal import Deal, Ended, Turn
 from shoal.data.reader import END
 from shoal.data.seeding import draws_nothing, kept_draws, seed_draws
@@ -34,6 +34,7 @@ class Answer:
 
     sizes     samples that each of its turns gave, by the turn's number
     values    its micro-batches, joined, by the turn's number
+    late      samples that could not be read at once: turn, place in it, and what `Late` says
     ended     streams in which a shard ended · places  the state of each stream's shard, or None
     """
 
@@ -41,17 +42,82 @@ class Answer:
     values: dict[int, Any] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)
     places: dict[str, Any] = field(default_factory=dict)
+    late: list[tuple[int, int, int, str, bool]] = field(default_factory=list)
 
 
-@dataclass
 class _Opened:
-    """A shard that is being read: its samples so far, and the one read ahead."""
+    """A shard that is being read, from a place in it that is known to its sample `taken`.
 
-    number: int
-    shard: Any
-    source: Iterator[Any]
-    taken: int = 0
-    ahead: Any = NOTHING
+    known   a place that its own state said, behind how many samples; (0, None): its front
+    ahead   the sample that was read ahead
+    """
+
+    def __init__(self, reader: ShardReader, number: int, known: tuple[int, Any]) -> None:
+        self.reader, self.number, self.known = reader, number, known
+        self.ahead: Any = NOTHING
+        self.leaves_out = reader.leaves_out
+        self.begin()
+
+    def begin(self) -> None:
+        """Open the shard at the place that is known."""
+        reader = self.reader
+        self.shard = reader.shards.open(self.number, reader.seed, reader.epoch, reader.streams)
+        self.taken, place = self.known
+        if place is not None:
+            self.shard.load_state_dict(place)
+        self._source = iter(self.shard)
+
+    def go_to(self, taken: int, pull: Callable[[], Any]) -> None:
+        """Read on until `taken` samples lie before it. Errors: ConfigError if it is shorter."""
+        while self.taken < taken:
+            if pull() is END:
+                raise ConfigError(
+                    f"data.source: shard {self.number} ends after {self.taken} samples, the "
+                    f"checkpoint was made after {taken} of it; use the same data, or a new run"
+                )
+            self.taken += 1
+
+    def next(self) -> Any:
+        """The sample at which it stands, or END; `Late` where it took more than one try."""
+        try:
+            return self.once()
+        except Exception as error:
+            if not may_pass(error):
+                raise self.failed(error) from error
+            from shoal.data.misread import pull_again
+
+            self.reader.were_late = True
+            return pull_again(self, f"shard {self.number}, sample {self.taken}", error)
+
+    def once(self) -> Any:
+        """The same, at one try."""
+        self.reader.draw_by((self.number, self.taken))
+        with _no_worker():
+            return next(self._source, END)
+
+    def stands(self) -> int:
+        """How many of its samples lie before it."""
+        return self.taken
+
+    def stand(self, at: int) -> None:
+        """Begin anew, and go to where `at` samples lie before it."""
+        self.begin()
+        self.go_to(at, self.once)
+
+    def place(self) -> Any:
+        """What its state says of where it stands; None where that is not exact."""
+        return self.shard.state_dict() if self.reader.shards.has_places else None
+
+    def pass_over(self, place: Any) -> None:
+        """Go on at a place that lies one sample further; that one counts where it is handed out."""
+        self.known = self.taken + 1, place
+        self.begin()
+        self.taken -= 1
+
+    def failed(self, error: Exception, why: str = "") -> ShoalError:
+        """The one line of its next sample, which cannot be read."""
+        where = f"shard {self.number}, sample {self.taken} (epoch {self.reader.epoch})"
+        return load_error(f"data.source: {where}{why}", error)
 
 
 class ShardReader:
@@ -60,6 +126,7 @@ class ShardReader:
     shards   has `open(number, seed, epoch, streams)` and `has_places`
     rank, degree   this rank's place among those with other micro-batches
     whole    every rank reads all streams, and keeps micro-batches rank, rank + degree, …
+    leaves_out   a sample that a disk or a connection refuses at every try is left out
     """
 
     def __init__(
@@ -73,8 +140,10 @@ class ShardReader:
         whole: bool,
         collate: Collate | None,
         places: dict[str, Any],
+        leaves_out: bool = False,
     ) -> None:
         self.shards = shards
+        self.leaves_out = leaves_out and not (whole and degree > 1)
         self.seed, self.epoch = seed, epoch
         self.rank, self.degree, self.whole = rank, degree, whole
         self.collate = collate
@@ -82,8 +151,10 @@ class ShardReader:
         self._is_quiet = draws_nothing(shards) and collate is None
         self._opened: dict[int, _Opened] = {}
         self._held: Sequence[Sequence[int]] = ()
+        self.streams = 0
         self._taken: Sequence[int] = ()
         self._finished: dict[int, int] = {}
+        self.were_late = False
 
     def owns(self, stream: int) -> bool:
         """Whether this rank reads a stream."""
@@ -100,6 +171,7 @@ class ShardReader:
                  a shard that is shorter than it was
         """
         self._held, self._taken, self._finished = held, taken, {}
+        self.streams = len(held)
         with nullcontext() if self._is_quiet else kept_draws():
             return self._read(turns)
 
@@ -111,9 +183,14 @@ class ShardReader:
                 continue
             samples = self._take(stream, size)
             answer.sizes[turn] = len(samples)
-            if samples and (not self.whole or index % self.degree == self.rank):
-                answer.values[turn] = self._join(samples, stream)
-            index += bool(samples)
+            if self.were_late:
+                from shoal.data.misread import told_apart
+
+                samples, late = told_apart(samples)
+                answer.late += [(turn, *one) for one in late]
+            if answer.sizes[turn] and (not self.whole or index % self.degree == self.rank):
+                answer.values[turn] = self._join(samples, stream) if samples else None
+            index += bool(answer.sizes[turn])
         asked = {stream for stream, _ in turns} if turns else range(len(self._held))
         for stream in filter(self.owns, asked):
             self._look_ahead(stream, answer)
@@ -124,8 +201,9 @@ class ShardReader:
         if opened is not None and opened.ahead is not NOTHING:
             return
         place = None
-        if self.shards.has_places and opened is not None and opened.taken:
-            place = opened.shard.state_dict()  # before the sample that is read ahead
+        if opened is not None and opened.taken:
+            place = opened.place()  # before the sample that is read ahead
+            opened.known = opened.known if place is None else (opened.taken, place)
         sample = self._next(stream)
         opened = self._opened.get(stream)
         if opened is not None and sample is not END:
@@ -152,7 +230,7 @@ class ShardReader:
                 opened = self._opened[stream] = self._open(stream, number)
             sample, opened.ahead = opened.ahead, NOTHING
             if sample is NOTHING:
-                sample = self._pull(opened)
+                sample = opened.next()
             if sample is not END:
                 opened.taken += 1
                 return sample
@@ -161,33 +239,13 @@ class ShardReader:
         return END
 
     def _open(self, stream: int, number: int) -> _Opened:
-        shard = self.shards.open(number, self.seed, self.epoch, len(self._held))
         taken = 0 if self._finished.get(stream) else self._taken[stream]
         place = self.places.pop(str(stream), None)
-        if taken and place is not None:
-            shard.load_state_dict(place)
-        opened = _Opened(number, shard, iter(shard))
-        if place is not None:
-            opened.taken = taken
-        while opened.taken < taken:
-            if self._pull(opened) is END:
-                raise ConfigError(
-                    f"data.source: shard {number} ends after {opened.taken} samples, the "
-                    f"checkpoint was made after {taken} of it; use the same data, or a new run"
-                )
-            opened.taken += 1
+        opened = _Opened(self, number, (taken, place) if taken and place is not None else (0, None))
+        opened.go_to(taken, opened.next)
         return opened
 
-    def _pull(self, opened: _Opened) -> Any:
-        self._seed((opened.number, opened.taken))
-        try:
-            with _no_worker():
-                return next(opened.source, END)
-        except Exception as error:
-            where = f"shard {opened.number}, sample {opened.taken} (epoch {self.epoch})"
-            raise load_error(f"data.source: {where}", error) from error
-
-    def _seed(self, what: object) -> None:
+    def draw_by(self, what: object) -> None:
         """Let draws follow from (seed, epoch, what) alone; `read` puts the generators back."""
         if not self._is_quiet:
             seed_draws(self.seed, self.epoch, what)
@@ -196,7 +254,7 @@ class ShardReader:
         opened = self._opened.get(stream)
         at = (opened.number, opened.taken) if opened else self._held[stream][-1:]
         where = f"samples of stream {stream} (epoch {self.epoch})"
-        self._seed(("collate", stream, at))
+        self.draw_by(("collate", stream, at))
         return join(samples, self.collate, where)
 
 

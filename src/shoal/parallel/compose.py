@@ -167,6 +167,10 @@ def materialise(program: Program, derived: Derived) -> Program:
     plan, device = program.plan, program.world.device
     if plan.layout.is_derived:
         program = _cut(program, derived)
+    elif plan.layout.serves:
+        from shoal.parallel.data_parallel import tables
+
+        program = tables.cut(program)
     if plan.layout.zero < 3 and not waits_on_host(plan, device):
         _to(program.module, device)
     return program
@@ -285,7 +289,8 @@ def _by_layout(program: Program) -> Program:
     if waits_on_host(plan, program.world.device):
         name = "offload.parameters"
     elif layout.threads > 1 or layout.servers:
-        name = "data_parallel.threads" if layout.threads > 1 else "data_parallel.served"
+        served = "data_parallel.tables" if layout.serves else "data_parallel.served"
+        name = "data_parallel.threads" if layout.threads > 1 else served
     elif layout.zero:
         name = "data_parallel.fsdp" if layout.zero == 3 else "data_parallel.zero"
     else:

@@ -105,6 +105,10 @@ def rows_of(module: nn.Module, plan: Plan, derived: Derived, device: torch.devic
         from shoal.parallel import pipeline
 
         rows = pipeline.place(rows, derived.cut, plan.layout)
+    if plan.layout.serves:
+        from shoal.parallel.data_parallel import tables
+
+        rows = tables.place(rows, module, plan.layout)
     if derived.experts:
         from shoal.parallel import expert_parallel
 

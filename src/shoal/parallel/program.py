@@ -137,7 +137,8 @@ class Program:
     forward       a pass for evaluation; gives None where the outputs are not on this rank
     twin          the module without data, for counting, where it cannot be copied itself
     passes        forward passes on the sample until now, by what for (`trace.record.Record`)
-    mirrored      `data` and the ranks of a pipeline's second copy that hold the same; None: `data`
+    mirrored      `data` and the ranks of a pipeline's second copy that hold the same, or those of
+                  `data` that do where servers hold tables; None: `data`
     together      every rank must run as many passes as the busiest one (parameters are gathered)
     prepare       functions on the inputs of a micro-batch (device, dtype)
     keyed         keys the generators to a micro-batch, by (step, number) · around  its other rules
@@ -148,7 +149,7 @@ class Program:
     owed          what codes of gradients left out: kept in checkpoints (`compress.Owed`)
     on_begin      called before the first micro-batch of every step
     on_update     called once per committed step, after the reduction: (micro-batches of each rank)
-    on_evaluated  called after an evaluation's last forward pass
+    on_evaluate, on_evaluated  called before an evaluation's first forward pass, after its last one
     on_close      called at the end: takes away whatever was hung on the user's module
     """
 
@@ -183,6 +184,7 @@ class Program:
     owed: Any = None
     on_begin: tuple[Callable[[], None], ...] = ()
     on_update: tuple[Callable[[list[int]], None], ...] = ()
+    on_evaluate: tuple[Callable[[], None], ...] = ()
     on_evaluated: tuple[Callable[[], None], ...] = ()
     on_close: tuple[Callable[[], None], ...] = ()
     notices: list[str] = field(default_factory=list)
@@ -249,7 +251,7 @@ class Program:
 
 def undivided(module: nn.Module, plan: Plan, world: World) -> Program:
     """A program of the whole module, which nothing has been added to."""
-    degrees = plan.layout.degrees
+    degrees, workers = plan.layout.degrees, plan.layout.processes - plan.layout.servers
     return Program(
         module,
         world,
@@ -260,6 +262,7 @@ def undivided(module: nn.Module, plan: Plan, world: World) -> Program:
         tensor=along(world, degrees, ["tp"]),
         pipe=along(world, degrees, ["pp"]),
         context=along(world, degrees, ["cp"]),
+        mirrored=among(world, [tuple(range(workers))]) if plan.layout.serves else None,
         blocks=tuple(find_blocks(module, plan)),
         frozen=frozen(module),
     )
@@ -281,13 +284,14 @@ def bind(program: Program, rows: Iterable[Placement]) -> Program:
         key = row.travels_with(layout)
         if key not in known:
             grid = layout.expert_degrees if row.is_expert else layout.degrees
-            worlds = [along(world, grid, row.data_axes)]
+            together = layout.serves and not row.is_table  # servers hold nothing of it
+            worlds = [program.replicas if together else along(world, grid, row.data_axes)]
             worlds += [beyond[axis] for axis in row.sum_over if axis in beyond]
             if "pp" in row.sum_over:  # also ranks that hold no part of it make the group
                 sharers = [tuple(line[stage] for stage in row.stages) for line in lines]
                 worlds.append(among(world, sharers))
             known[key] = tuple(worlds)
-        if program.pipe.rank in row.stages:
+        if program.at["pp"] in row.stages:
             sums[name] = known[key]
     return replace(program, sums=sums)
 

@@ -128,4 +128,5 @@ def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
         servers=section.servers,
         updates=section.updates,
         staleness=section.staleness,
+        serves=section.serves,
     )

@@ -21,7 +21,7 @@ from shoal.base.schedules import canonical, check_recompute, settle_schedule
 Words = str | Mapping[str, Any]
 """A layout as users write it: a strategy, or keys of [layout]."""
 
-NAMED = ("zero", "threads", "schedule", "chunks", "servers", "updates", "staleness")
+NAMED = ("zero", "threads", "schedule", "chunks", "servers", "updates", "staleness", "serves")
 """Keys of [layout] that go with a strategy or with degrees."""
 
 

@@ -114,6 +114,8 @@ def evaluating(program: Program) -> Iterator[list[bool]]:
     training = [m for m in program.module.modules() if m.training]
     program.module.eval()
     stopped: list[bool] = []
+    for begin in program.on_evaluate:
+        begin()
     try:
         yield stopped
     except _StoppedError:

@@ -109,7 +109,7 @@ class Feed:
         loader = self._made(dataset, settings)
         if hasattr(loader, "tell"):
             loader.tell = self.tell
-        if isinstance(loader, LeavesOut):
+        if hasattr(loader, "leaves_out"):
             # Ranks that read the same samples would each leave out another.
             alone = self.plan.layout.processes == self.world.size
             loader.leaves_out = alone and self.plan.unreadable > 0

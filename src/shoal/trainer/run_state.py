@@ -166,7 +166,8 @@ def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
     names: dict[Any, str] = {piece.parameter: name for name, piece in local.items()}
     names.update({p: name for name, p in run.program.frozen.items()})
     state, optimizer_record = split_state(run.optimizer, names)
-    if run.program.plan.layout.zero or run.program.pipe.size > 1:
+    layout = run.program.plan.layout
+    if layout.zero or layout.serves or run.program.pipe.size > 1:
         optimizer_record = merge_records(run.program.world.gather_json(optimizer_record))
     sliced = set(optimizer_record["sliced"])
     for full, tensor in state.items():

@@ -6,7 +6,7 @@ masters, and the module's own parameters are the copies, renewed once per step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -15,12 +15,18 @@ from torch import nn
 from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.program import Local, Program, whole_locals
 
+Make = Callable[[Program, Mapping[str, Local], Mapping[str, Local]], "SumReducer"]
+"""Program, what this rank steps, masters of narrow copies → the reducer."""
 
-def apply(program: Program) -> Program:
-    """Give the program a reducer that sums over all ranks in the plan's buckets."""
+
+def apply(program: Program, make: Make | None = None) -> Program:
+    """Give the program a reducer that sums over all ranks in the plan's buckets.
+
+    make   makes the reducer, where it does more than that
+    """
     masters = _masters(program)
     local = {**whole_locals(program), **masters}
-    reducer = _Reducer(program, local, masters)
+    reducer = (make or SumReducer)(program, local, masters)
     return replace(
         program,
         reducer=reducer,
@@ -42,7 +48,7 @@ def _masters(program: Program) -> dict[str, Local]:
     return found
 
 
-class _Reducer(BucketReducer):
+class SumReducer(BucketReducer):
     """Sums in buckets, and copies masters to the module after the optimizer's step."""
 
     def __init__(
