@@ -45,6 +45,7 @@ class Row:
     config: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
     name: str = ""
+    images: bool = True
 
     @property
     def title(self) -> str:
@@ -158,6 +159,7 @@ ROWS = [
                 {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
                 "zero_optimization": {"stage": 3}},
         name="sdma_allgather/train_qwen3_zero3.py",
+        images=False,
     ),
 ]  # fmt: skip
 
@@ -256,7 +258,7 @@ def blob(script: Path) -> str:
 def environ(row: Row, at: Path) -> dict[str, str]:
     """What a run is given: stand-ins first, no network, one thread."""
     paths = [str(STAND_INS), str(ROOT / "src")]
-    if "cv_" in row.path or row.library == "deepspeed":
+    if "cv_" in row.path or (row.library == "deepspeed" and row.images):
         paths.append(str(STAND_INS / "images"))  # transformers would want more of torchvision
     paths += filter(None, [os.environ.get("PYTHONPATH")])  # what else a script imports
     return {

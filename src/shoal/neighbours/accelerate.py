@@ -38,7 +38,7 @@ from shoal.neighbours.accelerate_prepared import (
     PreparedOptimizer,
     PreparedScheduler,
 )
-from shoal.neighbours.accelerate_state import UTILS, PartialState
+from shoal.neighbours.accelerate_state import UTILS, HfDeepSpeedConfig, PartialState
 from shoal.neighbours.free_loop import FreeLoop, started
 
 __version__ = "1.15.0"
@@ -60,10 +60,7 @@ NEAREST = {
     "TorchDynamoPlugin": COMPILED,
     "prepare_pippy": 'shoal.parallelize(…, layout="pp", sample=…)',
     "notebook_launcher": "shoal run --as accelerate --processes N -- script.py",
-    **dict.fromkeys(
-        ("register_save_state_pre_hook", "register_load_state_pre_hook"),
-        "accelerator.register_for_checkpointing(object)",
-    ),
+    "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object)",
     **dict.fromkeys(("GeneralTracker", "get_tracker"), "accelerator.log(values, step=…)"),
 }
 """What is refused where it is used."""
@@ -505,6 +502,7 @@ stand_in.answer(
         "data_loader": {"skip_first_batches": skip_first_batches},
         "local_sgd": {"LocalSGD": LocalSGD},
         "utils.operations": UTILS,
+        "utils.deepspeed": {"HfDeepSpeedConfig": HfDeepSpeedConfig},
     },
     NEAREST,
 )

@@ -186,6 +186,16 @@ class Settings:
         self.__dict__.update(self.defaults | said)
 
 
+class HfDeepSpeedConfig:
+    """What transformers' own class inherits from where DeepSpeed is installed, and seldom makes."""
+
+    def __init__(self, *_config: Any) -> None:
+        raise ConfigError(
+            "accelerate.utils.deepspeed.HfDeepSpeedConfig is not answered by Shoal; nearest: "
+            "import shoal.neighbours.deepspeed, and DeepSpeed's own calls"
+        )
+
+
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed random, numpy and torch."""
     seed += start_world().rank if device_specific else 0
