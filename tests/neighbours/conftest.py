@@ -2,6 +2,7 @@
 
 collect_ignore_glob = [
     "*_script.py",
+    "accelerate_case.py",
     "engine_case.py",
     "printed_*.py",
     "beside_*.py",

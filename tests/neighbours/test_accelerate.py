@@ -63,3 +63,9 @@ def test_a_schedule_made_after_prepare_and_what_is_logged(programs: Any, tmp_pat
     assert ended.stdout == "done-1!"
     assert "kwargs_handlers: what it sets is not read" in ended.stderr
     assert "values of log go to logs/log.jsonl" in ended.stderr
+
+
+def test_what_scripts_ask_beyond_the_printed_calls(programs: Any, tmp_path: Path) -> None:
+    """Local SGD, nested loaders, sums and pads over processes, names of states; on two."""
+    ended = programs.world(2, str(HERE / "accelerate_case.py"), cwd=tmp_path)
+    assert [one.returncode for one in ended] == [0, 0], ended[0].stderr + ended[1].stderr

@@ -39,7 +39,8 @@ def test_a_script_finds_the_neighbours_losses(title: str) -> None:
 @pytest.mark.parametrize("title", list(ROWS))
 def test_the_real_package_was_not_loaded_and_nobody_can_tell(title: str) -> None:
     row = ROWS[title]
-    assert row["loaded"] == {"theirs": [row["library"]], "ours": []}
+    assert row["library"] in row["loaded"]["theirs"], "it may have loaded another one, too"
+    assert row["loaded"]["ours"] == []
     assert row["version"][row["library"]] is not None
     assert row["told_the_same"]
 

@@ -67,6 +67,37 @@ print((before - engine.module_state_dict()["weight"]).round(decimals=5).tolist()
 aside = torch.ones(2, requires_grad=True)
 aside.sum().backward()
 print(aside.grad.tolist(), torch.ones(2).to("cuda:0").device, torch.ones(2).to(torch.float64).dtype)
+
+cuda = torch.device("cuda", 0)
+with torch.device("meta"):
+    assert torch.zeros(2).device.type == "meta"
+full = torch.full((2,), 7.0, device=cuda)
+print(full.device, full.tolist(), torch.randn(1, device="cuda").device, torch.tensor(1.0, device=cuda).item(), full.to(torch.cuda.current_device()).device)
+
+from deepspeed.comm import mori
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.lr_schedules import WarmupLR
+held = deepspeed.get_accelerator()
+engine = deepspeed.initialize(model=torch.nn.Linear(2, 1), config={"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})[0]
+assert not mori.is_enabled() and held.on_accelerator(full)
+print(held.device_count(), held.is_bf16_supported(), held.is_available(), engine.train_batch_size(), engine.gradient_accumulation_steps(), engine.get_lr()[0])
+adam = DeepSpeedCPUAdam(engine.module.parameters(), 0.05, True, (0.8, 0.9))
+assert (type(adam), adam.defaults["betas"], adam.defaults["weight_decay"]) == (torch.optim.AdamW, (0.8, 0.9), 0.0)
+assert type(FusedAdam(engine.module.parameters(), adam_w_mode=False)) is torch.optim.Adam
+schedule, rates = WarmupLR(adam, 0.0, 0.05, 2, "linear"), []
+for _ in range(3):
+    rates.append(schedule.get_last_lr()[0]); schedule.step(); schedule.step()
+leaf = torch.ones(2, requires_grad=True)
+deepspeed.checkpointing.checkpoint(lambda x: x.square(), leaf * 2).sum().backward()
+print(rates, (leaf.grad / 2).tolist())
+print(refused(lambda: deepspeed.initialize(model=torch.nn.Linear(2, 1), config={"train_batch_size": 1, "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}})))
+print(refused(lambda: engine.offload_states()))
+torch.set_default_dtype(torch.bfloat16)
+for how in ({}, {"bf16": {"enabled": True}}):
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 1, **how}):
+        print(torch.nn.Linear(2, 1).weight.dtype, torch.arange(2).dtype)
+torch.set_default_dtype(torch.float32)
+print(torch.nn.Linear(2, 1).weight.dtype, torch.empty.__name__)
 """
 ACCELERATE = """
 import shoal.neighbours.accelerate
@@ -85,7 +116,7 @@ def refused(call):
     except Exception as failure:
         return str(failure)
 
-print(refused(LocalSGD))
+print(refused(accelerate.utils.DummyOptim))
 print(refused(lambda: DistributedDataParallelKwargs(comm_hook=Hook("fp16"))))
 print(is_xpu_available(), PartialState().process_index)
 accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=Hook.NO), ProfileKwargs(activities=["cpu"])])
@@ -110,6 +141,9 @@ with accelerator.profile() as seen:
     torch.ones(2).sum()
 print("aten::sum" in seen.key_averages().table())
 get_logger("mine").warning("said %d", 1, main_process_only=False)
+
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+print(refused(type("Transformers", (HfDeepSpeedConfig,), {})))
 """
 
 
@@ -130,23 +164,38 @@ def test_what_deepspeeds_scripts_lean_on(programs: Any, tmp_path: Path) -> None:
     assert "OffloadStateTypeEnum is not answered" in found[4] or "offload_config" in found[4]
     assert found[5] == "False None", "is it installed: as without us"
     assert found[6] == "0 1 cpu", "one process has a group, too"
-    lacks = "deepspeed: engine.train_batch is not answered by Shoal False"
+    lacks = "deepspeed: engine.train_batch is not answered by Shoal; nearest: engine(batch), "
+    lacks += "backward and step False"
     assert found[7:10] == [lacks, lacks, "True"], "loss.backward() is the engine's"
     assert found[10] == "[[2.0, 2.0]]", "of two engines, one takes two losses in a step"
     assert found[11] == "[1.0, 1.0] cpu torch.float64"
+    assert found[12] == "cpu [7.0, 7.0] cpu 1.0 cpu", "made on a device that is not here"
+    assert found[13] == "1 True True 8 1 0.1", "what engine and accelerator tell"
+    assert found[14] == "[0.0, 0.025, 0.05] [4.0, 4.0]", "a schedule made by hand, recompute"
+    assert "one-bit:STEPS" in found[15]
+    assert found[17] == "torch.float32 torch.int64", (
+        "made under zero.Init, of an fp32 configuration"
+    )
+    assert found[18] == "torch.bfloat16 torch.int64"
+    assert found[19] == "torch.float32 empty"
+    assert found[16].endswith(
+        'nearest: "zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
+    )
     assert said.count("no CUDA device is here") == 1
 
 
 def test_what_accelerates_scripts_lean_on(programs: Any, tmp_path: Path) -> None:
     found, said = _lines(programs, tmp_path, ACCELERATE)
-    assert found[0].startswith("accelerate.local_sgd.LocalSGD is not answered by Shoal; nearest:")
+    assert found[0].startswith("accelerate.utils.DummyOptim is not answered by Shoal; nearest:")
     assert "comm_hook" in found[1]
     assert found[2:7] == [
         "False 0",
         "True False",
         "True False",
-        "Accelerator.prepare_pippy is not answered by Shoal False",
+        "Accelerator.prepare_pippy is not answered by Shoal; nearest: shoal.parallelize(…, "
+        'layout="pp", sample=…) False',
         "[10, 9, 8]",
     ]
-    assert found[7:] == ["[1, 2, 3]", "True"]
+    assert found[7:9] == ["[1, 2, 3]", "True"]
+    assert found[9].startswith("accelerate.utils.deepspeed.HfDeepSpeedConfig is not answered")
     assert "said 1" in said

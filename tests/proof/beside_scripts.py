@@ -13,10 +13,12 @@ once by the neighbour and once by `shoal run --as`, in the same environment; wha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +45,7 @@ class Row:
     config: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
     name: str = ""
+    images: bool = True
 
     @property
     def title(self) -> str:
@@ -79,6 +82,23 @@ ROWS = [
     accelerate("by_feature/memory", "--cpu"),
     accelerate("by_feature/automatic_gradient_accumulation", "--cpu"),
     accelerate("by_feature/profiler", "--cpu"),
+    accelerate("by_feature/local_sgd", "--cpu", "--local_sgd_steps", "2"),
+    accelerate("by_feature/ddp_comm_hook", "--cpu"),
+    accelerate("by_feature/cross_validation", "--cpu"),
+    accelerate("by_feature/schedule_free", "--cpu"),
+    accelerate(
+        "by_feature/gradient_accumulation_for_autoregressive_models",
+        *("--cpu", "--gradient_accumulation_steps", "3", "--per_device_batch_size", "4"),
+        name="gradient_accumulation_for_autoregressive_models",
+    ),
+    accelerate(
+        "by_feature/deepspeed_with_config_support",
+        *("--dataset_name", "Salesforce/wikitext", "--dataset_config_name", "wikitext-2-v1"),
+        *("--model_name_or_path", "HuggingFaceTB/SmolLM-360M", "--block_size", "32"),
+        *("--per_device_train_batch_size", "2", "--num_train_epochs", "1", "--seed", "3"),
+        *("--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--output_dir", "out"),
+        environ={"ACCELERATE_USE_CPU": "true"},  # else each process would train by itself
+    ),
     accelerate("complete_nlp_example", "--cpu", "--checkpointing_steps", "3"),
     accelerate("complete_cv_example", "--cpu", *IMAGES, "--checkpointing_steps", "epoch"),
     *(
@@ -88,6 +108,14 @@ ROWS = [
             name=f"cifar10_deepspeed stage {stage}",
         )
         for stage in range(4)
+    ),
+    deepspeed(
+        "training/gan/gan_deepspeed_train.py",
+        *("--dataset", "fake", "--workers", "0", "--imageSize", "64", "--ngf", "8", "--ndf", "8"),
+        *("--batchSize", "8", "--local_rank", "0", "--deepspeed_config", "ds_config.json"),
+        config={"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0},
+        name="gan_deepspeed_train.py",
+        processes=1,
     ),
     deepspeed(
         "training/pipeline_parallelism/train.py",
@@ -120,6 +148,18 @@ ROWS = [
         config={**FIRST, "zero_optimization": {"stage": 3},
                 "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}},
         name="sdma_allgather/train_zero3.py",
+    ),
+    deepspeed(
+        "examples/sdma_allgather/train_qwen3_zero3.py",
+        *("--model_name", "HuggingFaceTB/SmolLM-360M", "--dataset", "synthetic"),
+        *("--seq_length", "32", "--num_steps", "12", "--warmup_steps", "2"),
+        *("--ds_config", "ds_config.json"),
+        repository="deepspeedai/DeepSpeed",
+        config={"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "optimizer":
+                {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+                "zero_optimization": {"stage": 3}},
+        name="sdma_allgather/train_qwen3_zero3.py",
+        images=False,
     ),
 ]  # fmt: skip
 
@@ -169,24 +209,44 @@ def beside(row: Row, sources: Path, local: Path, python: str, deadline: float) -
             start += [f"--nproc-per-node={row.processes}"]
             if side == "ours":
                 start += ["-m", "shoal", "run", "--as", row.library, "--"]
-            ended = subprocess.run(
-                [python, *start, str(script), *row.words],
-                cwd=at,
-                env=environ(row, at),
-                capture_output=True,
-                text=True,
-                timeout=deadline,
-                check=False,
-            )
-            if ended.returncode:
-                told["fails"] = f"{side}: {last_line(ended.stderr)}"
-                sys.stderr.write(ended.stderr[-6000:])
+            code, said = ran([python, *start, str(script), *row.words], at, row, deadline)
+            if code:
+                told["fails"] = f"{side}: {last_line(said)}"
+                sys.stderr.write(said[-6000:])
                 return told
             ranks = sorted((at / "losses").glob("rank-*.json"))
             found[side] = [json.loads(rank.read_text()) for rank in ranks]
     # The script is the one whose hash was taken before: nobody wrote to it.
     told["changed"] = hashlib.sha256(script.read_bytes()).hexdigest() != told["sha256"]
     return told | compared(found["theirs"], found["ours"])
+
+
+def ran(words: list[str], at: Path, row: Row, deadline: float) -> tuple[int, str]:
+    """Run a command and all that it starts. Gives its exit status (1: not in time), and stderr."""
+    with subprocess.Popen(
+        words,
+        cwd=at,
+        env=environ(row, at),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as one:
+        try:
+            said = one.communicate(timeout=deadline)[1]
+        except subprocess.TimeoutExpired:
+            for group in {one.pid, *started_by(one.pid)}:  # torchrun gives each worker a group
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+            return 1, f"Error: it did not end in {deadline:g} s"
+        return one.returncode, said
+
+
+def started_by(pid: int) -> list[int]:
+    """The processes that a process started, which lead groups of their own."""
+    there = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(one) for one in there.read_text().split()] if there.exists() else []
+    return [one for one in found if os.getpgid(one) == one]
 
 
 def blob(script: Path) -> str:
@@ -198,8 +258,9 @@ def blob(script: Path) -> str:
 def environ(row: Row, at: Path) -> dict[str, str]:
     """What a run is given: stand-ins first, no network, one thread."""
     paths = [str(STAND_INS), str(ROOT / "src")]
-    if "cv_" in row.path or row.library == "deepspeed":
+    if "cv_" in row.path or (row.library == "deepspeed" and row.images):
         paths.append(str(STAND_INS / "images"))  # transformers would want more of torchvision
+    paths += filter(None, [os.environ.get("PYTHONPATH")])  # what else a script imports
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

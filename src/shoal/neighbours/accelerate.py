@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,33 +27,41 @@ from shoal.fabric import start_world
 from shoal.neighbours import stand_in, without_cuda  # noqa: F401  # its import is its effect
 from shoal.neighbours.accelerate_data import (
     DealtLoader,
-    gathered,
+    first_of,
     skip_first_batches,
     tensor_of,
     text_of,
 )
-from shoal.neighbours.accelerate_state import UTILS, PartialState
-from shoal.neighbours.free_loop import FreeLoop
-from shoal.trainer.parallelize import parallelize
+from shoal.neighbours.accelerate_prepared import (
+    LocalSGD,
+    Prepared,
+    PreparedOptimizer,
+    PreparedScheduler,
+)
+from shoal.neighbours.accelerate_state import UTILS, HfDeepSpeedConfig, PartialState
+from shoal.neighbours.free_loop import FreeLoop, started
 
 __version__ = "1.15.0"
 PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+DIVIDED = 'shoal.parallelize(…, layout={"dp_shard": 2, "tp": 2}, sample=…)'
+DEEPSPEED = "import shoal.neighbours.deepspeed, and DeepSpeed's own calls"
+COMPILED = 'shoal.parallelize(…, compile="blocks")'
 ELSEWHERE = {
-    "megatron_lm_plugin": 'shoal.parallelize(…, layout={"tp": 2}, sample=…)',
-    "torch_tp_plugin": 'shoal.parallelize(…, layout={"tp": 2}, sample=…)',
-    "parallelism_config": 'shoal.parallelize(…, layout={"dp_shard": 2, "tp": 2}, sample=…)',
-    "deepspeed_plugin": "import shoal.neighbours.deepspeed, and DeepSpeed's own calls",
-    "deepspeed_plugins": "import shoal.neighbours.deepspeed, and DeepSpeed's own calls",
-    "dynamo_plugin": 'shoal.parallelize(…, compile="blocks")',
-    "dynamo_backend": 'shoal.parallelize(…, compile="blocks")',
+    **dict.fromkeys(("megatron_lm_plugin", "torch_tp_plugin", "parallelism_config"), DIVIDED),
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), DEEPSPEED),
+    **dict.fromkeys(("dynamo_plugin", "dynamo_backend"), COMPILED),
 }
 """What `Accelerator` takes and Shoal says otherwise."""
 NEAREST = {
-    "LocalSGD": "an island for each process, runs of `shoal train` with islands.* keys",
     "init_empty_weights": "a function that builds the model, handed to shoal.parallelize",
-    "DeepSpeedPlugin": "import shoal.neighbours.deepspeed, and DeepSpeed's own calls",
+    **dict.fromkeys(("DeepSpeedPlugin", "DummyOptim", "DummyScheduler"), DEEPSPEED),
+    **dict.fromkeys(("MegatronLMDummyScheduler", "ParallelismConfig"), DIVIDED),
+    **dict.fromkeys(("maybe_context_parallel", "torch_device_mesh"), DIVIDED),
+    "TorchDynamoPlugin": COMPILED,
     "prepare_pippy": 'shoal.parallelize(…, layout="pp", sample=…)',
     "notebook_launcher": "shoal run --as accelerate --processes N -- script.py",
+    "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object)",
+    **dict.fromkeys(("GeneralTracker", "get_tracker"), "accelerator.log(values, step=…)"),
 }
 """What is refused where it is used."""
 
@@ -66,105 +75,6 @@ class Logger(LoggerAdapter):
         if start_world().is_first or not named.pop("main_process_only", True):
             named.pop("main_process_only", None)
             super().log(level, msg, *args, **named)
-
-
-class Prepared(nn.Module):
-    """A model in training, called as before; `module` is the user's own."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.loop: FreeLoop | None = None
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's outputs."""
-        if self.loop is None:  # no optimizer steps it: nothing is summed
-            return self.module(*inputs, **named)
-        return self.loop.forward(*inputs, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._modules["module"], name)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Around passes whose gradients need not travel yet: they travel in the update."""
-        yield
-
-    def state_dict(self, *args: Any, **named: Any) -> Any:
-        """The user's module's own."""
-        return self.module.state_dict(*args, **named)
-
-
-class PreparedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step ends a step of the run, at the end of an accumulation.
-
-    Groups, state and defaults are those of the script's own; torch's schedules take it as one.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> None:
-        self.optimizer, self.accelerator = optimizer, accelerator
-        self.loop: FreeLoop | None = None
-        self.clipped = self.step_was_skipped = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As the script's own."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """As the script's own."""
-        self.optimizer.load_state_dict(state_dict)
-
-    def step(self, closure: Any = None) -> Any:
-        """Update the weights, where gradients are summed now."""
-        if closure is not None:
-            raise ConfigError("optimizer.step(closure): the run calls no closure; nearest: AdamW")
-        if self.loop is None:
-            raise ConfigError("optimizer.step: its model was not given to accelerator.prepare")
-        if not self.accelerator.sync_gradients:
-            return
-        if not self.clipped:
-            self.loop.clip(0.0)
-        done = self.loop.update()
-        self.loop.run.adjust = None
-        self.clipped, self.step_was_skipped = False, done.skipped
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no update used."""
-        if self.loop is not None and self.accelerator.sync_gradients:
-            self.loop.drop()
-
-
-class PreparedScheduler:
-    """A schedule that steps with the optimizer, once per process, or once for split batches."""
-
-    def __init__(self, scheduler: Any, accelerator: Accelerator) -> None:
-        self.scheduler, self.accelerator = scheduler, accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["scheduler"], name)
-
-    def step(self, *args: Any, **named: Any) -> None:
-        """Step, unless the optimizer did not."""
-        told = self.accelerator
-        if not told.step_scheduler_with_optimizer:
-            self.scheduler.step(*args, **named)
-            return
-        if not told.sync_gradients:
-            if told.adjusts_scheduler:
-                self.scheduler._step_count += 1
-            return
-        if any(one.step_was_skipped for one in told.optimizers_of(self.scheduler)):
-            return
-        for _ in range(1 if told.split_batches else told.num_processes):
-            total = getattr(self.scheduler, "total_steps", None)
-            if total is None or told.split_batches or self.scheduler._step_count <= total:
-                self.scheduler.step(*args, **named)
 
 
 class Accelerator(PartialState):
@@ -191,37 +101,40 @@ class Accelerator(PartialState):
         for name, value in elsewhere.items():
             if name not in ELSEWHERE:
                 raise ConfigError(f"Accelerator: {name} is no argument of accelerate 1.15")
-            if value is not None:
+            if value is not None and str(value).lower() != "no":
                 raise ConfigError(f"Accelerator: {name}: nearest: {ELSEWHERE[name]}")
         super().__init__()
         said = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         if said not in PRECISIONS:
             raise ConfigError(f"mixed_precision = {said}: not one of no, bf16, fp16; nearest: bf16")
         self.mixed_precision = said
-        plugin = gradient_accumulation_plugin
-        asked = plugin.num_steps if plugin is not None else gradient_accumulation_steps
-        self.gradient_accumulation_steps = int(
-            os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", asked)
+        plugin = gradient_accumulation_plugin or UTILS["GradientAccumulationPlugin"](
+            gradient_accumulation_steps
         )
-        self.adjusts_scheduler = getattr(plugin, "adjust_scheduler", True)
-        self.sync_with_dataloader = getattr(plugin, "sync_with_dataloader", True)
-        self.split_batches = getattr(dataloader_config, "split_batches", split_batches)
-        self.even_batches = getattr(dataloader_config, "even_batches", True)
-        self.seedable = getattr(dataloader_config, "use_seedable_sampler", False)
-        self.data_seed = getattr(dataloader_config, "data_seed", None)
+        self.gradient_accumulation_steps = int(
+            os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", plugin.num_steps)
+        )
+        self.adjust_scheduler = plugin.adjust_scheduler
+        self.sync_with_dataloader = plugin.sync_with_dataloader
+        deals = dataloader_config or UTILS["DataLoaderConfiguration"](split_batches)
+        self.split_batches, self.even_batches = deals.split_batches, deals.even_batches
+        self.seedable, self.data_seed = deals.use_seedable_sampler, deals.data_seed
         by_fsdp = fsdp_plugin or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         self.layout = "single" if self.world.size == 1 else "fsdp" if by_fsdp else "ddp"
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.project_dir = project_dir or getattr(project_config, "project_dir", None)
+        self.project_configuration = project_config or UTILS["ProjectConfiguration"]()
+        self.project_dir = project_dir or self.project_configuration.project_dir
         self.sync_gradients, self.step = True, 0
         self.models: list[Prepared] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[DealtLoader] = []
+        self.active: list[DealtLoader] = []
         self.custom: list[Any] = []
         self.trackers: list[Any] = []
+        self.told: set[str] = set()
         self.log_with = log_with
-        self.state, self.project_configuration = self, project_config
+        self.state = self.gradient_state = self
         self.by_fsdp, self.triggered = bool(by_fsdp) and self.world.size > 1, False
         self.handlers = [one for one in kwargs_handlers or [] if "Profile" in type(one).__name__]
         unread = {
@@ -233,7 +146,7 @@ class Accelerator(PartialState):
             if value:
                 self._tell(f"{name}: what it sets is not read; layouts and formats are the plan's")
 
-    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+    def prepare(self, *objects: Any, device_placement: Any = None, **_named: Any) -> Any:
         """Each object as the script is to use it, in the order given."""
         made = [self._prepared(one) for one in objects]
         self._begin_runs()
@@ -261,11 +174,11 @@ class Accelerator(PartialState):
     def _begin_runs(self) -> None:
         """A run for each optimizer whose model is here."""
         for one in self.optimizers:
-            held = {id(p) for group in one.optimizer.param_groups for p in group["params"]}
+            held = {id(p) for p in one.own}
             for model in self.models:
                 own = {id(p) for p in model.module.parameters() if p.requires_grad}
                 if one.loop is None and model.loop is None and held & own:
-                    run = parallelize(
+                    run = started(
                         model.module,
                         one.optimizer,
                         layout=self.layout,
@@ -284,7 +197,7 @@ class Accelerator(PartialState):
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
         """Gradients of a loss, divided by the accumulation, for every model that ran."""
-        begun = [one.loop for one in self.models if one.loop and one.loop.run.free is not None]
+        begun = [one.loop for one in self.models if one.loop and one.loop.begun]
         if not begun:
             raise ConfigError("accelerator.backward: no model of accelerator.prepare was called")
         if len(begun) > 1:
@@ -298,7 +211,7 @@ class Accelerator(PartialState):
     @contextmanager
     def accumulate(self, *_models: Any) -> Iterator[None]:
         """Around a micro-batch: gradients are summed in every n-th, and in the last of a loader."""
-        if self.sync_with_dataloader and any(one.at_end for one in self.loaders):
+        if self.sync_with_dataloader and self.end_of_dataloader:
             self.step, self.sync_gradients = 0, True
         else:
             self.step += 1
@@ -307,18 +220,61 @@ class Accelerator(PartialState):
 
     @contextmanager
     def no_sync(self, _model: Any = None) -> Iterator[None]:
-        """Around passes whose gradients need not travel yet."""
+        """Around passes whose gradients need not travel yet; they travel in the update."""
         yield
+
+    trigger_sync_in_backward = no_sync
+
+    @contextmanager
+    def join_uneven_inputs(self, _joinables: Any, even_batches: bool | None = None) -> Any:
+        """Around steps of as many batches on each process. Errors: ConfigError for fewer on some.
+
+        Under DDP a process that is through answers the others' sums with zeros; a run's ranks take
+        the same steps.
+        """
+        if self.use_distributed and not (
+            self.even_batches if even_batches is None else even_batches
+        ):
+            raise ConfigError(
+                "join_uneven_inputs: even_batches = False: every process steps as often as any "
+                "other; nearest: even_batches=True"
+            )
+        yield
+
+    @property
+    def active_dataloader(self) -> DealtLoader | None:
+        """The loader that was begun last, of those under way."""
+        return self.active[-1] if self.active else None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether that one gave its last batch."""
+        return bool(self.active) and self.active[-1].at_end
+
+    @property
+    def remainder(self) -> int:
+        """Samples of its last step over all processes, where they are fewer; −1: none is begun."""
+        return self.active[-1].remainder if self.active else -1
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of an update."""
+        return self.gradient_accumulation_steps
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Have the update clip by the true global norm, and give that norm."""
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_: norm_type = {norm_type}; nearest: 2")
+        if not self.sync_gradients:
+            self._tell_once(
+                "clip_grad_norm_ between updates is left out: a run clips the sum of all passes; "
+                "nearest: if accelerator.sync_gradients: accelerator.clip_grad_norm_(…)"
+            )
+            return None
         held = {id(one) for one in parameters}
         for one in self.optimizers:
-            own = [p for group in one.optimizer.param_groups for p in group["params"]]
-            loop, mine = one.loop, {id(p) for p in own}
-            if loop is None or not self.sync_gradients or loop.run.free is None:
+            loop, mine = one.loop, {id(p) for p in one.own}
+            if loop is None or not loop.begun:
                 continue
             if not held & (mine | {id(p) for p in loop.run.model.parameters()}):
                 continue
@@ -329,30 +285,19 @@ class Accelerator(PartialState):
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Have the update clip every element of the mean gradient."""
+        clip = torch.nn.utils.clip_grad_value_
         for one in self.optimizers:
             if one.loop is not None and self.sync_gradients:
-                own = [p for group in one.optimizer.param_groups for p in group["params"]]
-                clip = torch.nn.utils.clip_grad_value_
-                one.loop.run.adjust = functools.partial(clip, own, clip_value)
+                one.loop.run.adjust = functools.partial(clip, one.own, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: gradients are unscaled in the update."""
 
-    def gather(self, tensors: Any) -> Any:
-        """All ranks' tensors, one after another along dim 0."""
-        return gathered(tensors, self.world)
-
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """The same without the samples that were dealt twice in a loader's last batches."""
         found = self.gather(input_data)
-        left = next((one.remainder for one in self.loaders if one.at_end), 0)
-        return gathered(found, None, left) if left > 0 else found
-
-    def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum over ranks, or the mean."""
-        total = tensor.detach().clone().to(self.device)
-        self.world.all_reduce(total)
-        return total / self.num_processes if reduction == "mean" else total
+        short = self.end_of_dataloader and self.remainder > 0
+        return first_of(found, self.remainder) if short else found
 
     def unwrap_model(self, model: Any, *_args: Any, **_named: Any) -> nn.Module:
         """The user's own module."""
@@ -384,10 +329,20 @@ class Accelerator(PartialState):
             with self._log_file().open("a") as file:
                 file.write(json.dumps({"step": step, **values}, default=float) + "\n")
 
+    @property
+    def logging_dir(self) -> Any:
+        """Where logs go."""
+        return self.project_configuration.logging_dir or self.project_dir
+
     def _log_file(self) -> Path:
-        folder = Path(self.project_dir or ".")
+        folder = Path(self.logging_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         return folder / "log.jsonl"
+
+    def _tell_once(self, line: str) -> None:
+        if line not in self.told:
+            self.told.add(line)
+            self._tell(line)
 
     def _tell(self, line: str) -> None:
         if self.is_main_process:
@@ -399,7 +354,10 @@ class Accelerator(PartialState):
 
     def save_state(self, output_dir: Any = None, **_named: Any) -> str:
         """Write models, optimizers, schedules and generators; every rank must call it."""
-        folder = Path(output_dir or self.project_dir or "checkpoint")
+        named = self.project_configuration.automatic_checkpoint_naming
+        folder = (
+            self._next_folder() if named else Path(output_dir or self.project_dir or "checkpoint")
+        )
         draws = text_of(torch.get_rng_state())
         extra = {
             "schedulers": [one.scheduler.state_dict() for one in self.schedulers],
@@ -412,9 +370,28 @@ class Accelerator(PartialState):
             loop.run.save(folder / f"model_{place}", extra=extra)
         return str(folder)
 
+    def _next_folder(self) -> Path:
+        """The folder of the next state, by its number; the oldest go where too many are kept."""
+        told = self.project_configuration
+        place = Path(self.project_dir or ".") / "checkpoints"
+        kept = sorted(place.glob("checkpoint_*"), key=_number)
+        self.wait_for_everyone()
+        if told.total_limit is not None and self.is_main_process:
+            for old in kept[: max(0, len(kept) + 1 - told.total_limit)]:
+                shutil.rmtree(old)
+        told.iteration += 1
+        return place / f"checkpoint_{told.iteration - 1}"
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next state."""
+        return int(self.project_configuration.iteration)
+
     def load_state(self, input_dir: Any = None, **_named: Any) -> None:
         """Go on from what `save_state` wrote: also in a loader's order, which Accelerate loses."""
         folder = Path(input_dir or self.project_dir or "checkpoint")
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            folder = max((folder / "checkpoints").glob("checkpoint_*"), key=_number)
         for place, loop in enumerate(self._loops()):
             if not loop.run.restore(folder / f"model_{place}"):
                 raise ConfigError(f"load_state: {folder / f'model_{place}'} holds no checkpoint")
@@ -439,7 +416,7 @@ class Accelerator(PartialState):
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of what was prepared."""
         self.models, self.optimizers, self.schedulers, self.loaders = [], [], [], []
-        self.step = 0
+        self.active, self.step = [], 0
         return [None for _ in objects]
 
     clear = free_memory
@@ -497,12 +474,17 @@ class Accelerator(PartialState):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise stand_in.Lacking(f"Accelerator.{name} is not answered by Shoal")
+        near = f"; nearest: {NEAREST[name]}" if name in NEAREST else ""
+        raise stand_in.Lacking(f"Accelerator.{name} is not answered by Shoal{near}")
 
     def end_training(self) -> None:
         """Leave the other processes."""
         for loop in self._loops():
             loop.run.close()
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])
 
 
 DataLoaderConfiguration = UTILS["DataLoaderConfiguration"]
@@ -518,6 +500,9 @@ stand_in.answer(
         "accelerator": {"Accelerator": Accelerator},
         "logging": {"get_logger": lambda name, log_level=None: Logger(getLogger(name), {})},
         "data_loader": {"skip_first_batches": skip_first_batches},
+        "local_sgd": {"LocalSGD": LocalSGD},
+        "utils.operations": UTILS,
+        "utils.deepspeed": {"HfDeepSpeedConfig": HfDeepSpeedConfig},
     },
     NEAREST,
 )

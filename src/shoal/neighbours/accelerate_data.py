@@ -2,20 +2,21 @@
 
 Process r of n takes the batches r, r + n, … of the script's own sampler, in an order that is drawn
 once and is the first process's. Where the last ones do not suffice for all, samples of the
-epoch's beginning come again (even batches); gathered for metrics, these are dropped.
+epoch's beginning come again (even batches); gathered for metrics, these are dropped. Whose end it
+is, asks the loader that was begun last: an evaluation inside of an epoch has its own.
 """
 
 from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, one_of
 from shoal.fabric import World
 
 COPIED = (
@@ -32,6 +33,7 @@ class Deals(Protocol):
     even_batches: bool
     seedable: bool
     data_seed: int | None
+    active: list[DealtLoader]
 
 
 def dealt(
@@ -118,6 +120,12 @@ class DealtLoader:
         world = deals.world
         self.loader, self.deals, self.iteration, self.skipped = loader, deals, 0, 0
         self.at_end, self.remainder, self.synchronised = False, 0, None
+        whole: int = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+        self.total_batch_size = whole if deals.split_batches else whole * world.size
+        if hasattr(loader.dataset, "__len__"):
+            self.total_dataset_length = len(loader.dataset)
+            if not loader.drop_last:
+                self.remainder = self.total_dataset_length % self.total_batch_size
         sampler: Any = getattr(loader.batch_sampler, "sampler", None)
         if deals.seedable and isinstance(sampler, torch.utils.data.RandomSampler):
             seed = deals.data_seed
@@ -138,10 +146,6 @@ class DealtLoader:
         named = {name: getattr(loader, name) for name in COPIED}
         batches: Any = _Batches(loader.batch_sampler, deals)
         self.loader = DataLoader(loader.dataset, batch_sampler=batches, **named)
-        whole = loader.batch_size or 1
-        total = whole if deals.split_batches else whole * world.size
-        if not loader.drop_last:
-            self.remainder = len(loader.dataset) % total  # type: ignore[arg-type]  # map-style
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["loader"], name)
@@ -177,6 +181,8 @@ class DealtLoader:
         if told is not None:
             told(self.iteration)
         self.at_end, left = False, self.skipped
+        self._leave()
+        self.deals.active.append(self)  # left in the middle it stays there, as in Accelerate
         batches = iter(self.loader)
         ahead = next(batches, batches)
         while ahead is not batches:
@@ -187,7 +193,10 @@ class DealtLoader:
                 continue
             yield moved(batch, self.deals.world.device)
         self.iteration += 1
-        self.at_end = False
+        self._leave()
+
+    def _leave(self) -> None:
+        self.deals.active[:] = [one for one in self.deals.active if one is not self]
 
 
 def skip_first_batches(loader: DealtLoader, num_batches: int = 0) -> DealtLoader:
@@ -208,31 +217,80 @@ def tensor_of(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
+def each(
+    value: Any, act: Callable[[torch.Tensor], Any], other: Callable[[Any], Any] = lambda one: one
+) -> Any:
+    """A structure with what `act` gives of every tensor in it, and `other` of everything else.
+
+    >>> each({"a": torch.ones(2), "b": [torch.ones(3), "c"]}, len)
+    {'a': 2, 'b': [3, 'c']}
+    """
+    if isinstance(value, torch.Tensor):
+        return act(value)
+    if hasattr(value, "items"):
+        return type(value)({name: each(one, act, other) for name, one in value.items()})
+    if isinstance(value, tuple | list):
+        parts = [each(one, act, other) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return other(value)
+
+
 def moved(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on a device."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, dict) or hasattr(batch, "items"):
-        return type(batch)({name: moved(one, device) for name, one in batch.items()})
-    if isinstance(batch, tuple | list):
-        parts = [moved(one, device) for one in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+    return each(batch, lambda one: one.to(device))
 
 
-def gathered(value: Any, world: World | None, first: int = 0) -> Any:
-    """All ranks' tensors along dim 0; without a world: the first rows of each."""
-    if isinstance(value, torch.Tensor):
-        if world is None:
-            return value[:first]
-        return world.all_gather(
-            value.reshape(1) if not value.dim() else value.contiguous()
-        ).flatten(0, 1)
-    if isinstance(value, dict) or hasattr(value, "items"):
-        return type(value)({name: gathered(one, world, first) for name, one in value.items()})
-    if isinstance(value, tuple | list) and any(isinstance(one, torch.Tensor) for one in value):
-        return type(value)(gathered(one, world, first) for one in value)
-    if world is None:
-        return value[:first]
-    own = value if isinstance(value, list) else [value]
-    return [one for part in world.gather_json(own) for one in part]
+def gathered(value: Any, world: World) -> Any:
+    """All ranks' tensors along dim 0; of what holds anything else, all ranks' lists in one."""
+    objects: list[Any] = []
+    each(value, lambda one: one, objects.append)
+    if objects:
+        own = value if isinstance(value, list) else [value]
+        return [one for part in world.gather_json(own) for one in part]
+    return each(value, lambda one: _rows(one, world).flatten(0, 1))
+
+
+def _rows(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """The tensor of each rank."""
+    own = tensor.detach()  # a loss is told, not differentiated
+    return world.all_gather(own.reshape(1) if not own.dim() else own.contiguous())
+
+
+def first_of(value: Any, count: int) -> Any:
+    """The first rows of every tensor, or of a list."""
+    if isinstance(value, list) and not any(isinstance(one, torch.Tensor) for one in value):
+        return value[:count]
+    return each(value, lambda one: one[:count])
+
+
+def padded(value: Any, world: World, dim: int, index: float, first: bool) -> Any:
+    """Tensors as long along a dim as the longest of all ranks, filled with `index`."""
+
+    def filled(one: torch.Tensor) -> torch.Tensor:
+        if not -one.dim() <= dim < one.dim():
+            return one
+        length = one.shape[dim]
+        longest = world.all_reduce_max(length)
+        shape = [*one.shape]
+        shape[dim] = longest
+        made = one.new_full(shape, index)
+        made.narrow(dim, longest - length if first else 0, length).copy_(one)
+        return made
+
+    return each(value, filled)
+
+
+def reduced(value: Any, world: World, reduction: str = "sum") -> Any:
+    """Tensors summed over ranks; or their mean, their largest, or each rank's own (none)."""
+    if reduction not in (known := ("sum", "mean", "max", "none")):
+        raise ConfigError(one_of("reduction", reduction, known))
+
+    def total(one: torch.Tensor) -> torch.Tensor:
+        made = one.detach().clone().to(world.device)
+        if reduction == "max":
+            return _rows(made, world).amax(0).reshape(one.shape)
+        if reduction != "none":
+            world.all_reduce(made)
+        return made / world.size if reduction == "mean" else made
+
+    return each(value, total)

@@ -9,8 +9,8 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
-from typing import Any
+from enum import Enum
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,39 +18,27 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
-from shoal.neighbours.accelerate_data import gathered
+from shoal.neighbours.accelerate_data import gathered, moved, padded, reduced
 
-
-class DistributedType(StrEnum):
-    """How processes work together, by Accelerate's names."""
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_XPU = "MULTI_XPU"
-    MULTI_HPU = "MULTI_HPU"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    XLA = "XLA"
-    MEGATRON_LM = "MEGATRON_LM"
-
-
-class DDPCommunicationHookType(StrEnum):
-    """How gradients may travel under DDP; here only as they are."""
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
+_made: Any = Enum  # of names that mypy need not read
+KINDS = (
+    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"),
+    *("MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"),
+)
+DistributedType = _made("DistributedType", {name: name for name in KINDS}, type=str)
+"""How processes work together, by Accelerate's names."""
+HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
+DDPCommunicationHookType = _made(
+    "DDPCommunicationHookType", {name.upper(): name for name in HOOKS}, type=str
+)
+"""How gradients may travel under DDP; here only as they are."""
 
 
 class PartialState:
     """This process among the others: `PartialState`, and the greater part of an Accelerator."""
 
-    by_fsdp = False
+    by_fsdp = debug = fork_launched = False
+    deepspeed_plugin = fsdp_plugin = megatron_lm_plugin = dynamo_plugin = parallelism_config = None
 
     @classmethod
     def _reset_state(cls, *_how: Any, **_named: Any) -> None:
@@ -68,11 +56,18 @@ class PartialState:
         self.is_main_process = self.process_index == 0
         self.is_local_main_process = self.local_process_index == 0
         self.is_last_process = self.process_index == self.num_processes - 1
-        self.use_distributed = self.num_processes > 1
+        self.use_distributed = self.multi_device = self.num_processes > 1
         self.initialized = True
 
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type.value}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
+        )
+
     @property
-    def distributed_type(self) -> DistributedType:
+    def distributed_type(self) -> Any:
         """As Accelerate would call this run."""
         if self.num_processes == 1:
             return DistributedType.NO
@@ -90,6 +85,25 @@ class PartialState:
     def wait_for_everyone(self) -> None:
         """A barrier."""
         self.world.barrier()
+
+    def gather(self, tensors: Any) -> Any:
+        """All processes' tensors, one after another along dim 0; of plain values, one list."""
+        return gathered(tensors, self.world)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors summed over processes; or their mean, or the largest."""
+        return reduced(tensor, self.world, reduction)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors as long along a dim as the longest of all processes, so that they gather."""
+        return padded(tensor, self.world, dim, pad_index, pad_first)
+
+    def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
+        """One process's plain values in the place of all others'."""
+        object_list[:] = self.world.broadcast_json(object_list, from_process)
+        return object_list
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -113,11 +127,18 @@ class PartialState:
 
         return call
 
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """A function that runs on one process of every machine."""
+        own = local_process_index == self.local_process_index
+        return self.on_process(function, self.process_index if own else -1)
+
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs on the first process alone."""
         return self.on_process(function, 0)
 
-    on_local_main_process = on_main_process
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs on the first process of every machine."""
+        return self.on_local_process(function, 0)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs on the last process alone."""
@@ -140,27 +161,39 @@ class PartialState:
         return mine
 
 
+REFUSED = {
+    "comm_hook": 'gradients travel as the plan says; nearest: shoal.parallelize(…, reduce="bf16")',
+    "dispatch_batches": "every process reads its own batches; nearest: False",
+    "use_stateful_dataloader": "save_state keeps an epoch's order, not the place in it; nearest: "
+    "accelerator.skip_first_batches",
+}
+"""Arguments whose numbers would be others here."""
+
+
 class Settings:
-    """Arguments kept as attributes: `ProjectConfiguration`, `DataLoaderConfiguration`, …"""
+    """Arguments kept as attributes: `ProjectConfiguration`, `DataLoaderConfiguration`, …
 
-    def __init__(self, project_dir: Any = None, **named: Any) -> None:
-        if named.get("comm_hook", "no") != "no":
-            raise ConfigError(
-                "DistributedDataParallelKwargs: comm_hook: gradients travel in the run's own way; "
-                'nearest: shoal.parallelize(…, reduce="bf16")'
-            )
-        self.project_dir = project_dir
-        self.__dict__.update(named)
+    defaults   by name, in the order in which arguments may come without one
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        said = {**dict(zip(self.defaults, values, strict=False)), **named}
+        for name, why in REFUSED.items():
+            if said.get(name, "no") not in (None, False, "no"):
+                raise ConfigError(f"{type(self).__name__}: {name} = {said[name]}: {why}")
+        self.__dict__.update(self.defaults | said)
 
 
-class GradientAccumulationPlugin:
-    """How gradients are accumulated."""
+class HfDeepSpeedConfig:
+    """What transformers' own class inherits from where DeepSpeed is installed, and seldom makes."""
 
-    def __init__(
-        self, num_steps: int = 1, adjust_scheduler: bool = True, sync_with_dataloader: bool = True
-    ) -> None:
-        self.num_steps, self.adjust_scheduler = num_steps, adjust_scheduler
-        self.sync_with_dataloader = sync_with_dataloader
+    def __init__(self, *_config: Any) -> None:
+        raise ConfigError(
+            "accelerate.utils.deepspeed.HfDeepSpeedConfig is not answered by Shoal; nearest: "
+            "import shoal.neighbours.deepspeed, and DeepSpeed's own calls"
+        )
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -207,21 +240,58 @@ def extract_model_from_parallel(model: Any, *_how: Any, **_named: Any) -> nn.Mod
     return model.module if hasattr(model, "loop") else model
 
 
+def progress(*args: Any, main_process_only: bool = True, **named: Any) -> Any:
+    """`tqdm`, on the first process of a machine alone."""
+    from tqdm.auto import tqdm
+
+    return tqdm(*args, **named, disable=main_process_only and start_world().local_rank != 0)
+
+
+def _of_state(method: str) -> Callable[..., Any]:
+    """A function of `accelerate.utils` that is a method of `PartialState` here."""
+    return lambda *args, **named: getattr(PartialState(), method)(*args, **named)
+
+
 UTILS: dict[str, Any] = {
     "set_seed": set_seed,
     "DistributedType": DistributedType,
     "DDPCommunicationHookType": DDPCommunicationHookType,
-    "GradientAccumulationPlugin": GradientAccumulationPlugin,
     "find_executable_batch_size": find_executable_batch_size,
     "extract_model_from_parallel": extract_model_from_parallel,
-    "gather": lambda tensors: gathered(tensors, start_world()),
-    "gather_object": lambda objects: gathered(objects, start_world()),
-    "wait_for_everyone": lambda: start_world().barrier(),
+    "tqdm": progress,
+    "send_to_device": lambda tensor, device, *_how, **_named: moved(tensor, device),
+    "reduce": lambda tensor, reduction="mean", scale=1.0: _of_state("reduce")(tensor, reduction),
+    "gather_object": _of_state("gather"),
+    **{name: _of_state(name) for name in ("gather", "pad_across_processes", "wait_for_everyone")},
+    "broadcast_object_list": _of_state("broadcast_object_list"),
     "release_memory": lambda *objects: [None for _ in objects],
+    "is_bf16_available": lambda *_how: True,
 }
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "GradientAccumulationPlugin": {
+        "num_steps": 1,
+        "adjust_scheduler": True,
+        "sync_with_dataloader": True,
+        "sync_each_batch": False,
+    },
+    "ProjectConfiguration": {
+        "project_dir": None,
+        "logging_dir": None,
+        "automatic_checkpoint_naming": False,
+        "total_limit": None,
+        "iteration": 0,
+    },
+    "DataLoaderConfiguration": {
+        "split_batches": False,
+        "dispatch_batches": None,
+        "even_batches": True,
+        "use_seedable_sampler": False,
+        "data_seed": None,
+    },
+}
+"""Classes that keep their arguments → these, with what holds where nobody says them."""
 for _name in (
-    *("ProjectConfiguration", "DataLoaderConfiguration", "DistributedDataParallelKwargs"),
-    *("AutocastKwargs", "GradScalerKwargs", "InitProcessGroupKwargs", "ProfileKwargs"),
-    "FullyShardedDataParallelPlugin",
+    *("DistributedDataParallelKwargs", "AutocastKwargs", "GradScalerKwargs", "ProfileKwargs"),
+    *("InitProcessGroupKwargs", "FullyShardedDataParallelPlugin", *ARGUMENTS),
 ):
-    UTILS[_name] = type(_name, (Settings,), {})
+    UTILS[_name] = type(_name, (Settings,), {"defaults": ARGUMENTS.get(_name, {})})

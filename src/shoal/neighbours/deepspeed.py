@@ -21,7 +21,10 @@ from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
 from shoal.neighbours import deepspeed_engine, stand_in
 from shoal.neighbours import without_cuda as without_cuda
+from shoal.neighbours.deepspeed_config import read
 from shoal.neighbours.deepspeed_engine import Engine, installed
+from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
+from shoal.neighbours.written import load_written, read_table
 
 __version__ = installed() or "0.19.8"
 logger = logging.getLogger("DeepSpeed")
@@ -31,6 +34,12 @@ NEAREST = {
     "init_inference": "run.predict(inputs), or a library that serves",
     "tp_model_init": 'shoal.parallelize(…, layout={"tp": 2}, sample=…)',
     "OnDevice": "a function that builds the model, handed to shoal.parallelize",
+    "MiCS_Init": 'shoal.parallelize(…, layout={"dp_replicate": 2, "dp_shard": 2, "zero": 3})',
+    "MoE": 'shoal.parallelize(…, layout={"ep": 2}, sample=…)',
+    **dict.fromkeys(
+        ("OffloadDeviceEnum", "OffloadStateTypeEnum"),
+        '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
+    ),
 }
 
 
@@ -69,7 +78,7 @@ class DeepSpeedEngine(metaclass=_Engines):
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed, --deepspeed_config and --local_rank where a parser lacks them."""
+    """Add --deepspeed and --deepspeed_config where a parser lacks them."""
     known = parser._option_string_actions
     if "--deepspeed" not in known:
         parser.add_argument("--deepspeed", action="store_true", help="use DeepSpeed's calls")
@@ -79,16 +88,45 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 class _Init:
-    """`zero.Init`: weights are built whole, once per machine, and cut by `initialize`."""
+    """`zero.Init`: weights are built whole, once per machine, and cut by `initialize`.
 
-    def __init__(self, *_args: Any, **_named: Any) -> None:
-        """Takes what DeepSpeed takes: where and how to build, which Shoal decides by the plan."""
+    Where its configuration asks for no narrow format, what is made inside is fp32, as in DeepSpeed:
+    a model of transformers may ask for bf16 itself.
+    """
+
+    def __init__(
+        self, *_args: Any, config_dict_or_path: Any = None, enabled: bool = True, **_named: Any
+    ) -> None:
+        self.was: dict[str, Any] = {}
+        told = config_dict_or_path if enabled and config_dict_or_path is not None else None
+        config = {} if told is None else load_written(told, "zero.Init")
+        narrow = [config.get(name) or {} for name in ("fp16", "bf16", "bfloat16")]
+        self.wide = told is not None and not any(one.get("enabled") is True for one in narrow)
 
     def __enter__(self) -> _Init:
+        for name in MADE_WIDE if self.wide else ():
+            self.was[name] = getattr(torch, name)
+            setattr(torch, name, _wide(self.was[name]))
         return self
 
     def __exit__(self, *_what: object) -> None:
-        """Nothing was changed."""
+        """torch's own functions again."""
+        for name, make in self.was.items():
+            setattr(torch, name, make)
+
+
+MADE_WIDE = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
+
+
+def _wide(make: Any) -> Any:
+    """A function that makes tensors, those of floating point in fp32."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **named: Any) -> torch.Tensor:
+        one: torch.Tensor = make(*args, **named)
+        return one.float() if one.is_floating_point() else one
+
+    return made
 
 
 @contextmanager
@@ -130,10 +168,20 @@ class _Accelerator:
     """What scripts ask `get_accelerator()`."""
 
     def __getattr__(self, name: str) -> Any:
+        device = self.current_device()
         if name in ("device_name", "current_device_name"):
-            return functools.partial(_named, self.current_device())
-        on_cpu = self.current_device().type == "cpu"
-        places = (torch.cuda, torch.cpu) if on_cpu else (torch.accelerator, torch.cuda)
+            return functools.partial(_named, device)
+        known = {
+            "is_available": True,
+            "is_bf16_supported": device.type == "cpu" or torch.cuda.is_bf16_supported(),
+            "is_synchronized_device": device.type == "cpu",
+            "communication_backend_name": "nccl" if device.type == "cuda" else "gloo",
+            "set_device": None,  # a process gets its device where the processes meet
+        }
+        if name in known:
+            return lambda *_args: known[name]
+        on_cpu = device.type == "cpu"
+        places = (torch.cpu, torch.cuda) if on_cpu else (torch.accelerator, torch.cuda)
         for place in places:
             if not name.startswith("_") and hasattr(place, name):
                 return getattr(place, name)
@@ -143,22 +191,15 @@ class _Accelerator:
         """The device of this process."""
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
-    def set_device(self, index: int) -> None:
-        """Nothing: a process gets its device where the processes meet."""
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on such a device."""
+        return tensor.device.type == self.current_device().type
 
-    def communication_backend_name(self) -> str:
-        """nccl on CUDA, else gloo."""
-        return "nccl" if self.current_device().type == "cuda" else "gloo"
+    def pin_memory(self, tensor: torch.Tensor, *_how: Any) -> torch.Tensor:
+        """The tensor where copies to a device begin."""
+        return tensor if self.current_device().type == "cpu" else tensor.pin_memory()
 
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed this process's generators."""
-        torch.manual_seed(seed)
-
-    manual_seed = manual_seed_all
-
-    def is_available(self) -> bool:
-        """A CPU is always there."""
-        return True
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
 
 def _log_dist(message: str, ranks: Any = None, level: int = logging.INFO) -> None:
@@ -168,42 +209,44 @@ def _log_dist(message: str, ranks: Any = None, level: int = logging.INFO) -> Non
         logger.log(level, message)
 
 
-def _adam(parameters: Any, decoupled: bool, bias_correction: bool, **named: Any) -> Any:
-    if not bias_correction:
+ADAMS = {
+    "DeepSpeedCPUAdam": "lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_states",
+    "FusedAdam": "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
+}
+"""DeepSpeed's own Adams, and their arguments in order; states are always fp32 here."""
+
+
+def _adam(name: str, parameters: Any, *values: Any, **named: Any) -> torch.optim.Optimizer:
+    """torch's, with DeepSpeed's defaults. Errors: ConfigError without a correction of bias."""
+    said = {**dict(zip(ADAMS[name].split(), values, strict=False)), **named}
+    decoupled = said.pop("adamw_mode", said.pop("adam_w_mode", True))
+    for unread in ("fp32_states", "fp32_optimizer_states", "set_grad_none"):
+        said.pop(unread, None)
+    if not said.pop("bias_correction", True):
         raise ConfigError("bias_correction = False: torch's Adam always corrects; nearest: True")
-    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **named)
+    made = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return made(parameters, **{"weight_decay": 0.0, **said})
 
 
-def _cpu_adam(
-    model_params: Any,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    adamw_mode: bool = True,
-    fp32_optimizer_states: bool = True,
-) -> Any:
-    """`DeepSpeedCPUAdam`, in its order of arguments; states are always fp32 here."""
-    named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return _adam(model_params, adamw_mode, bias_correction, amsgrad=amsgrad, **named)
+def _checkpoint(function: Any, *inputs: Any) -> Any:
+    """`checkpointing.checkpoint`: what is inside is computed anew in the backward pass."""
+    return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
 
 
-def _fused_adam(
-    params: Any,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
-) -> Any:
-    """`FusedAdam`, in its order of arguments."""
-    named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return _adam(params, adam_w_mode, bias_correction, amsgrad=amsgrad, **named)
+def _leaves(model: Any, *_which: Any, **_how: Any) -> list[Any]:
+    """`set_z3_leaf_modules`: nothing, since blocks are gathered whole."""
+    return []
+
+
+def _schedule(name: str, optimizer: Any, *values: Any, **named: Any) -> Schedule:
+    """One of DeepSpeed's schedules, made by the script; arguments and defaults as in a file."""
+    rows = [one for one in read_table("deepspeed_keys") if one.startswith(f"args.{name}.")]
+    order = [one.rpartition(".")[2] for one in rows]
+    named.pop("last_batch_iteration", None)
+    params = {**dict(zip(order, values, strict=False)), **named}
+    said = {"scheduler": {"type": name, "params": params}, "train_batch_size": 1}
+    read_as = read({**said, "gradient_clipping": 0.0}, data_parallel=1, era=installed())
+    return Schedule(optimizer, name, read_as.scheduler_args)
 
 
 def _see_memory(message: str, force: bool = False, ranks: Any = None) -> None:
@@ -216,6 +259,7 @@ def _local_rank() -> int:
     return start_world().local_rank
 
 
+_quiet: dict[str, Any] = {"configure": lambda *_a, **_n: None, "is_configured": lambda: True}
 _comm = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
 _comm |= {"init_distributed": init_distributed, "get_local_rank": _local_rank}
 _zero = {"Init": _Init, "GatheredParameters": _gathered}
@@ -228,11 +272,19 @@ stand_in.answer(
         "runtime.utils": {"set_random_seed": torch.manual_seed, "see_memory_usage": _see_memory},
         "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
         "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
-        "utils": {"logger": logger, "log_dist": _log_dist, "RepeatingLoader": RepeatingLoader},
+        "utils": {
+            "logger": logger,
+            "log_dist": _log_dist,
+            "RepeatingLoader": RepeatingLoader,
+            "set_z3_leaf_modules": _leaves,
+        },
         "utils.logging": {"logger": logger, "log_dist": _log_dist},
-        "ops.adam": {"DeepSpeedCPUAdam": _cpu_adam, "FusedAdam": _fused_adam},
+        "ops.adam": {name: functools.partial(_adam, name) for name in ADAMS},
+        "checkpointing": {"checkpoint": _checkpoint, **_quiet},
+        "runtime.lr_schedules": {name: functools.partial(_schedule, name) for name in SCHEDULES},
         "accelerator": {"get_accelerator": _Accelerator},
         "comm": _comm,
+        "comm.mori": {"is_enabled": lambda: False},
     },
     NEAREST,
 )

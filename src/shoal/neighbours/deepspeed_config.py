@@ -39,7 +39,8 @@ TORCH_RATES = ("ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
 
 ELSEWHERE = {
     **dict.fromkeys(
-        ("onebitadam", "zerooneadam", "onebitlamb"), "AdamW, with layout.compress=int8"
+        ("onebitadam", "zerooneadam", "onebitlamb"),
+        "AdamW, with layout.compress=one-bit:STEPS in the place of freeze_step",
     ),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "AdamW, or mup's own, made by the script"),
     "lamb": "AdamW, or shoal.optim.lamb:LAMB, made by the script, which clamps no ratio",

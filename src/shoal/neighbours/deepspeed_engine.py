@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,34 @@ from shoal.fabric import World, start_world
 from shoal.neighbours import stand_in
 from shoal.neighbours.deepspeed_config import LossScale, Settings, read
 from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
-from shoal.neighbours.free_loop import FreeLoop
+from shoal.neighbours.free_loop import FreeLoop, started
 from shoal.trainer import loss_scale
-from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 from shoal.trainer.step import Tally, Updated
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """By ZeRO's stage."""
+TOLD = {
+    "train_batch_size": "batch",
+    "train_micro_batch_size_per_gpu": "micro_batch",
+    "gradient_accumulation_steps": "accumulate",
+    "zero_optimization_stage": "stage",
+    "gradient_clipping": "clip",
+    "steps_per_print": "steps_per_print",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "dataloader_drop_last": "drop_last",
+    "scheduler_name": "scheduler",
+    "optimizer_name": "optimizer",
+}
+"""Calls of an engine that tell a setting."""
+OFFLOAD = '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
+INSTEAD = {
+    **dict.fromkeys(("offload_states", "reload_states"), OFFLOAD),
+    **dict.fromkeys(("train_batch", "eval_batch"), "engine(batch), backward and step"),
+    **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), "another initialize"),
+    "random_ltd_scheduler": "the model as it is, without data_efficiency",
+}
+"""Of what an engine lacks, what to write in its place."""
 
 
 def initialize(
@@ -78,7 +99,7 @@ def initialize(
         unsaid_clip=1.0,
         brought=[name for name, value in brought.items() if value is not None],
     )
-    run = parallelize(
+    run = started(
         model,
         _optimizer(settings, optimizer, model_parameters),
         layout=STRATEGIES[settings.stage] if world.size > 1 else "single",
@@ -95,7 +116,7 @@ def initialize(
     schedule = _schedule(settings, lr_scheduler, run.optimizer)
     engine = Engine(run, settings, schedule)
     if training_data is not None:
-        engine.training_dataloader = Loader(training_data, collate_fn, settings, world)
+        engine.training_dataloader = _loader(training_data, collate_fn, settings, world)
     return engine, engine.optimizer, engine.training_dataloader, schedule
 
 
@@ -185,7 +206,7 @@ class Engine(nn.Module):
         self.run, self.settings, self.lr_scheduler = run, settings, schedule
         self.loop = FreeLoop(run)
         self.optimizer = run.optimizer
-        self.training_dataloader: Loader | None = None
+        self.training_dataloader: Any = None
         self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None
         _engines.add(self)
@@ -193,8 +214,11 @@ class Engine(nn.Module):
         world = run.world
         self.device, self.global_rank, self.world_size = world.device, world.rank, world.size
         self.local_rank, self.dp_world_size = world.local_rank, world.size
+        self.mp_world_size = 1
 
     def __getattr__(self, name: str) -> Any:
+        if name in TOLD:
+            return partial(getattr, self.settings, TOLD[name])
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -203,7 +227,9 @@ class Engine(nn.Module):
                 return getattr(module, name)
             if name.startswith("_"):
                 raise
-            raise stand_in.Lacking(f"deepspeed: engine.{name} is not answered by Shoal") from None
+            near = f"; nearest: {INSTEAD[name]}" if name in INSTEAD else ""
+            said = f"deepspeed: engine.{name} is not answered by Shoal{near}"
+            raise stand_in.Lacking(said) from None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model's own outputs."""
@@ -275,29 +301,9 @@ class Engine(nn.Module):
         """Whether the last update moved the weights."""
         return self.loop.last is not None and not self.loop.last.skipped
 
-    def train_batch_size(self) -> int:
-        """Samples of an update over all ranks."""
-        return self.settings.batch
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a forward pass on a rank."""
-        return self.settings.micro_batch
-
-    def gradient_accumulation_steps(self) -> int:
-        """Forward passes of an update on a rank."""
-        return self.settings.accumulate
-
-    def zero_optimization_stage(self) -> int:
-        """0: none."""
-        return self.settings.stage
-
     def zero_optimization(self) -> bool:
         """Whether anything is split."""
         return self.settings.stage > 0
-
-    def gradient_clipping(self) -> float:
-        """The largest norm; 0: none."""
-        return self.settings.clip
 
     def fp16_enabled(self) -> bool:
         """Whether products are fp16."""
@@ -388,27 +394,20 @@ def _step_of(tag: str | None) -> int | None:
     return int(digits) if str(tag).startswith("global_step") and digits.isdigit() else None
 
 
-class Loader:
+def _loader(dataset: Any, collate: Any, settings: Settings, world: World) -> Any:
     """Batches of a dataset as DeepSpeed deals them: this rank's share, in the order of epoch 0."""
+    from torch.utils.data import DataLoader, DistributedSampler
 
-    def __init__(self, dataset: Any, collate: Any, settings: Settings, world: World) -> None:
-        from torch.utils.data import DataLoader, DistributedSampler
-
-        sampler: Any = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)
-        self.loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=settings.micro_batch,
-            sampler=sampler,
-            collate_fn=collate,
-            drop_last=settings.drop_last,
-        )
-        self.data_sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Any:
-        return iter(self.loader)
+    sampler: Any = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=settings.micro_batch,
+        sampler=sampler,
+        collate_fn=collate,
+        drop_last=settings.drop_last,
+    )
+    vars(loader)["data_sampler"] = sampler
+    return loader
 
 
 class Scale(loss_scale.LossScale):

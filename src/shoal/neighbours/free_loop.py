@@ -9,13 +9,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from shoal.base.errors import ConfigError
 from shoal.trainer.free_passes import FreePasses
+from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 from shoal.trainer.step import StepResult
 
 count_of: Callable[[torch.Tensor], torch.Tensor] | None = None
 """Finds how many targets a loss is the mean of, where losses are weighed by that (`exact.py`)."""
+
+
+def started(model: nn.Module, optimizer: Any, **how: Any) -> Run:
+    """Start a run, as `parallelize`, whose model stays in the mode it has: a loop sets it itself.
+
+    A model of transformers comes in evaluation mode, and its neighbours train it in that where a
+    script forgets `model.train()`.
+    """
+    trains = model.training
+    run = parallelize(model, optimizer, **how)
+    if not trains:
+        run.model.eval()
+    return run
 
 
 class FreeLoop:
@@ -32,6 +48,11 @@ class FreeLoop:
     def under_way(self) -> bool:
         """Whether a forward pass waits for its backward."""
         return self.run.free is not None and self.run.free.under_way
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step is under way: the model was called since the last update."""
+        return self.run.free is not None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model; in training, as a pass of the step under way."""
@@ -72,3 +93,75 @@ class FreeLoop:
                 run.begin(None)
                 run.free = FreePasses(run.program, run.step_count, run.scale, run.flags)
         return run.free
+
+
+class Alone(FreeLoop):
+    """Steps of this rank by itself, on a run's model and optimizer: nothing is summed over ranks.
+
+    Between them `average` makes the weights of all ranks alike, as they must be when the run goes
+    on. Errors: ConfigError for weights that a rank holds in part, or in another format.
+    """
+
+    def __init__(self, run: Run) -> None:
+        layout, compute = run.plan.layout, run.plan.compute
+        if layout.zero or compute != "fp32":
+            raise ConfigError(
+                f"LocalSGD: each rank steps whole weights in fp32 by itself, and layout.strategy "
+                f"is {layout.strategy}, precision.compute {compute}; nearest: ddp in fp32, or an "
+                f"island for each process (docs/islands.md)"
+            )
+        super().__init__(run)
+        self._norm, self._passed = 0.0, False
+        self._forget()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the model was called since the last update."""
+        return self._passed
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model."""
+        self._passed = True
+        return self.run.model(*inputs, **named)
+
+    def backward(
+        self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
+    ) -> None:
+        """Add the gradients of `share` of a loss to this rank's own."""
+        torch.autograd.backward(loss * share, retain_graph=retain_graph)
+
+    def norm(self) -> float:
+        """The norm of this rank's gradient."""
+        held = [p.grad for p in self.run.model.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(held))
+
+    def clip(self, norm: float) -> None:
+        """Let the next update clip."""
+        self._norm = norm
+
+    def drop(self) -> None:
+        """Forget this rank's gradients."""
+        self._forget()
+
+    def update(self) -> StepResult:
+        """Step the optimizer by this rank's gradients alone."""
+        run, norm = self.run, 0.0
+        if self._norm:
+            norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), self._norm))
+        with run.touched.stepping():
+            run.optimizer.step()
+        self._forget()
+        rate = float(run.optimizer.param_groups[0]["lr"])
+        return StepResult(run.step_count, float("nan"), norm, rate, 0.0, False, "")
+
+    def average(self) -> None:
+        """Make every weight its mean over ranks; every rank calls it."""
+        world = self.run.world
+        for one in self.run.model.parameters():
+            world.all_reduce(one.data)
+            one.data /= world.size
+
+    def _forget(self) -> None:
+        self._passed = False
+        for one in self.run.model.parameters():
+            one.grad = None

@@ -5,6 +5,7 @@ Importing it is enough, before the script's own lines:
 tensor.cuda(), module.cuda()            stay where they are
 torch.cuda.set_device(k), synchronize   nothing
 tensor.to("cuda:0"), module.to(…)       stay; other arguments of `to` hold
+torch.full(…, device="cuda"), randn, …  on the CPU
 init_process_group(backend="nccl")      gloo
 DistributedDataParallel(device_ids=…)   without them
 """
@@ -23,6 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 TOLD = "no CUDA device is here: what the script moves there stays on the CPU, and nccl is gloo"
 JOIN = "init_process_group"
 """Of torch.distributed: a script calls it, never this room."""
+MAKERS = (
+    *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "tensor", "zeros"),
+    *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+)
+"""Functions of torch that make tensors where `device` says."""
 _told: list[bool] = []
 
 
@@ -54,6 +61,10 @@ def install() -> None:
             named.pop("output_device", None)
         wrap(self, module, device_ids, *more, **named)
 
+    with torch.device("cpu"):  # torch lists its makers once, and is to know them as they are
+        torch.empty(0)
+    for name in MAKERS:
+        setattr(torch, name, _made_here(getattr(torch, name)))
     set_device = _nothing()
     set_device._shoal = True
     for owner, name, value in (
@@ -62,6 +73,7 @@ def install() -> None:
         (torch.Tensor, "to", _staying(torch.Tensor.to)),
         (nn.Module, "to", _staying(nn.Module.to)),
         (torch.cuda, "set_device", set_device),
+        (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "synchronize", _nothing()),
         (torch.cuda, "reset_peak_memory_stats", _nothing()),
         (dist, JOIN, init_process_group),
@@ -94,7 +106,22 @@ def _staying(to: Any) -> Any:
     return moved
 
 
+def _made_here(make: Any) -> Any:
+    """A maker of tensors, without a device that is not here."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **how: Any) -> Any:
+        if "device" in how and _is_cuda(how["device"]):
+            _tell()
+            del how["device"]
+        return make(*args, **how)
+
+    return made
+
+
 def _is_cuda(one: Any) -> bool:
+    if isinstance(one, int) and not isinstance(one, bool):  # of a device, its number
+        return True
     return isinstance(one, str | torch.device) and str(one).startswith("cuda")
 
 

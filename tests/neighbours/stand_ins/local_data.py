@@ -1,4 +1,4 @@
-"""Makes what the neighbours' scripts would fetch: a small BERT, its words, pairs of sentences, images.
+"""Makes what the neighbours' scripts would fetch: a small BERT and a small Llama, texts, images.
 
 python local_data.py FOLDER
 """
@@ -42,6 +42,44 @@ def main():
         pixels = numbers.integers(0, 128, (64, 64, 3)) + 30 * kind
         Image.fromarray(pixels.astype(np.uint8)).save(images / f"kind{kind}_{index}.jpg")
     bert(folder / "bert-base-cased")
+    texts(folder / "Salesforce" / "wikitext", draws)
+    llama(folder / "HuggingFaceTB" / "SmolLM-360M")
+
+
+def texts(folder, draws):
+    """Lines of words, as a data set of the hub in three parts."""
+    folder.mkdir(parents=True)
+    splits = {"train": 520, "validation": 24, "test": 8}
+    for split, count in splits.items():
+        with (folder / f"{split}.jsonl").open("w") as file:
+            for _ in range(count):
+                words = draws.choices(WORDS, k=draws.randint(3, 14))
+                file.write(json.dumps({"text": " ".join(words)}) + "\n")
+    files = "\n".join(f"  - split: {split}\n    path: {split}.jsonl" for split in splits)
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: wikitext-2-v1\n  data_files:\n{files}\n---\n"
+    )
+
+
+def llama(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True)
+    known = {word: index for index, word in enumerate(["<unk>", "<end>", *WORDS])}
+    plain = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token="<unk>", eos_token="<end>", bos_token="<end>",
+        model_max_length=64,
+    ).save_pretrained(folder)  # fmt: skip
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(known), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def bert(folder):

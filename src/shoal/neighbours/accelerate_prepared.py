@@ -1,0 +1,159 @@
+"""What `accelerator.prepare` gives a script: its model, optimizer and schedules, called as before.
+
+They do what Accelerate's do, on a run of Shoal's: a step of the optimizer is one of the run where
+gradients are complete, and a schedule steps with it, once per process. `LocalSGD` lets each process
+step by itself for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.neighbours.free_loop import Alone, FreeLoop
+
+
+class Prepared(nn.Module):
+    """A model in training, called as before; `module` is the user's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.loop: FreeLoop | None = None
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's outputs."""
+        if self.loop is None:  # no optimizer steps it: nothing is summed
+            return self.module(*inputs, **named)
+        return self.loop.forward(*inputs, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["module"], name)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around passes whose gradients need not travel yet: they travel in the update."""
+        yield
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        """The user's module's own."""
+        return self.module.state_dict(*args, **named)
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step ends a step of the run, at the end of an accumulation.
+
+    Groups, state and defaults are those of the script's own; torch's schedules take it as one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, accelerator: Any) -> None:
+        self.optimizer, self.accelerator = optimizer, accelerator
+        self.loop: FreeLoop | None = None
+        self.clipped = self.step_was_skipped = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the script's own."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As the script's own."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights, where gradients are summed now."""
+        if closure is not None:
+            raise ConfigError("optimizer.step(closure): the run calls no closure; nearest: AdamW")
+        if self.loop is None:
+            raise ConfigError("optimizer.step: its model was not given to accelerator.prepare")
+        if not self.accelerator.sync_gradients:
+            return
+        if not self.clipped:
+            self.loop.clip(0.0)
+        done = self.loop.update()
+        self.loop.run.adjust = None
+        self.clipped, self.step_was_skipped = False, done.skipped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that no update used."""
+        if self.loop is not None and self.accelerator.sync_gradients:
+            self.loop.drop()
+
+    @property
+    def own(self) -> list[nn.Parameter]:
+        """What it steps."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+class PreparedScheduler:
+    """A schedule that steps with the optimizer, once per process, or once for split batches."""
+
+    def __init__(self, scheduler: Any, accelerator: Any) -> None:
+        self.scheduler, self.accelerator = scheduler, accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["scheduler"], name)
+
+    def step(self, *args: Any, **named: Any) -> None:
+        """Step, unless the optimizer did not."""
+        told = self.accelerator
+        if not told.step_scheduler_with_optimizer:
+            self.scheduler.step(*args, **named)
+            return
+        if not told.sync_gradients:
+            if told.adjust_scheduler:
+                self.scheduler._step_count += 1
+            return
+        if any(one.step_was_skipped for one in told.optimizers_of(self.scheduler)):
+            return
+        for _ in range(1 if told.split_batches else told.num_processes):
+            total = getattr(self.scheduler, "total_steps", None)
+            if total is None or told.split_batches or self.scheduler._step_count <= total:
+                self.scheduler.step(*args, **named)
+
+
+class LocalSGD:
+    """Around steps that each process makes by itself; every k-th evens the weights out.
+
+    What an optimizer remembers stays each process's own, as in Accelerate.
+    """
+
+    def __init__(
+        self, accelerator: Any, model: Prepared, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        self.accelerator, self.model, self.every = accelerator, model, local_sgd_steps
+        self.enabled, self.num_steps = enabled and accelerator.num_processes > 1, 0
+
+    def __enter__(self) -> LocalSGD:
+        if self.enabled and self.model.loop is not None:
+            self.together, self.alone = self.model.loop, Alone(self.model.loop.run)
+            self.together.drop()
+            self._take(self.together, self.alone)
+        return self
+
+    def _take(self, old: FreeLoop, new: FreeLoop) -> None:
+        self.model.loop = new
+        for one in self.accelerator.optimizers:
+            if one.loop is old:
+                one.loop = new
+
+    def step(self) -> None:
+        """Count a step."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.every == 0:
+            self.alone.average()
+
+    def __exit__(self, *_what: object) -> None:
+        if self.enabled:
+            self.alone.average()
+            self._take(self.alone, self.together)
