@@ -142,7 +142,7 @@ class Large(nn.Module):
 def _run(world: World, build: Callable[[], nn.Module], layout: Any, **more: Any) -> Any:
     torch.set_num_threads(1)
     return shoal.parallelize(
-        build, lambda p: torch.optim.AdamW(p, lr=0.01), counted, layout, world=world, batch=12,
+        build, lambda p: torch.optim.AdamW(p, lr=0.01), counted, layout, world=world, batch=24,
         micro_batch=2, **more,
     )  # fmt: skip
 

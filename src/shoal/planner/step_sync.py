@@ -130,6 +130,16 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
     whole = Elements(blocks * block.dense + outside, blocks * block.experts)
     # The last bucket cannot be hidden.
     last = min(1.0, BUCKET_BYTES / (sum(whole) * element)) if sum(whole) else 1.0
+    if layout.serves:
+        from shoal.planner.servers import looked_up, table_elements, workers_of
+
+        rest = max(0.0, sum(whole) - table_elements(case)) * element
+        return Sync(
+            gradients=all_reduce(group_of(case.cluster, workers_of(layout), 1), rest),
+            last_share=min(1.0, BUCKET_BYTES / rest) if rest else 1.0,
+            update=looked_up(case, groups.dense, wide),
+            suffix=suffix,
+        )
     if layout.zero == 0:
         return Sync(groups.each(all_reduce, whole, element), 1, last, suffix=suffix)
     known = case.cluster.calibration.efficiency
