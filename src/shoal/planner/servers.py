@@ -8,9 +8,9 @@ With W workers, S servers and G bytes of gradients (weights):
     free running    workers take turns: steps come W times as often as one worker makes them, until
                     the server is busy all the time; a slow worker holds the others only by a bound
 
-Where servers hold embedding tables alone, the rows that a worker's samples look up travel both ways,
-each once a step (one per position, taken to be different ones; bags of several count as one), and the
-rest is an all-reduce between the workers.
+Where servers hold embedding tables alone, the rows that a worker's samples look up travel both
+ways, each once a step (one per position, taken to be different ones; bags of several count as one),
+and the rest is an all-reduce between the workers.
 
 `pace` plays the turns through by the very rule by which servers admit gradients (base/servers.py).
 Source: Li et al. 2014; Ho et al. 2013
