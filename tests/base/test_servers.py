@@ -31,6 +31,16 @@ LAPTOP = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
         ({"compress": "int8"}, 3, "nearest: layout.compress=none, or layout.strategy=ddp"),
         ({"offload": "optimizer"}, 3, "nearest: memory.offload=none, or layout.strategy=zero1"),
         ({"updates": "asynchronous", "compute": "fp16"}, 3, "nearest: precision.compute=bf16"),
+        (
+            {"updates": "asynchronous", "serves": "embeddings"},
+            3,
+            "nearest: layout.updates=synchronous, or layout.serves=weights",
+        ),
+        (
+            {"strategy": "ddp", "serves": "embeddings"},
+            3,
+            "nearest: layout.strategy=parameter-server",
+        ),
         ({"updates": "asynchronous", "spikes": "rewind"}, 3, "nearest: train.spikes=skip"),
         ({"tp": 3}, 3, "nearest: leave layout.tp out, or layout.strategy out"),
         ({"strategy": "ddp", "servers": 1}, 3, "nearest: layout.strategy=parameter-server"),
@@ -52,6 +62,8 @@ def test_words_of_a_layout_give_it_again() -> None:
         with_servers(4),
         with_servers(4, 2, "asynchronous"),
         with_servers(5, 1, "bounded-stale", 7),
+        with_servers(5, 2, serves="embeddings"),
+        with_servers(5, 2, serves="items,users.*"),
     ):
         plan = settle(Plan(Layout(), 24, 1), words_of(layout), layout.processes, None, LAPTOP)
         assert plan.layout == layout

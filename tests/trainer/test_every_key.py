@@ -134,6 +134,7 @@ VALUES: dict[str, str] = {
     "layout.servers": f"layout.servers=3 {SERVED}",
     "layout.updates": f"layout.updates=asynchronous {SERVED}",
     "layout.staleness": f"layout.staleness=5 layout.updates=bounded-stale {SERVED}",
+    "layout.serves": f"layout.serves=embeddings {SERVED} model.name=gpt",
     "layout.strict": f"layout.strict=true {TP}",
     "layout.sequence_parallel": f"layout.sequence_parallel=off {TP}",
     "layout.split": f"layout.split=head.weight=whole {TP}",
@@ -202,7 +203,7 @@ ARRIVES: dict[str, Callable[[Seen], Any]] = {
         f"layout.{key}": lambda seen, key=key: getattr(seen["layout"], key)
         for key in (
             *("strategy", "dp_replicate", "dp_shard", "zero", "threads", "pp", "cp", "tp", "ep"),
-            *("schedule", "chunks", "servers", "updates", "staleness"),
+            *("schedule", "chunks", "servers", "updates", "staleness", "serves"),
         )
     },
     "model.name": lambda seen: seen["model"].name,

@@ -30,7 +30,8 @@ def test_only_rows_that_are_used_travel(worlds) -> None:
     """A table of 20,000 rows: bytes of a step by the world's counters, beside ddp's."""
     told = worlds(4).call("tables_case:bytes_of_a_step", servers=2)
     for worker in told[:2]:
-        head_bytes = 2 * 2 * 8 * 3  # an ask and an end for each of two servers, 3 numbers each
+        # Six micro-batches' asks and an end for each of two servers, 3 numbers of 8 bytes each.
+        head_bytes = 7 * 2 * 3 * 8
         rows, width = worker["rows"], 16
         # Row numbers go to both servers, gradients come back by columns.
         wanted = rows * 4 * 2 + rows * width * 4 + head_bytes

@@ -179,8 +179,21 @@ def _states(case: Case, stage: Stage, elements: Elements) -> States:
     """What stays from step to step: by the plan's rows where it is placed, else by units."""
     plan, layout = case.plan, case.layout
     if plan.placements and not acts(case) and case.framework == "shoal":
-        return states(plan, stage.rank * (layout.processes // layout.pp), case.optimizer_bytes)
-    found = state_bytes(case, elements, wide_elements(case, stage))
+        ranks = {stage.rank * (layout.processes // layout.pp)}
+        ranks |= {layout.processes - 1} if layout.serves else set()  # the one of most tables
+        return max((states(plan, rank, case.optimizer_bytes) for rank in ranks), key=sum)
+    wide = wide_elements(case, stage)
+    if layout.serves:
+        from shoal.planner.servers import table_elements
+
+        tables = table_elements(case)  # a worker's part is the rest, a server's its columns
+        there = tables / layout.servers
+        on_server = state_bytes(case, Elements(there, 0.0), there)
+        rest = elements._replace(dense=elements.dense - tables)
+        on_worker = state_bytes(case, rest, max(0.0, wide - tables))
+        found = max(on_server, on_worker, key=sum)
+    else:
+        found = state_bytes(case, elements, wide)
     return found._replace(weights=found.weights + frozen_bytes(case, stage))
 
 

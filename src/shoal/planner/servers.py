@@ -8,6 +8,10 @@ With W workers, S servers and G bytes of gradients (weights):
     free running    workers take turns: steps come W times as often as one worker makes them, until
                     the server is busy all the time; a slow worker holds the others only by a bound
 
+Where servers hold embedding tables alone, the rows that a worker's samples look up travel both
+ways, each once a step (one per position, taken to be different ones; bags of several count as one),
+and the rest is an all-reduce between the workers.
+
 `pace` plays the turns through by the very rule by which servers admit gradients (base/servers.py).
 Source: Li et al. 2014; Ho et al. 2013
 """
@@ -39,6 +43,37 @@ def pulled(case: Case, group: Group, size_bytes: float) -> Cost:
     layout = case.layout
     readers = 1 if free_running(layout) else workers_of(layout) + layout.servers - 1
     return _sent(group, size_bytes, max(1.0, readers / layout.servers), 0.0)
+
+
+def tables_of(case: Case) -> list[tuple[float, float]]:
+    """(rows, width) of the tables on servers: of a placed plan its own, else the embedding's."""
+    model, placed = case.model, [row for row in case.plan.placements if row.is_table]
+    if placed:
+        return [(float(row.shape[0]), float(row.shape[1])) for row in placed]
+    tied = {unit.tied_to for unit in model.units}
+    units = [u for u in model.units if u.name == "embedding" and u.name not in tied]
+    width = float(model.hidden or 1)
+    return [(unit.parameters / width, width) for unit in units]
+
+
+def table_elements(case: Case) -> float:
+    """Elements of all tables on servers; 0 where servers hold none alone."""
+    return sum(rows * width for rows, width in tables_of(case)) if case.layout.serves else 0.0
+
+
+def looked_up(case: Case, group: Group, element_bytes: int) -> Cost:
+    """What it takes to bring rows to the workers, and their gradients back, in a step.
+
+    Bytes are a worker's, which sends gradients, and the rows' numbers to every server.
+    """
+    layout = case.layout
+    ids = case.accumulate * case.micro_batch * max(1, case.model.sequence)
+    used = [(min(rows, float(ids)), width) for rows, width in tables_of(case)]
+    one_way = sum(rows * width * element_bytes for rows, width in used)
+    numbers = sum(rows * 4 * layout.servers for rows, _ in used)
+    return _sent(group, 2 * one_way, max(1.0, workers_of(layout) / layout.servers), 0.0) + _sent(
+        group, 0.0, 1.0, one_way + numbers
+    )
 
 
 def _sent(group: Group, size_bytes: float, times: float, sent_bytes: float) -> Cost:

@@ -130,6 +130,8 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
     whole = Elements(blocks * block.dense + outside, blocks * block.experts)
     # The last bucket cannot be hidden.
     last = min(1.0, BUCKET_BYTES / (sum(whole) * element)) if sum(whole) else 1.0
+    if layout.serves:
+        return _with_tables(case, groups.dense, sum(whole), element, wide)
     if layout.zero == 0:
         return Sync(groups.each(all_reduce, whole, element), 1, last, suffix=suffix)
     known = case.cluster.calibration.efficiency
@@ -176,6 +178,20 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
         blocks=blocks,
         scatters=each_time,
         suffix=suffix,
+    )
+
+
+def _with_tables(case: Case, group: Group, elements: float, sent: int, wide: int) -> Sync:
+    """Rows of tables between workers and servers; the rest is an all-reduce between workers."""
+    from shoal.planner.servers import looked_up, table_elements, workers_of
+
+    rest_bytes = max(0.0, elements - table_elements(case)) * sent
+    workers = group_of(case.cluster, workers_of(case.layout), 1)
+    return Sync(
+        gradients=all_reduce(workers, rest_bytes),
+        last_share=min(1.0, BUCKET_BYTES / rest_bytes) if rest_bytes else 1.0,
+        update=looked_up(case, group, wide),
+        suffix=group.suffix,
     )
 
 

@@ -99,7 +99,9 @@ def _stage(case: Case, stage: int) -> Case | None:
     if layout.pp > 1 and stage > 1:
         return None
     ranks = layout.dp_replicate * layout.dp_shard
-    split = replace(layout, dp_replicate=1, dp_shard=ranks, zero=stage, servers=0, updates="")
+    split = replace(
+        layout, dp_replicate=1, dp_shard=ranks, zero=stage, servers=0, updates="", serves=""
+    )
     return case.but(layout=split)
 
 
