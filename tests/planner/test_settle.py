@@ -90,3 +90,8 @@ def test_every_layout_is_spelled_out() -> None:
     for name, ranks in (("hsdp", 8), ("3d", 8), ("interleaved", 4), ("dp", 1), ("single", 1)):
         layout = expand(name, ranks)
         assert settle(OPEN, words_of(layout), ranks, None, SERVER).layout == layout
+
+
+def test_dp_takes_every_gpu_of_the_machine() -> None:
+    assert settle(OPEN, "dp", 1, None, SERVER).layout.threads == SERVER.gpus
+    assert settle(OPEN, {"strategy": "dp", "threads": 2}, 1, None, SERVER).layout.threads == 2

@@ -213,8 +213,8 @@ def bytes_and_memory_are_as_foreseen() -> None:
     assert dict(traffic.sent_bytes) == {"broadcast": 3 * size, "send": 3 * size}
     peaks = [peak_bytes(torch.device("cuda", index)) for index in range(4)]
     assert peaks[0] - max(peaks[1:]) > 1.9 * size
-    # A second micro-batch's gradient of a weight is there before it is added to the first's.
-    assert max(peaks[1:]) < 2.6 * size
+    # Weights and gradients, and a second micro-batch's gradients before they are added: 2.75 here.
+    assert max(peaks[1:]) < 2.9 * size
     run.close()
 
 

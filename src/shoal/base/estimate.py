@@ -208,6 +208,7 @@ class MemoryEstimate:
     stage       number of the pipeline rank that holds it
     low_bytes, high_bytes   interval of the peak
     host_bytes, disk_bytes   of states that wait on the host, or in files, for a rank
+    others_bytes   peak of each further device of one process (`dp`), this being the first's
     instants    of the whole run, in order, where they were asked for (`instants.predict_run`)
     """
 
@@ -220,6 +221,7 @@ class MemoryEstimate:
     high_bytes: float = 0.0
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
+    others_bytes: float = 0.0
     instants: tuple[Instant, ...] = ()
 
     @property

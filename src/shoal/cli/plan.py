@@ -94,8 +94,13 @@ def _planned(arguments: list[str], on: str, top: int, *, trust: bool) -> tuple[d
     subject = find_subject(loaded, on)
     found = search(subject.case, subject.space)
     record = plan_record(found, subject.space, top=top, notes=subject.notes)
-    record["next"] = _next(found[0], record, arguments, on)
-    return record, found[0]
+    best = found[0]
+    if best.memory.others_bytes:
+        from shoal.planner.replicas import told
+
+        record["notes"].append(told(best.case, best.memory, sum(best.time.bytes.values())))
+    record["next"] = _next(best, record, arguments, on)
+    return record, best
 
 
 def _next(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> str:

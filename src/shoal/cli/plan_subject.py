@@ -72,7 +72,7 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
         accumulate=accumulate,
         given=frozenset(name.partition(".")[2] for name in loaded.origins),
     )
-    if layout is not None and layout.threads > 1:
+    if layout is not None and layout.threads > 1 and cluster.device.kind == "cpu":
         notes.append("replicas in threads (dp) are not foreseen: the figures are one replica's")
     notes += left_out(plan_of(config))
     plan = replace(plan_of(config), compute=compute, batch=batch, micro_batch=micro_batch)
@@ -99,6 +99,8 @@ def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
             f'nearest: --on "{asked.nodes}x{max(1, machine.gpus or 8)}xH100-80GB"'
         )
     processes = config.launch.processes or processes_of(config.layout, machine)
+    if config.layout.strategy == "dp" and machine.gpus > 1 and processes == 1:
+        processes = config.layout.threads or machine.gpus  # a device each, in one process
     check_cores(processes, machine)
     measured = read_measured(cache_folder(), processes)
     if measured is None:

@@ -170,7 +170,7 @@ class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     zero: int = -1
     """what dp_shard splits: 1 optimizer state, 2 + gradients, 3 + parameters; −1: by strategy"""
     threads: int = 0
-    """replicas within one process, for strategy dp; 0: two"""
+    """replicas within one process, for strategy dp; 0: one per GPU, on a CPU two"""
     pp: int = 0
     """ranks to which the layers are dealt: a pipeline"""
     cp: int = 0

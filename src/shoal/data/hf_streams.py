@@ -14,7 +14,6 @@ which samples it held, no state of the library's says, so such a shard is resume
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from shoal.base.errors import ConfigError
 from shoal.data.dataset import digest_of
 from shoal.data.deal import stream_count
 from shoal.data.dealt_loader import DealtLoader, Gather
+from shoal.data.hf_layers import buffer_of, is_streaming, layers, shuffle_buffer
 from shoal.data.seeding import draws_nothing
 from shoal.data.streams import STREAMS
 
@@ -44,32 +44,6 @@ WORDS = {
     "HorizontallyConcatenatedMultiSourcesExamplesIterable": "concatenate_datasets(axis=1)",
 }
 """What a user calls the others."""
-
-
-def is_streaming(dataset: Any) -> bool:
-    """Tell whether a dataset is an `IterableDataset` of `datasets`, without importing that."""
-    library = sys.modules.get("datasets")
-    return library is not None and isinstance(dataset, library.IterableDataset)
-
-
-def layers(dataset: Any) -> Iterator[Any]:
-    """What the library puts one on another to make a streaming dataset, the outermost first."""
-    waiting = [dataset._ex_iterable]
-    while waiting:
-        layer = waiting.pop()
-        yield layer
-        below = getattr(layer, "ex_iterable", None)
-        waiting += [below] if below is not None else getattr(layer, "ex_iterables", [])
-
-
-def shuffle_buffer(dataset: Any) -> int:
-    """Samples of the dataset's largest shuffle buffer; 0 if it has none."""
-    return max((_buffer(layer) for layer in layers(dataset)), default=0)
-
-
-def _buffer(layer: Any) -> int:
-    name = type(layer).__name__
-    return int(layer.buffer_size) if name == "BufferShuffledExamplesIterable" else 0
 
 
 def _undealt(dataset: Any) -> str:
@@ -120,7 +94,7 @@ class Shards:
             below: Any = getattr(layer, "ex_iterable", None)
             if type(below).__name__ == "InterleavedShardsExamplesIterable":
                 layer.ex_iterable = below.ex_iterable  # of one shard; it would sleep 1 s at its end
-            if size := _buffer(layer):
+            if size := buffer_of(layer):
                 key = f"{seed} {epoch} {number} {depth}".encode()
                 drawn = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
                 layer.generator = np.random.default_rng(drawn)

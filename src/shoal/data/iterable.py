@@ -146,10 +146,7 @@ class IterableLoader:
                 self._end_epoch()
             batch = read.batch
             if read.misread:
-                from shoal.data.misread import step_without
-
-                batch = step_without(batch, read.misread, self._read_again, self.tell)
-                self._read_again += len(read.misread) - len(batch.left_out)
+                batch = self._without_lost(read)
             yield replace(batch, after=self.state(), stream=id(self))
             if self._moves != moves or read.ended:
                 return
@@ -160,6 +157,17 @@ class IterableLoader:
                 f"data.source: {type(self.iterable).__name__} gives no samples in epoch "
                 f"{self.epoch}{why if self.epoch else ''}"
             )
+
+    def _without_lost(self, read: ReadStep) -> StepBatch:
+        """A step without what could not be read; micro-batches that lost all are none."""
+        from shoal.data.misread import told_and_lost, what_is_left
+
+        batch = read.batch
+        lost = told_and_lost(read.misread, self._read_again, self.tell)
+        self._read_again += len(read.misread) - len(lost)
+        spans = [(one.start, one.stop) for one in batch.micro_batches]
+        kept, ids = what_is_left(lost, spans, batch.micro_batches, batch.sample_ids)
+        return replace(batch, micro_batches=tuple(kept), sample_ids=ids, left_out=lost)
 
     def _end_epoch(self) -> None:
         self.epoch += 1

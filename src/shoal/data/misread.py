@@ -9,15 +9,13 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress, islice
 from typing import Any, Protocol, TypeVar
 
 from shoal.base.errors import ShoalError
-from shoal.data.dataset import load_error, may_pass
-from shoal.data.reader import END
-from shoal.data.step import StepBatch
+from shoal.data.dataset import END, load_error, may_pass
 
 T = TypeVar("T")
 PAUSES_S = (0.1, 0.5, 2.0)
@@ -208,22 +206,6 @@ def told_apart(samples: list[Any]) -> tuple[list[Any], list[tuple[int, int, str,
     told = [(at, one.failures, one.error, one.sample is LEFT_OUT) for at, one in late]
     read = [one.sample if isinstance(one, Late) else one for one in samples]
     return [one for one in read if one is not LEFT_OUT], told
-
-
-def step_without(
-    batch: StepBatch,
-    misread: Sequence[Misread],
-    before: int,
-    tell: Callable[[str], None] | None,
-) -> StepBatch:
-    """A step without what could not be read; micro-batches that lost all are none.
-
-    before, tell   as `told_and_lost`
-    """
-    lost = told_and_lost(misread, before, tell)
-    spans = [(one.start, one.stop) for one in batch.micro_batches]
-    kept, ids = what_is_left(lost, spans, batch.micro_batches, batch.sample_ids)
-    return replace(batch, micro_batches=tuple(kept), sample_ids=ids, left_out=lost)
 
 
 def told_and_lost(

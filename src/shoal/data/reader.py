@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from shoal.base.batches import cut_step
 from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
-from shoal.data.dataset import Collate, digest_of, join, load_error, may_pass
+from shoal.data.dataset import END, Collate, digest_of, join, load_error, may_pass
 from shoal.data.seeding import draws_nothing, seeded_draws
 from shoal.data.step import LoadedMicroBatch, StepBatch
 from shoal.data.workers import Failure
@@ -26,7 +26,6 @@ from shoal.data.workers import Failure
 if TYPE_CHECKING:
     from shoal.data.misread import Misread
 
-END = object()
 NO_STATE = "; it has no state_dict() and load_state_dict(), by which the read were tried again"
 IN_BUFFER = "; its state leaves out what its shuffle buffer holds, so it is not read again"
 
@@ -179,7 +178,7 @@ class StepReader(IterableDataset[Any]):
             return self._patiently(error)
 
     def _patiently(self, error: Exception) -> Any:
-        from shoal.data.hf_streams import is_streaming, shuffle_buffer
+        from shoal.data.hf_layers import is_streaming, shuffle_buffer
         from shoal.data.misread import LEFT_OUT, Late, Misread, pull_again
 
         if self.known[1] == "null":

@@ -19,9 +19,8 @@ import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
-from shoal.data.dataset import Collate, join, load_error, may_pass
+from shoal.data.dataset import END, Collate, join, load_error, may_pass
 from shoal.data.deal import Deal, Ended, Turn
-from shoal.data.reader import END
 from shoal.data.seeding import draws_nothing, kept_draws, seed_draws
 from shoal.data.workers import Failure, from_workers
 

@@ -103,6 +103,10 @@ def predict_memory(
     (3.74, 'loss')
     """
     _check(case)
+    if case.layout.threads > 1 and case.cluster.device.kind != "cpu":
+        from shoal.planner.replicas import first_of, of_first_device
+
+        return of_first_device(case, predict_memory(first_of(case), stage, habits))
     habits = habits or framework(case.framework)
     found = [_estimate(case, habits, cut(case, i)) for i in _candidates(case, stage)]
     fullest = max(found, key=lambda estimate: estimate.peak_bytes)

@@ -118,10 +118,18 @@ def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
     strategy = "dp" if section.strategy == "auto" and section.threads else section.strategy
     if strategy == "auto":
         return None
+    processes, threads = cluster.devices, section.threads
+    if strategy == "dp" and cluster.device.kind != "cpu" and cluster.devices > 1:
+        processes, threads = cluster.nodes, threads or cluster.per_node
+        if threads > cluster.per_node:
+            raise PlanError(
+                f"layout.threads = {threads}: dp has a replica on each of so many devices, and a "
+                f"node has {cluster.per_node}; nearest: layout.threads={cluster.per_node}"
+            )
     return expand(
         strategy,
-        cluster.devices,
-        threads=section.threads,
+        processes,
+        threads=threads,
         zero=zero,
         schedule=section.schedule,
         chunks=section.chunks,

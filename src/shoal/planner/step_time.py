@@ -217,7 +217,12 @@ def predict_time(case: Case) -> TimeEstimate:
         return max(estimates, key=lambda estimate: estimate.step_s)
     calibration = calibration_of(case)
     table = Table(calibration)
-    terms = step_terms(case)
+    if case.layout.threads > 1 and cluster.device.kind != "cpu":
+        from shoal.planner.replicas import replica_terms
+
+        terms = replica_terms(case)
+    else:
+        terms = step_terms(case)
     found = effective(terms, table)
     off = calibration.time_error or UNKNOWN_ERROR
     estimate = TimeEstimate(

@@ -295,7 +295,7 @@ def is_told(dataset: Any) -> bool:
     """Whether it is a stream of the library datasets, of which `open_dealt` says what it costs."""
     if "datasets" not in sys.modules:
         return False
-    from shoal.data.hf_streams import is_streaming
+    from shoal.data.hf_layers import is_streaming
 
     return is_streaming(dataset)
 

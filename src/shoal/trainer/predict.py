@@ -176,7 +176,7 @@ def foresee(
     travel   tells what dividing the model makes travel (`Program.travel`)
     """
     width = WIDTHS[plan.compute]
-    if plan.layout.threads > 1:
+    if plan.layout.threads > 1 and cluster.device.kind == "cpu":
         return {"reason": "dp: threads of one process are not foreseen"}
     try:
         known = facts(kernels=cluster.device.kind, element_bytes=width)

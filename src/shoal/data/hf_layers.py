@@ -1,0 +1,34 @@
+"""What a streaming dataset of the library `datasets` is made of: layers, one on another."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+def is_streaming(dataset: Any) -> bool:
+    """Tell whether a dataset is an `IterableDataset` of `datasets`, without importing that."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(dataset, library.IterableDataset)
+
+
+def layers(dataset: Any) -> Iterator[Any]:
+    """What the library puts one on another to make a streaming dataset, the outermost first."""
+    waiting = [dataset._ex_iterable]
+    while waiting:
+        layer = waiting.pop()
+        yield layer
+        below = getattr(layer, "ex_iterable", None)
+        waiting += [below] if below is not None else getattr(layer, "ex_iterables", [])
+
+
+def shuffle_buffer(dataset: Any) -> int:
+    """Samples of the dataset's largest shuffle buffer; 0 if it has none."""
+    return max((buffer_of(layer) for layer in layers(dataset)), default=0)
+
+
+def buffer_of(layer: Any) -> int:
+    """Samples of a layer that is a shuffle buffer; 0 for the others."""
+    name = type(layer).__name__
+    return int(layer.buffer_size) if name == "BufferShuffledExamplesIterable" else 0
