@@ -14,7 +14,7 @@ which samples it held, no state of the library's says, so such a shard is resume
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
