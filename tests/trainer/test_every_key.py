@@ -272,7 +272,6 @@ NOT_FORESEEN = {
     "train.spikes": "what becomes of steps that leap out",
     "train.on_oom": "what happens when memory is short",
     "train.on": "the user's own function",
-    "layout.threads": "replicas in threads are not foreseen, and `foresee` says so",
     "layout.compress": "left out of the figures, and `shoal plan` says so",
     "layout.staleness": "binds where a worker is slower than others: `shoal simulate servers`",
     "layout.strict": "whether to refuse, not what to do",

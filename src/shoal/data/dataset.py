@@ -24,10 +24,6 @@ PERMANENT = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 """Error numbers that a further attempt meets again; decoders raise OSError without a number."""
 
 
-END = object()
-"""In the place of a sample, where a stream gives no more."""
-
-
 def load_error(what: str, error: Exception) -> ShoalError:
     """The one line for an exception in the user's own data code, with its traceback as a note.
 

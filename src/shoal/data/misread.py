@@ -15,7 +15,7 @@ from itertools import compress, islice
 from typing import Any, Protocol, TypeVar
 
 from shoal.base.errors import ShoalError
-from shoal.data.dataset import END, load_error, may_pass
+from shoal.data.dataset import load_error, may_pass
 
 T = TypeVar("T")
 PAUSES_S = (0.1, 0.5, 2.0)
@@ -146,6 +146,7 @@ class ReadsStream(Protocol):
 
     leaves_out: bool
     known: tuple[int, Any]
+    end: Any
 
     def stand(self, at: int) -> None:
         """Begin anew from the last place that is known, and stand before sample `at`."""
@@ -197,7 +198,7 @@ def pull_again(reader: ReadsStream, where: str, first: Exception) -> Any:
         reader.pass_over(place)
         sample = LEFT_OUT
     said = f"{where}: {type(failed[-1]).__name__}: {failed[-1]}"
-    return END if sample is END else Late(sample, len(failed), said)
+    return sample if sample is reader.end else Late(sample, len(failed), said)
 
 
 def told_apart(samples: list[Any]) -> tuple[list[Any], list[tuple[int, int, str, bool]]]:

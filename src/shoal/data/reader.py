@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from shoal.base.batches import cut_step
 from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
-from shoal.data.dataset import END, Collate, digest_of, join, load_error, may_pass
+from shoal.data.dataset import Collate, digest_of, join, load_error, may_pass
 from shoal.data.seeding import draws_nothing, seeded_draws
 from shoal.data.step import LoadedMicroBatch, StepBatch
 from shoal.data.workers import Failure
@@ -26,6 +26,8 @@ from shoal.data.workers import Failure
 if TYPE_CHECKING:
     from shoal.data.misread import Misread
 
+END = object()
+"""In the place of a sample, where a stream gives no more."""
 NO_STATE = "; it has no state_dict() and load_state_dict(), by which the read were tried again"
 IN_BUFFER = "; its state leaves out what its shuffle buffer holds, so it is not read again"
 
@@ -69,6 +71,8 @@ class StepReader(IterableDataset[Any]):
             batch, micro_batch, rank, degree, collate, seed: as for Loader · leaves_out: as there
     Gives   ReadStep after ReadStep; or a Failure, the user's own error, as the last
     """
+
+    end = END
 
     def __init__(
         self,

@@ -19,8 +19,9 @@ import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
-from shoal.data.dataset import END, Collate, join, load_error, may_pass
+from shoal.data.dataset import Collate, join, load_error, may_pass
 from shoal.data.deal import Deal, Ended, Turn
+from shoal.data.reader import END
 from shoal.data.seeding import draws_nothing, kept_draws, seed_draws
 from shoal.data.workers import Failure, from_workers
 
@@ -50,6 +51,8 @@ class _Opened:
     known   a place that its own state said, behind how many samples; (0, None): its front
     ahead   the sample that was read ahead
     """
+
+    end = END
 
     def __init__(self, reader: ShardReader, number: int, known: tuple[int, Any]) -> None:
         self.reader, self.number, self.known = reader, number, known

@@ -70,16 +70,10 @@ def _check_division(program: Program, allowed: Slicing) -> None:
             f"layout.tp = {layout.tp}: cuts weights inside, and {allowed.flat}; nearest: "
             f"layout.tp=1, or optimizer.name=adamw"
         )
-    if "servers" in axes and allowed.flat and layout.servers > 1:
-        raise PlanError(
-            f"layout.servers = {layout.servers}: cuts embedding tables by columns, and "
-            f"{allowed.flat}; nearest: layout.servers=1, or optimizer.name=adamw"
-        )
-    if "servers" in axes and allowed.apart:
-        raise PlanError(
-            f"layout.serves = {layout.serves}: no rank sees all parameters, and {allowed.apart}; "
-            f"nearest: layout.strategy=ddp, or optimizer.name=adamw"
-        )
+    if "servers" in axes:
+        from shoal.parallel.data_parallel.tables import check_optimizer
+
+        check_optimizer(layout, allowed)
     if program.pipe.size > 1 and allowed.apart:
         raise PlanError(
             f"layout.pp = {layout.pp}: no rank sees all parameters, and {allowed.apart}; nearest: "

@@ -15,11 +15,8 @@ from torch import nn
 from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.program import Local, Program, whole_locals
 
-Make = Callable[[Program, Mapping[str, Local], Mapping[str, Local]], "SumReducer"]
-"""Program, what this rank steps, masters of narrow copies → the reducer."""
 
-
-def apply(program: Program, make: Make | None = None) -> Program:
+def apply(program: Program, make: Callable[..., SumReducer] | None = None) -> Program:
     """Give the program a reducer that sums over all ranks in the plan's buckets.
 
     make   makes the reducer, where it does more than that

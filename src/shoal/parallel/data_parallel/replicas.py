@@ -78,11 +78,6 @@ def check_replicas(plan: Plan, device: torch.device) -> None:
             f"layout.threads = {count}: dp has a replica on each of so many devices, and this "
             f"process sees {there}; nearest legal: {nearest}"
         )
-    if plan.offload == "activations":
-        raise PlanError(
-            "memory.offload = activations: waits on one device's streams, and layout.strategy = dp "
-            "has several in one process; nearest: layout.strategy=ddp"
-        )
 
 
 def apply(program: Program) -> Program:

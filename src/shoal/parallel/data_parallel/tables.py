@@ -275,3 +275,21 @@ class _Serving(ddp.SumReducer):
     def local_norms(self) -> list[torch.Tensor]:
         """None is computed here: whose numbers broke, the workers know."""
         return []
+
+
+def check_optimizer(layout: Layout, allowed: Any) -> None:
+    """Refuse an optimizer that needs all of a weight, or all weights.
+
+    allowed   what may be cut of a weight beside it (`optim/probe.py`): flat, apart
+    Errors    PlanError
+    """
+    if allowed.flat and layout.servers > 1:
+        raise PlanError(
+            f"layout.servers = {layout.servers}: cuts embedding tables by columns, and "
+            f"{allowed.flat}; nearest: layout.servers=1, or optimizer.name=adamw"
+        )
+    if allowed.apart:
+        raise PlanError(
+            f"layout.serves = {layout.serves}: no rank sees all parameters, and {allowed.apart}; "
+            f"nearest: layout.strategy=ddp, or optimizer.name=adamw"
+        )

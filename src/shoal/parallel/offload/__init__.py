@@ -63,6 +63,11 @@ def check(plan: Plan, device: torch.device) -> None:
     """
     check_here(plan, device)
     layout = plan.layout
+    if layout.threads > 1 and device.type != "cpu" and plan.offload == "activations":
+        raise PlanError(
+            "memory.offload = activations: waits on one device's streams, and layout.strategy = dp "
+            "has several in one process; nearest: layout.strategy=ddp"
+        )
     on_device = plan.parks_parameters and device.type != "cpu"
     if on_device and not streams_parameters(plan, device) and layout.zero < 3:
         raise PlanError(
