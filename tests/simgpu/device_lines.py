@@ -517,6 +517,7 @@ class Rooms:
             self.run("-m", "shoal", "train", *TRAIN, f"run.folder={folder}")
         print("shoal train", len(self.reached()), flush=True)
         self.run(str(HERE / "rooms.py"))
+        self.run(str(HERE / "replicas.py"), "too_many_replicas_are_refused")
         print("rooms", len(self.reached()), flush=True)
 
 
