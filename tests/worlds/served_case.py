@@ -42,6 +42,41 @@ def data():
     return Data(640), Data(32)
 """
 
+CLICKS = """
+import torch
+from torch import nn
+
+class Clicks(nn.Module):
+    # Bags of items, a user, dense features: as recommenders have them.
+    def __init__(self, users, items, width):
+        super().__init__()
+        self.users = nn.Embedding(users, width)
+        self.items = nn.EmbeddingBag(items, width, mode="sum", padding_idx=0)
+        self.dense = nn.Sequential(nn.Linear(6, width), nn.ReLU())
+        self.top = nn.Sequential(nn.Linear(3 * width, width), nn.ReLU(), nn.Linear(width, 2))
+    def forward(self, row):
+        user, items, dense = row[:, 0].long(), row[:, 1:6].long(), row[:, 6:]
+        return self.top(torch.cat((self.users(user), self.items(items), self.dense(dense)), 1))
+
+def build(users=500, items=2000, width=8):
+    return Clicks(users, items, width)
+
+class Data:
+    def __init__(self, samples):
+        self.samples = samples
+    def __len__(self):
+        return self.samples
+    def __getitem__(self, index):
+        draws = torch.Generator().manual_seed(index)
+        user = torch.randint(500, (1,), generator=draws)
+        items = torch.randint(2000, (5,), generator=draws)
+        dense = torch.randn(6, generator=draws)
+        return torch.cat((user, items, dense)), (user + items.sum()).remainder(2)[0]
+
+def data():
+    return Data(640), Data(32)
+"""
+
 ARGUMENTS = [
     "model.build=served:build", "data.source=served:data", "train.batch=16", "train.micro_batch=16",
     "layout.strategy=parameter-server", "train.prove=off", "precision.compute=fp32",
@@ -53,6 +88,16 @@ def start(folder: Path, *arguments: str) -> CommandLine:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "served.py").write_text(TOY)
     return CommandLine(folder, *ARGUMENTS, *arguments)
+
+
+def click(folder: Path, *arguments: str) -> CommandLine:
+    """The command of docs/parameter-server.md that trains with tables on a server."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "clicks.py").write_text(CLICKS)
+    page = Path(__file__).parents[2] / "docs" / "parameter-server.md"
+    (line,) = [row for row in page.read_text().splitlines() if row.startswith("shoal train model.b")
+               and "layout.serves=" in row]  # fmt: skip
+    return CommandLine(folder, *line.removeprefix("shoal train ").split(), *arguments)
 
 
 def committed(run: Path) -> list[list[int]]:

@@ -42,6 +42,44 @@ def test_a_worker_that_dies_is_left_out_and_no_gradient_is_too_stale(tmp_path: P
     assert case.each_once(command.run, 64)
 
 
+SMALL = ("train.batch=16", "train.micro_batch=4", "train.prove=off", "precision.compute=fp32")
+
+
+def test_tables_go_on_under_ddp_by_what_the_refusal_says(tmp_path: Path) -> None:
+    """The page's command; a resume by another strategy alone is refused, and told what to add."""
+    command = case.click(tmp_path, *SMALL, "train.steps=6")
+    code, output = command.finish()
+    assert code == 0, output
+    more = ("layout.strategy=ddp", "launch.processes=2", "train.steps=9")
+    code, output = CommandLine(tmp_path, "--resume", "runs/run", *more).finish()
+    assert code == 2
+    line = output.splitlines()[-1]
+    assert "has no servers; nearest: layout.strategy=parameter-server, or without: " in line
+    without = line.rpartition("or without: ")[2].split()
+    assert without == ["layout.servers=0", "layout.serves="]
+    code, output = CommandLine(tmp_path, "--resume", "runs/run", *more, *without).finish()
+    assert code == 0, output
+    assert command.steps() == 9
+    assert case.each_once(command.run, 9)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("victim", [0, 2])
+def test_tables_on_a_server_survive_bit_for_bit(tmp_path: Path, victim: int) -> None:
+    """SIGKILL of a worker, of the server: all start again from the last checkpoint."""
+    words = (*SMALL, "train.steps=120", "checkpoint.every=5")
+    unbroken = case.click(tmp_path / "whole", *words)
+    killed = case.click(tmp_path / "killed", *words)
+    killed.wait_for(lambda: killed.steps() >= 12)
+    killed.kill(victim)
+    for command in (unbroken, killed):
+        code, output = command.finish()
+        assert code == 0, output
+    assert [event["rank"] for event in killed.events("worker_died")] == [victim]
+    assert trajectory(killed.run) == trajectory(unbroken.run)
+    assert final_hashes(killed.run) == final_hashes(unbroken.run)
+
+
 @pytest.mark.proof
 def test_the_pages_example_runs(tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "parameter-server.md"

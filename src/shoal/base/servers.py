@@ -119,10 +119,12 @@ def check_named(strategy: str, degrees: Mapping[str, int], served: Mapping[str, 
     Errors   PlanError with the nearest right choice
     """
     if strategy != "parameter-server" and any(served.values()):
-        key, value = next((key, value) for key, value in served.items() if value)
+        said = {key: value for key, value in served.items() if value}
+        key, value = next(iter(said.items()))
+        without = " ".join(f"layout.{key}={type(value)()}" for key, value in said.items())
         raise PlanError(
             f"layout.{key} = {value}: is of layout.strategy=parameter-server, and {strategy} has "
-            f"no servers; nearest: layout.strategy=parameter-server"
+            f"no servers; nearest: layout.strategy=parameter-server, or without: {without}"
         )
     if strategy == "parameter-server" and degrees:
         axis, degree = next(iter(degrees.items()))

@@ -64,14 +64,13 @@ class Keys(Protocol):
 
 
 def check_replicas(plan: Plan, device: torch.device) -> None:
-    """Refuse more replicas than devices, and what cannot be copied; a CPU takes any number.
+    """Refuse more replicas than the process sees devices; a CPU takes any number.
 
     Errors   PlanError with the nearest legal choice
     """
-    count, there = plan.layout.threads, 0
     if not is_accelerator(device):
         return
-    there = torch.accelerator.device_count()
+    count, there = plan.layout.threads, torch.accelerator.device_count()
     if count > there:
         nearest = f"layout.threads={there}" if there > 1 else "layout.strategy=single"
         raise PlanError(
@@ -87,8 +86,8 @@ def apply(program: Program) -> Program:
     replicas = Replicas(program, devices)
     program.notices.append(
         f"dp: {count} replicas in one process, on {', '.join(map(str, devices))}, for comparison; "
-        f"ddp is faster: its processes do not share one interpreter, sum gradients during "
-        f"backward, and send no weights"
+        f"ddp's processes do not share one interpreter, sum gradients during backward, and send "
+        f"no weights (docs/compare.md)"
     )
     if 0 < micro_batches < count:
         program.notices.append(

@@ -41,7 +41,7 @@ from shoal.fabric.point_to_point import PointToPoint
 from shoal.parallel.data_parallel import ddp
 from shoal.parallel.data_parallel.buckets import reduced_format
 from shoal.parallel.data_parallel.lookups import Answers, Lookups, OnServers, by_host
-from shoal.parallel.program import Local, Pass, Program, frozen, take, trainable
+from shoal.parallel.program import Pass, Program, frozen, take, trainable
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -114,8 +114,8 @@ def _no_table(what: str, layout: Layout, able: Mapping[str, Any]) -> PlanError:
     has = ", ".join(name.removesuffix(".weight") for name in able)
     near = f"layout.serves={has.replace(', ', ',')}" if has else "layout.serves=weights"
     return PlanError(
-        f"layout.serves = {layout.serves}: {what} (it is trained, of an nn.Embedding or an "
-        f"nn.EmbeddingBag, and of no other layer too); nearest: {near}, or layout.strategy=ddp"
+        f"layout.serves = {layout.serves}: {what} (a trained weight of nn.Embedding or "
+        f"nn.EmbeddingBag that no other layer holds too); nearest: {near}, or layout.strategy=ddp"
     )
 
 
@@ -163,7 +163,7 @@ def apply(program: Program) -> Program:
     if program.world.rank in servers:
         read: Mapping[str, torch.Tensor] = program.parameters
         answers = Answers(pairs, workers, tables, read, sent)
-        program = ddp.apply(program, partial(_Serving, answers=answers))
+        program = ddp.apply(program, partial(_Serving, answers=answers, layout=layout))
         ends: list[Any] = [answers.collected]
         return replace(
             program,
@@ -214,15 +214,8 @@ def _no_pass(program: Program, one: Pass) -> None:
 class _Working(ddp.SumReducer):
     """A worker's: ddp of what it holds, and what it looked up goes to the servers."""
 
-    def __init__(
-        self,
-        program: Program,
-        local: Mapping[str, Local],
-        masters: Mapping[str, Local],
-        *,
-        lookups: Lookups,
-    ) -> None:
-        super().__init__(program, local, masters)
+    def __init__(self, *given: Any, lookups: Lookups) -> None:
+        super().__init__(*given)
         self.lookups = lookups
 
     def begin(self, rounds: int) -> None:
@@ -243,16 +236,9 @@ class _Working(ddp.SumReducer):
 class _Serving(ddp.SumReducer):
     """A server's: the sums of its columns of the tables."""
 
-    def __init__(
-        self,
-        program: Program,
-        local: Mapping[str, Local],
-        masters: Mapping[str, Local],
-        *,
-        answers: Answers,
-    ) -> None:
-        super().__init__(program, local, masters)
-        self.answers, self.layout = answers, program.plan.layout
+    def __init__(self, *given: Any, answers: Answers, layout: Layout) -> None:
+        super().__init__(*given)
+        self.answers, self.layout = answers, layout
 
     def begin(self, rounds: int) -> None:
         """Zero the sums, and let workers read."""

@@ -1,10 +1,10 @@
 """One process, several replicas, as `nn.DataParallel` has them: here only to be compared with.
 
 On a CPU; with several devices: `replicas.py`. Every replica has its own gradients, all share the
-weights' memory, and each runs every `threads`-th micro-batch in its own thread;
-afterwards the gradients are added in the order of the replicas. Why `ddp` is better: one Python
-interpreter runs all replicas in turn between kernels, gradients of all replicas meet in one place
-after the backward pass instead of during it, and it ends at one machine.
+weights' memory, and each runs every `threads`-th micro-batch in its own thread; afterwards the
+gradients are added in the order of the replicas. What `ddp` has before it: here one interpreter
+runs all replicas in turn between kernels, gradients of all replicas meet in one place after the
+backward pass instead of during it, and it ends at one machine.
 
 Random operations, BatchNorm and buffers that the forward pass changes are the process's own, not a
 thread's: with those the replicas run in turn. Whether there are random operations is seen in the
@@ -37,8 +37,8 @@ def apply(program: Program) -> Program:
     """Run the passes of a step on replicas, in threads where that is safe."""
     replicas = Replicas(program)
     program.notices.append(
-        f"dp: {program.plan.layout.threads} replicas in one process, for comparison; ddp is "
-        f"faster: its processes do not share one interpreter, and sum gradients during backward"
+        f"dp: {program.plan.layout.threads} replicas in one process, for comparison; ddp's "
+        f"processes do not share one interpreter, and sum gradients during backward"
     )
     return replace(
         program,
