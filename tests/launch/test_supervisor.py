@@ -472,7 +472,8 @@ def test_a_signal_to_every_process_of_the_tree_costs_no_save(run: Run, number: i
     assert outcome == Outcome(
         "stopped", 128 + number, 1, f"stopped by {signal.Signals(number).name}"
     )
-    assert len(list(run.folder.glob("saved-*"))) == 2
+    # One that is still in its handler when the supervisor's SIGTERM comes saves by that once more.
+    assert {p.name.split("-")[1] for p in run.folder.glob("saved-*")} == {"0", "1"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
