@@ -77,6 +77,10 @@ def deepspeed(path: str, *words: str, config: dict[str, Any] | None = None, **mo
     )
 
 
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+"""For scripts without --cpu, whose processes would train by themselves."""
+TESTS = "src/accelerate/test_utils/scripts/external_deps"
+LLAMA = ("--model_name", "HuggingFaceTB/SmolLM-360M")
 IMAGES = ("--data_dir", "images")
 ROWS = [
     accelerate("nlp_example", "--cpu"),
@@ -104,7 +108,17 @@ ROWS = [
         *("--model_name_or_path", "HuggingFaceTB/SmolLM-360M", "--block_size", "32"),
         *("--per_device_train_batch_size", "2", "--num_train_epochs", "1", "--seed", "3"),
         *("--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--output_dir", "out"),
-        environ={"ACCELERATE_USE_CPU": "true"},  # else each process would train by itself
+        environ=ON_CPU,
+    ),
+    *(
+        Row(
+            "accelerate",
+            "huggingface/accelerate",
+            f"{TESTS}/{name}.py",
+            ("--output_dir", ".", "--num_epochs", "3"),
+            environ=ON_CPU,
+        )
+        for name in ("test_performance", "test_checkpointing")
     ),
     accelerate("complete_nlp_example", "--cpu", "--checkpointing_steps", "3"),
     accelerate("complete_cv_example", "--cpu", *IMAGES, "--checkpointing_steps", "epoch"),
@@ -170,6 +184,35 @@ ROWS = [
         mistake="weights are cut as soon as a layer is made, so transformers initialises tensors "
         "without elements: the model keeps torch's defaults",
         mended={"CUT_LATE": "1"},
+    ),
+    deepspeed(
+        "training/DeepSpeed-ZenFlow/finetuning/finetune_llama.py",
+        *(*LLAMA, "--lr", "1e-3", "--batch_size", "2", "--num_train_epochs", "1"),
+        *("--output_dir", "out", "--deepspeed_config", "ds_config.json"),
+        config={**FIRST, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        name="DeepSpeed-ZenFlow/finetuning/finetune_llama.py",
+        processes=1,
+        images=False,
+    ),
+    deepspeed(
+        "training/DeepSpeed-SuperOffload/finetune_zero3.py",
+        *(*LLAMA, "--lr", "1e-3", "--batch_size", "2", "--max_length", "48"),
+        *("--output_dir", "out", "--attn_implementation", "eager", "--activation_checkpointing"),
+        *("--deepspeed_config", "ds_config.json"),
+        config={"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization":
+                {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+        name="DeepSpeed-SuperOffload/finetune_zero3.py",
+        images=False,
+    ),
+    deepspeed(
+        "training/HelloDeepSpeed/train_bert_ds.py",
+        *("--checkpoint_dir", "out", "--num_layers", "2", "--num_heads", "4", "--h_dim", "32"),
+        *("--ff_dim", "64", "--num_iterations", "13", "--max_seq_length", "32"),
+        *("--tokenizer", "bert-base-cased", "--dtype", "bf16", "--checkpoint_every", "8"),
+        name="HelloDeepSpeed/train_bert_ds.py",
+        processes=1,
+        images=False,
     ),
 ]  # fmt: skip
 
