@@ -175,6 +175,22 @@ def test_over_ssh_no_list_of_processes_shows_the_token(tmp_path: Path) -> None:
         assert "TOKEN" not in command[-1]
 
 
+def test_over_ssh_ranks_run_by_this_python(tmp_path: Path) -> None:
+    """A shell that ssh starts has no environment activated: a bare `python` would not find us."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("first\nsecond\n")
+    for more, python in (([], sys.executable), (["--python", "/opt/py 3"], "/opt/py 3")):
+        told = CliRunner().invoke(app, ["launch", "ssh", "--hosts", str(hosts), *more])
+        assert told.exit_code == 0, told.output
+        commands = [one for one in told.output.splitlines() if "shoal.launch.node" in one]
+        assert len(commands) == 2
+        for command in commands:
+            words = shlex.split(shlex.split(command)[-2])  # the last one is &
+            place = words.index("shoal.launch.node")
+            assert words[place - 2 : place] == [python, "-m"]
+            assert words[words.index("--") + 1 :][:4] == [python, "-m", "shoal", "train"]
+
+
 RANK = """
 import os, signal, sys, time
 from pathlib import Path

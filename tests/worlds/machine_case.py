@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from shoal.cli.links import measure as measure_all
 from shoal.fabric import World
+from shoal.fabric.bare_calls import bare_call
+from shoal.machine import links
 from shoal.machine.links import measure_links
 from shoal.machine.measure import Sizes, measure_machine
 
@@ -31,15 +32,15 @@ def measure(world: World, cache: str) -> dict[str, Any]:
 
 def every(world: World) -> dict[str, Any]:
     """All collectives in groups of 2 and 4; rank 3 is late to every broadcast to a pair's other."""
-    broadcast, late = World.broadcast, 0.03
 
-    def slow(self: World, tensor: torch.Tensor, source: int = 0) -> None:
-        if world.rank == 3 and self.size == 2:
-            time.sleep(late)
-        broadcast(self, tensor, source)
+    def slow(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
+        call = bare_call(group, kind, size_bytes)
+        if kind != "broadcast" or world.rank != 3 or group.size != 2:
+            return call
+        return lambda: (time.sleep(0.03), call())
 
     asked = {"sizes": [1024, 65536], "groups": [], "repeats": 3}
-    with mock.patch.object(World, "broadcast", slow):
+    with mock.patch.object(links, "bare_call", slow):
         return measure_all(world, asked)
 
 

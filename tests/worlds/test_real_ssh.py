@@ -49,9 +49,8 @@ def ssh(tmp_path: Path) -> Iterator[dict[str, str]]:
         make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(make, check=True)
     python = Path(sys.executable).parent
-    # sshd gives none of this test's environment to the ranks.
+    # sshd gives none of this test's environment to the ranks, so no path to this Python either.
     given = {
-        "PATH": f"{python}:{os.environ['PATH']}",
         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         "OMP_NUM_THREADS": "1",
     }

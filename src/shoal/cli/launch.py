@@ -42,6 +42,8 @@ KIND = typer.Option("jobset", "--kind", help="jobset or trainjob.")
 IMAGE = typer.Option(..., "--image", help="A container image with Shoal (Dockerfile).")
 CLAIM = typer.Option("runs", "--claim", help="PersistentVolumeClaim of the run folders.")
 HOSTS = typer.Option(..., "--hosts", help="A file with a line `HOST slots=N` for each machine.")
+# A shell that ssh starts knows nothing of the environment that is active here.
+PYTHON = typer.Option(sys.executable, "--python", help="On each host; default: this one's path.")
 FOLDER = typer.Option("", "--folder", help="Where the command is given; default: this folder.")
 
 
@@ -105,6 +107,7 @@ def ssh(
     gpus: int = GPUS,
     processes: int = PROCESSES,
     folder: str = FOLDER,
+    python: str = PYTHON,
     grace: int = GRACE,
     submit: bool = SUBMIT,
 ) -> None:
@@ -114,7 +117,7 @@ def ssh(
     if len(slots) > 1:
         raise ConfigError(f"--hosts {hosts}: slots differ ({sorted(slots)}): as many on each host")
     each = processes or gpus or slots.pop()
-    job = _job(arguments, "shoal", len(found), gpus, each, grace)
+    job = replace(_job(arguments, "shoal", len(found), gpus, each, grace), python=python)
     names, where = [host for host, _ in found], folder or os.getcwd()
     if submit:
         raise typer.Exit(_over_ssh(job, names, where))

@@ -1,9 +1,9 @@
 """`shoal links`: how fast processes talk, collective by collective, beside the α–β model.
 
 Alone it starts as many processes as a run would; under torchrun or srun the same command runs on
-every rank, and rank 0 tells. Timed are the calls that runs make (`machine/links.py`), so on gloo a
-reduce-scatter is an all-to-all and a sum, as there. Groups are neighbours, all groups of a size at
-once as in a run, and one rank of each machine; pairs talk one pair at a time.
+every rank, and rank 0 tells. Timed are bare calls (`fabric/bare_calls.py`); on gloo a
+reduce-scatter is an all-to-all and a sum, as in runs. Groups are neighbours, all groups of a size
+at once as in a run, and one rank of each machine; pairs talk one pair at a time.
 """
 
 from __future__ import annotations

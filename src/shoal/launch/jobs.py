@@ -29,6 +29,7 @@ class Job:
     words      of `shoal train`: a run.toml and overrides · name  of the job
     nodes      machines · processes  on each · gpus  on each; 0: none
     grace_s    seconds from the warning to the end
+    python     that runs it; empty: what the node finds under that name
     """
 
     words: tuple[str, ...]
@@ -37,12 +38,14 @@ class Job:
     processes: int = 1
     gpus: int = 0
     grace_s: int = 120
+    python: str = ""
 
     @property
     def train(self) -> list[str]:
         """The command of every process; it stops saving a little before it would be killed."""
         grace = f"launch.grace_s={max(1, self.grace_s - 10)}"
-        return ["shoal", "train", *self.words, grace]
+        shoal = [self.python, "-m", "shoal"] if self.python else ["shoal"]
+        return [*shoal, "train", *self.words, grace]
 
 
 def slurm(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
@@ -90,7 +93,8 @@ def slurm(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
 def starter(job: Job, node: str, *more: str) -> list[str]:
     """The command that starts the ranks of one node (node.py)."""
     return [
-        *("python", "-m", "shoal.launch.node", "--nodes", str(job.nodes), "--node", node),
+        *(job.python or "python", "-m", "shoal.launch.node"),
+        *("--nodes", str(job.nodes), "--node", node),
         *("--processes", str(job.processes), "--grace", str(job.grace_s), *more, "--", *job.train),
     ]
 

@@ -6,6 +6,7 @@ Formula   seconds = rounds·α + sent·β, fitted to several sizes so that relat
           broadcast        rounds ⌈log2 n⌉, sent M
 Axes      inside: the ranks of one machine; across: one rank of each machine
 Protocol  every rank runs the same calls; a size's time is the best round's, of the slowest rank
+Calls     for plans those that runs make, with the memory that they take; for people bare ones
 Source    Hockney 1994 (α, β); ring collectives: Thakur et al. 2005
 """
 
@@ -19,14 +20,13 @@ from typing import Any
 import torch
 
 from shoal.fabric import World
-from shoal.fabric.all_to_all import to_each
 from shoal.fabric.axes import along
+from shoal.fabric.bare_calls import EVERY, bare_call
 from shoal.fabric.device import synchronize
 from shoal.planner.collectives import rounds as doublings
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 """Those that a plan reckons with."""
-EVERY = (*KINDS, "broadcast", "all_to_all")
 REPEATS = 5
 
 
@@ -79,7 +79,7 @@ def look_at_groups(
         links: dict[str, Any] = {}
         for kind in EVERY:
             times = {
-                size: slowest(round_seconds(world, group, kind, size, repeats))
+                size: slowest(call_seconds(world, bare_call(group, kind, size), repeats))
                 for size in message_bytes
             }
             medians = {size: statistics.median(taken) for size, taken in times.items()}
@@ -112,20 +112,15 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:
     """Shortest time of one collective; of the slowest rank, so that all fit the same points."""
-    return max(min(own) for own in round_seconds(world, group, kind, size_bytes, REPEATS))
-
-
-def round_seconds(
-    world: World, group: World, kind: str, size_bytes: int, repeats: int
-) -> list[list[float]]:
-    """Seconds of some calls of one collective after another, by rank; the same on all ranks.
-
-    size_bytes   M: what is summed, gathered, broadcast, or what a rank holds for all others
-    """
     count = max(group.size, size_bytes // 4 // group.size * group.size)
     tensor = torch.zeros(count, device=world.device)
     part = count // group.size
-    call = _caller(group, kind, tensor, [part * rank for rank in range(group.size + 1)])
+    call = _call_of_runs(group, kind, tensor, [part * rank for rank in range(group.size + 1)])
+    return max(min(own) for own in call_seconds(world, call, REPEATS))
+
+
+def call_seconds(world: World, call: Callable[[], object], repeats: int) -> list[list[float]]:
+    """Seconds of some calls of one collective after another, by rank; the same on all ranks."""
     call()
     world.barrier()
     taken: list[float] = []
@@ -137,7 +132,9 @@ def round_seconds(
     return [list(map(float, own)) for own in world.gather_json(taken)]
 
 
-def _caller(group: World, kind: str, tensor: torch.Tensor, cuts: list[int]) -> Callable[[], object]:
+def _call_of_runs(
+    group: World, kind: str, tensor: torch.Tensor, cuts: list[int]
+) -> Callable[[], object]:
     def gather() -> None:
         work = group.all_gather_parts(tensor, cuts)
         if work is not None:
@@ -147,11 +144,6 @@ def _caller(group: World, kind: str, tensor: torch.Tensor, cuts: list[int]) -> C
         return lambda: group.all_reduce(tensor)
     if kind == "reduce_scatter":
         return lambda: group.reduce_scatter(tensor, cuts).result()
-    if kind == "broadcast":
-        return lambda: group.broadcast(tensor)
-    if kind == "all_to_all":
-        equal = [cuts[1]] * group.size
-        return lambda: to_each(group, tensor, equal, equal)
     return gather
 
 
