@@ -6,6 +6,7 @@ import shoal.neighbours.accelerate  # noqa: F401  # its import is its effect
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,7 +97,12 @@ def what_they_tell(accelerator, rank):
     loss = torch.ones((), requires_grad=True) * 2
     assert accelerator.gather_for_metrics(loss.repeat(3)).tolist() == [2.0] * 6
     assert accelerator.gather_for_metrics(["x", rank]) == ["x", 0, "x", 1]
-    assert broadcast_object_list([rank, "a"], 1) == [1, "a"]
+    pairs = accelerator.gather_for_metrics([(rank, {3: "a"})], use_gather_object=True)
+    assert pairs == [(0, {3: "a"}), (1, {3: "a"})], "the same values of Python's"
+    assert broadcast_object_list([rank, ("a",)], 1) == [1, ("a",)]
+    assert accelerator.on_main_process(lambda: "ran")() == (None if rank else "ran")
+    assert accelerator.on_last_process(lambda: "ran")() == ("ran" if rank else None)
+    assert accelerator.on_local_process(local_process_index=1)(lambda: rank)() == (rank or None)
     assert accelerator.state.deepspeed_plugin is None
     assert "Num processes: 2" in repr(accelerator.state)
     with accelerator.join_uneven_inputs([]):
@@ -105,6 +111,15 @@ def what_they_tell(accelerator, rank):
         accelerator.join_uneven_inputs([], even_batches=False).__enter__()
     with pytest.raises(shoal.ConfigError, match="dispatch_batches"):
         DataLoaderConfiguration(False, True)
+    with pytest.raises(shoal.ConfigError, match="nearest: split_batches"):
+        Accelerator(split_batch=True)
+    with pytest.raises(shoal.ConfigError, match="deepspeed_plugin = mine"):
+        Accelerator(True, False, None, 1, False, None, "mine")
+    assert Accelerator(gradient_accumulation_steps=3).gradient_state.num_steps == 3
+    with pytest.raises(shoal.ConfigError, match="batch_size = 3 .* nearest: 2"):
+        Accelerator(split_batches=True).prepare(DataLoader(ROWS, batch_size=3))
+    foreign = SimpleNamespace(step=print, state_dict=dict)
+    assert accelerator.prepare(foreign) is foreign, "no schedule of torch's: its steps stay its own"
 
 
 def names(rank):

@@ -34,13 +34,17 @@ def test_a_script_finds_the_neighbours_losses(title: str) -> None:
     assert max(apart) <= RELATIVE
     assert row["difference"] <= RELATIVE, "on every rank"
     assert row["first"] != row["last"], "it trained"
+    assert ("mistake" in row) == (row.get("as_it_is", 0.0) > RELATIVE), (
+        "a mistake makes a difference"
+    )
 
 
 @pytest.mark.parametrize("title", list(ROWS))
 def test_the_real_package_was_not_loaded_and_nobody_can_tell(title: str) -> None:
     row = ROWS[title]
     assert row["library"] in row["loaded"]["theirs"], "it may have loaded another one, too"
-    assert row["loaded"]["ours"] == []
+    others = {*row["loaded"]["theirs"]} - {row["library"]}  # transformers loads Accelerate
+    assert {*row["loaded"]["ours"]} <= others
     assert row["version"][row["library"]] is not None
     assert row["told_the_same"]
 
@@ -54,10 +58,17 @@ def table() -> str:
     """The page's table."""
     lines = [
         f"| [{title}]({row['address'].replace('HEAD', row['commit'][:12])}) | {row['processes']} | "
-        f"{sum(row['steps'])} | {row['difference']:.0e} |\n"
+        f"{sum(row['steps'])} | {row['difference']:.0e}{mistake(row)} |\n"
         for title, row in ROWS.items()
     ]
     return HEAD + "".join(lines)
+
+
+def mistake(row: dict[str, Any]) -> str:
+    """What the neighbour's mistake makes of it, where there is one."""
+    if "mistake" not in row:
+        return ""
+    return f" without a mistake of the neighbour's, {row['as_it_is']:.0e} with it: {row['mistake']}"
 
 
 def test_the_page_shows_them() -> None:

@@ -104,6 +104,7 @@ import shoal.neighbours.accelerate
 import accelerate
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.commands.launch import set_seed
 from accelerate.local_sgd import LocalSGD
 from accelerate.logging import get_logger
 from accelerate.utils import (
@@ -144,6 +145,7 @@ get_logger("mine").warning("said %d", 1, main_process_only=False)
 
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 print(refused(type("Transformers", (HfDeepSpeedConfig,), {})))
+print(set_seed is accelerate.utils.random.set_seed)
 """
 
 
@@ -198,4 +200,5 @@ def test_what_accelerates_scripts_lean_on(programs: Any, tmp_path: Path) -> None
     ]
     assert found[7:9] == ["[1, 2, 3]", "True"]
     assert found[9].startswith("accelerate.utils.deepspeed.HfDeepSpeedConfig is not answered")
+    assert found[10] == "True", "whichever module a name is looked for in"
     assert "said 1" in said

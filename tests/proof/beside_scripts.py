@@ -7,7 +7,9 @@ The scripts stand outside of this repository, in FOLDER/REPOSITORY as git checke
 COMMIT that names what), and run as they are. Hub, data sets and images are answered by local stand-ins (tests/neighbours/stand_ins, a
 model of two layers in FOLDER/../local). Each row: the same script, arguments and processes twice,
 once by the neighbour and once by `shoal run --as`, in the same environment; what every rank hands to
-`backward` is written down by both. Rows of a file are replaced one by one, so it may be cut short.
+`backward` is written down by both. A row that names a mistake of the neighbour's is run a third time,
+by the neighbour without that mistake (sitecustomize.py of the stand-ins), which must find our losses.
+Rows of a file are replaced one by one, so it may be cut short.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ FIRST = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "optimiz
 
 @dataclass(frozen=True)
 class Row:
-    """A script, and how it is run."""
+    """A script, and how it is run.
+
+    mistake   the neighbour's, that makes its losses others · mended  what turns it off
+    """
 
     library: str
     repository: str
@@ -46,6 +51,8 @@ class Row:
     environ: dict[str, str] = field(default_factory=dict)
     name: str = ""
     images: bool = True
+    mistake: str = ""
+    mended: dict[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -70,6 +77,10 @@ def deepspeed(path: str, *words: str, config: dict[str, Any] | None = None, **mo
     )
 
 
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+"""For scripts without --cpu, whose processes would train by themselves."""
+TESTS = "src/accelerate/test_utils/scripts/external_deps"
+LLAMA = ("--model_name", "HuggingFaceTB/SmolLM-360M")
 IMAGES = ("--data_dir", "images")
 ROWS = [
     accelerate("nlp_example", "--cpu"),
@@ -97,7 +108,17 @@ ROWS = [
         *("--model_name_or_path", "HuggingFaceTB/SmolLM-360M", "--block_size", "32"),
         *("--per_device_train_batch_size", "2", "--num_train_epochs", "1", "--seed", "3"),
         *("--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--output_dir", "out"),
-        environ={"ACCELERATE_USE_CPU": "true"},  # else each process would train by itself
+        environ=ON_CPU,
+    ),
+    *(
+        Row(
+            "accelerate",
+            "huggingface/accelerate",
+            f"{TESTS}/{name}.py",
+            ("--output_dir", ".", "--num_epochs", "3"),
+            environ=ON_CPU,
+        )
+        for name in ("test_performance", "test_checkpointing")
     ),
     accelerate("complete_nlp_example", "--cpu", "--checkpointing_steps", "3"),
     accelerate("complete_cv_example", "--cpu", *IMAGES, "--checkpointing_steps", "epoch"),
@@ -160,6 +181,38 @@ ROWS = [
                 "zero_optimization": {"stage": 3}},
         name="sdma_allgather/train_qwen3_zero3.py",
         images=False,
+        mistake="weights are cut as soon as a layer is made, so transformers initialises tensors "
+        "without elements: the model keeps torch's defaults",
+        mended={"CUT_LATE": "1"},
+    ),
+    deepspeed(
+        "training/DeepSpeed-ZenFlow/finetuning/finetune_llama.py",
+        *(*LLAMA, "--lr", "1e-3", "--batch_size", "2", "--num_train_epochs", "1"),
+        *("--output_dir", "out", "--deepspeed_config", "ds_config.json"),
+        config={**FIRST, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        name="DeepSpeed-ZenFlow/finetuning/finetune_llama.py",
+        processes=1,
+        images=False,
+    ),
+    deepspeed(
+        "training/DeepSpeed-SuperOffload/finetune_zero3.py",
+        *(*LLAMA, "--lr", "1e-3", "--batch_size", "2", "--max_length", "48"),
+        *("--output_dir", "out", "--attn_implementation", "eager", "--activation_checkpointing"),
+        *("--deepspeed_config", "ds_config.json"),
+        config={"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization":
+                {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+        name="DeepSpeed-SuperOffload/finetune_zero3.py",
+        images=False,
+    ),
+    deepspeed(
+        "training/HelloDeepSpeed/train_bert_ds.py",
+        *("--checkpoint_dir", "out", "--num_layers", "2", "--num_heads", "4", "--h_dim", "32"),
+        *("--ff_dim", "64", "--num_iterations", "13", "--max_seq_length", "32"),
+        *("--tokenizer", "bert-base-cased", "--dtype", "bf16", "--checkpoint_every", "8"),
+        name="HelloDeepSpeed/train_bert_ds.py",
+        processes=1,
+        images=False,
     ),
 ]  # fmt: skip
 
@@ -199,7 +252,7 @@ def beside(row: Row, sources: Path, local: Path, python: str, deadline: float) -
         "processes": row.processes,
     }
     found = {}
-    for side in ("theirs", "ours"):
+    for side in ("theirs", "ours", *(["mended"] if row.mistake else [])):
         with tempfile.TemporaryDirectory() as place:
             at = Path(place)
             shutil.copytree(local, at, dirs_exist_ok=True)
@@ -209,7 +262,9 @@ def beside(row: Row, sources: Path, local: Path, python: str, deadline: float) -
             start += [f"--nproc-per-node={row.processes}"]
             if side == "ours":
                 start += ["-m", "shoal", "run", "--as", row.library, "--"]
-            code, said = ran([python, *start, str(script), *row.words], at, row, deadline)
+            more = row.mended if side == "mended" else {}
+            words = [python, *start, str(script), *row.words]
+            code, said = ran(words, at, environ(row, at) | more, deadline)
             if code:
                 told["fails"] = f"{side}: {last_line(said)}"
                 sys.stderr.write(said[-6000:])
@@ -218,15 +273,20 @@ def beside(row: Row, sources: Path, local: Path, python: str, deadline: float) -
             found[side] = [json.loads(rank.read_text()) for rank in ranks]
     # The script is the one whose hash was taken before: nobody wrote to it.
     told["changed"] = hashlib.sha256(script.read_bytes()).hexdigest() != told["sha256"]
-    return told | compared(found["theirs"], found["ours"])
+    if row.mistake:
+        as_it_is = compared(found["theirs"], found["ours"])["difference"]
+        told |= {"mistake": row.mistake, "as_it_is": as_it_is, "mended": row.mended}
+    return told | compared(found["mended" if row.mistake else "theirs"], found["ours"])
 
 
-def ran(words: list[str], at: Path, row: Row, deadline: float) -> tuple[int, str]:
+def ran(
+    words: list[str], at: Path, environment: dict[str, str], deadline: float
+) -> tuple[int, str]:
     """Run a command and all that it starts. Gives its exit status (1: not in time), and stderr."""
     with subprocess.Popen(
         words,
         cwd=at,
-        env=environ(row, at),
+        env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,27 +7,31 @@ ones do not suffice, schedules that step once per process. Source: accelerate 1.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import chain, product
 from logging import LoggerAdapter, getLogger  # `accelerate.logging` takes the module's name
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
 from shoal.neighbours import stand_in, without_cuda  # noqa: F401  # its import is its effect
+from shoal.neighbours.accelerate_config import PRECISIONS
 from shoal.neighbours.accelerate_data import (
     DealtLoader,
-    first_of,
+    all_tensors,
+    each,
     skip_first_batches,
     tensor_of,
     text_of,
@@ -38,32 +42,16 @@ from shoal.neighbours.accelerate_prepared import (
     PreparedOptimizer,
     PreparedScheduler,
 )
-from shoal.neighbours.accelerate_state import UTILS, HfDeepSpeedConfig, PartialState
+from shoal.neighbours.accelerate_state import (
+    HELD,
+    NEAREST,
+    PartialState,
+    Settings,
+    extract_model_from_parallel,
+)
 from shoal.neighbours.free_loop import FreeLoop, started
 
 __version__ = "1.15.0"
-PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
-DIVIDED = 'shoal.parallelize(…, layout={"dp_shard": 2, "tp": 2}, sample=…)'
-DEEPSPEED = "import shoal.neighbours.deepspeed, and DeepSpeed's own calls"
-COMPILED = 'shoal.parallelize(…, compile="blocks")'
-ELSEWHERE = {
-    **dict.fromkeys(("megatron_lm_plugin", "torch_tp_plugin", "parallelism_config"), DIVIDED),
-    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), DEEPSPEED),
-    **dict.fromkeys(("dynamo_plugin", "dynamo_backend"), COMPILED),
-}
-"""What `Accelerator` takes and Shoal says otherwise."""
-NEAREST = {
-    "init_empty_weights": "a function that builds the model, handed to shoal.parallelize",
-    **dict.fromkeys(("DeepSpeedPlugin", "DummyOptim", "DummyScheduler"), DEEPSPEED),
-    **dict.fromkeys(("MegatronLMDummyScheduler", "ParallelismConfig"), DIVIDED),
-    **dict.fromkeys(("maybe_context_parallel", "torch_device_mesh"), DIVIDED),
-    "TorchDynamoPlugin": COMPILED,
-    "prepare_pippy": 'shoal.parallelize(…, layout="pp", sample=…)',
-    "notebook_launcher": "shoal run --as accelerate --processes N -- script.py",
-    "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object)",
-    **dict.fromkeys(("GeneralTracker", "get_tracker"), "accelerator.log(values, step=…)"),
-}
-"""What is refused where it is used."""
 
 
 class Logger(LoggerAdapter):
@@ -72,76 +60,51 @@ class Logger(LoggerAdapter):
     def log(self, level: int, msg: object, *args: Any, **named: Any) -> None:
         """Log a line; `main_process_only=False`: from every process."""
         named.pop("in_order", None)
-        if start_world().is_first or not named.pop("main_process_only", True):
-            named.pop("main_process_only", None)
+        if not named.pop("main_process_only", True) or start_world().is_first:
             super().log(level, msg, *args, **named)
 
 
-class Accelerator(PartialState):
+class Accelerator(PartialState, Settings):
     """The object that a script of Accelerate's asks for everything."""
 
-    def __init__(
-        self,
-        device_placement: bool = True,
-        split_batches: bool = False,
-        mixed_precision: Any = None,
-        gradient_accumulation_steps: int = 1,
-        cpu: bool = False,
-        dataloader_config: Any = None,
-        fsdp_plugin: Any = None,
-        rng_types: Any = None,
-        log_with: Any = None,
-        project_dir: Any = None,
-        project_config: Any = None,
-        gradient_accumulation_plugin: Any = None,
-        step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Any = None,
-        **elsewhere: Any,
-    ) -> None:
-        for name, value in elsewhere.items():
-            if name not in ELSEWHERE:
-                raise ConfigError(f"Accelerator: {name} is no argument of accelerate 1.15")
-            if value is not None and str(value).lower() != "no":
-                raise ConfigError(f"Accelerator: {name}: nearest: {ELSEWHERE[name]}")
+    mixed_precision: Any
+    gradient_accumulation_steps: Any
+    project_dir: Any
+    order = (
+        "device_placement split_batches mixed_precision gradient_accumulation_steps cpu "
+        "dataloader_config deepspeed_plugin fsdp_plugin torch_tp_plugin megatron_lm_plugin "
+        "rng_types log_with project_dir project_config gradient_accumulation_plugin "
+        "step_scheduler_with_optimizer kwargs_handlers dynamo_backend dynamo_plugin "
+        "deepspeed_plugins parallelism_config"
+    )
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        Settings.__init__(self, *values, **named)
         super().__init__()
-        said = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-        if said not in PRECISIONS:
+        said = self.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        self.mixed_precision = str(said)
+        if self.mixed_precision not in PRECISIONS:
             raise ConfigError(f"mixed_precision = {said}: not one of no, bf16, fp16; nearest: bf16")
-        self.mixed_precision = said
-        plugin = gradient_accumulation_plugin or UTILS["GradientAccumulationPlugin"](
-            gradient_accumulation_steps
-        )
-        self.gradient_accumulation_steps = int(
-            os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", plugin.num_steps)
-        )
-        self.adjust_scheduler = plugin.adjust_scheduler
-        self.sync_with_dataloader = plugin.sync_with_dataloader
-        deals = dataloader_config or UTILS["DataLoaderConfiguration"](split_batches)
-        self.split_batches, self.even_batches = deals.split_batches, deals.even_batches
-        self.seedable, self.data_seed = deals.use_seedable_sampler, deals.data_seed
-        by_fsdp = fsdp_plugin or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        steps = self.gradient_accumulation_steps
+        plugin = self.gradient_accumulation_plugin or HELD["GradientAccumulationPlugin"](steps)
+        deals = self.dataloader_config or HELD["DataLoaderConfiguration"](self.split_batches)
+        vars(self).update(vars(plugin) | vars(deals))  # a script asks for these here, too
+        steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", plugin.num_steps)
+        self.gradient_accumulation_steps = int(steps)
+        by_fsdp = self.fsdp_plugin or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         self.layout = "single" if self.world.size == 1 else "fsdp" if by_fsdp else "ddp"
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.project_configuration = project_config or UTILS["ProjectConfiguration"]()
-        self.project_dir = project_dir or self.project_configuration.project_dir
-        self.sync_gradients, self.step = True, 0
-        self.models: list[Prepared] = []
-        self.optimizers: list[PreparedOptimizer] = []
-        self.schedulers: list[PreparedScheduler] = []
-        self.loaders: list[DealtLoader] = []
-        self.active: list[DealtLoader] = []
+        self.by_fsdp = self.layout == "fsdp"
+        self.project_configuration = self.project_config or HELD["ProjectConfiguration"]()
+        self.project_dir = self.project_dir or self.project_configuration.project_dir
+        self.state = self.gradient_state = self
+        self.sync_gradients, self.triggered, self.told = True, False, set[str]()
         self.custom: list[Any] = []
         self.trackers: list[Any] = []
-        self.told: set[str] = set()
-        self.log_with = log_with
-        self.state = self.gradient_state = self
-        self.by_fsdp, self.triggered = bool(by_fsdp) and self.world.size > 1, False
-        self.handlers = [one for one in kwargs_handlers or [] if "Profile" in type(one).__name__]
-        unread = {
-            "kwargs_handlers": len(kwargs_handlers or []) > len(self.handlers),
-            "rng_types": rng_types,
-        }
-        unread["fsdp_plugin"] = fsdp_plugin
+        self.free_memory()
+        handlers = self.kwargs_handlers or []
+        self.handlers = [one for one in handlers if "Profile" in type(one).__name__]
+        unread = {"rng_types": self.rng_types, "fsdp_plugin": self.fsdp_plugin}
+        unread["kwargs_handlers"] = len(handlers) > len(self.handlers)
         for name, value in unread.items():
             if value:
                 self._tell(f"{name}: what it sets is not read; layouts and formats are the plan's")
@@ -155,45 +118,33 @@ class Accelerator(PartialState):
     prepare_model = prepare_optimizer = prepare_data_loader = prepare_scheduler = prepare
 
     def _prepared(self, one: Any) -> Any:
-        if isinstance(one, Prepared | PreparedOptimizer | PreparedScheduler | DealtLoader):
-            return one
-        if isinstance(one, nn.Module):
-            self.models.append(Prepared(one.to(self.device)))
-            return self.models[-1]
-        if isinstance(one, torch.optim.Optimizer):
-            self.optimizers.append(PreparedOptimizer(one, self))
-            return self.optimizers[-1]
-        if isinstance(one, DataLoader):
-            self.loaders.append(DealtLoader(one, self))
-            return self.loaders[-1]
-        if hasattr(one, "step") and hasattr(one, "state_dict"):
-            self.schedulers.append(PreparedScheduler(one, self))
-            return self.schedulers[-1]
+        kinds: tuple[tuple[type, Any, list[Any]], ...] = (
+            (nn.Module, Prepared, self.models),
+            (torch.optim.Optimizer, PreparedOptimizer, self.optimizers),
+            (DataLoader, DealtLoader, self.loaders),
+            (LRScheduler, PreparedScheduler, self.schedulers),
+        )
+        for kind, made, held in kinds:
+            if isinstance(one, kind) and not isinstance(one, made):
+                held.append(made(one, self))
+                return held[-1]
         return one
 
     def _begin_runs(self) -> None:
         """A run for each optimizer whose model is here."""
-        for one in self.optimizers:
-            held = {id(p) for p in one.own}
-            for model in self.models:
-                own = {id(p) for p in model.module.parameters() if p.requires_grad}
-                if one.loop is None and model.loop is None and held & own:
-                    run = started(
-                        model.module,
-                        one.optimizer,
-                        layout=self.layout,
-                        precision=PRECISIONS[self.mixed_precision],
-                        clip=0.0,
-                        world=self.world,
-                    )
-                    model.module = run.model
-                    one.loop = model.loop = FreeLoop(run)
-
-    def optimizers_of(self, scheduler: Any) -> list[PreparedOptimizer]:
-        """Those whose rate a schedule sets; all, where that is not known."""
-        its = getattr(scheduler, "optimizer", None)
-        own = [one for one in self.optimizers if its in (one, one.optimizer)]
-        return own or self.optimizers
+        for one, model in product(self.optimizers, self.models):
+            own = {id(p) for p in model.parameters() if p.requires_grad}
+            if one.loop is None and model.loop is None and not own.isdisjoint(map(id, one.own)):
+                run = started(
+                    model.module,
+                    one.optimizer,
+                    layout=self.layout,
+                    precision=PRECISIONS[self.mixed_precision],
+                    clip=0.0,
+                    world=self.world,
+                )
+                model.module = run.model
+                one.loop = model.loop = FreeLoop(run)
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
         """Gradients of a loss, divided by the accumulation, for every model that ran."""
@@ -218,28 +169,22 @@ class Accelerator(PartialState):
             self.sync_gradients = self.step % self.gradient_accumulation_steps == 0
         yield
 
-    @contextmanager
-    def no_sync(self, _model: Any = None) -> Iterator[None]:
-        """Around passes whose gradients need not travel yet; they travel in the update."""
-        yield
+    no_sync = trigger_sync_in_backward = nullcontext
+    """Around passes whose gradients need not travel yet; they travel in the update."""
 
-    trigger_sync_in_backward = no_sync
-
-    @contextmanager
     def join_uneven_inputs(self, _joinables: Any, even_batches: bool | None = None) -> Any:
         """Around steps of as many batches on each process. Errors: ConfigError for fewer on some.
 
         Under DDP a process that is through answers the others' sums with zeros; a run's ranks take
         the same steps.
         """
-        if self.use_distributed and not (
-            self.even_batches if even_batches is None else even_batches
-        ):
+        even = self.even_batches if even_batches is None else even_batches
+        if self.use_distributed and not even:
             raise ConfigError(
                 "join_uneven_inputs: even_batches = False: every process steps as often as any "
                 "other; nearest: even_batches=True"
             )
-        yield
+        return nullcontext()
 
     @property
     def active_dataloader(self) -> DealtLoader | None:
@@ -266,42 +211,40 @@ class Accelerator(PartialState):
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_: norm_type = {norm_type}; nearest: 2")
         if not self.sync_gradients:
-            self._tell_once(
+            self._tell(
                 "clip_grad_norm_ between updates is left out: a run clips the sum of all passes; "
                 "nearest: if accelerator.sync_gradients: accelerator.clip_grad_norm_(…)"
             )
             return None
-        held = {id(one) for one in parameters}
+        wanted = {id(one) for one in parameters}
         for one in self.optimizers:
-            loop, mine = one.loop, {id(p) for p in one.own}
-            if loop is None or not loop.begun:
-                continue
-            if not held & (mine | {id(p) for p in loop.run.model.parameters()}):
-                continue
-            loop.clip(float(max_norm))
-            one.clipped = True
-            return torch.tensor(loop.norm())
+            loop = one.loop
+            if loop is not None and loop.begun:
+                held = chain(one.own, loop.run.model.parameters())
+                if not wanted.isdisjoint(map(id, held)):
+                    loop.clip(float(max_norm))
+                    one.clipped = True
+                    return torch.tensor(loop.norm())
         return None
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Have the update clip every element of the mean gradient."""
-        clip = torch.nn.utils.clip_grad_value_
         for one in self.optimizers:
             if one.loop is not None and self.sync_gradients:
-                one.loop.run.adjust = functools.partial(clip, one.own, clip_value)
+                one.loop.run.adjust = partial(nn.utils.clip_grad_value_, one.own, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: gradients are unscaled in the update."""
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """The same without the samples that were dealt twice in a loader's last batches."""
-        found = self.gather(input_data)
-        short = self.end_of_dataloader and self.remainder > 0
-        return first_of(found, self.remainder) if short else found
+        plain = use_gather_object or not all_tensors(input_data)
+        found = self.gather_object(input_data) if plain else self.gather(input_data)
+        if not self.end_of_dataloader or self.remainder <= 0:
+            return found
+        return found[: self.remainder] if plain else each(found, lambda one: one[: self.remainder])
 
-    def unwrap_model(self, model: Any, *_args: Any, **_named: Any) -> nn.Module:
-        """The user's own module."""
-        return model.module if isinstance(model, Prepared) else model
+    unwrap_model = staticmethod(extract_model_from_parallel)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """The whole model's tensors, on every rank; every rank must call it."""
@@ -309,15 +252,10 @@ class Accelerator(PartialState):
             return model.loop.run.state_dict()
         return dict(model.state_dict())
 
-    @contextmanager
-    def autocast(self, *_args: Any, **_named: Any) -> Iterator[None]:
+    def autocast(self, *_args: Any, **_named: Any) -> Any:
         """Around code in the run's format."""
         run = next((one.loop.run for one in self.models if one.loop), None)
-        if run is None:
-            yield
-            return
-        with run.program.autocast():
-            yield
+        return nullcontext() if run is None else run.program.autocast()
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """Tell where the values of `log` go."""
@@ -339,13 +277,10 @@ class Accelerator(PartialState):
         folder.mkdir(parents=True, exist_ok=True)
         return folder / "log.jsonl"
 
-    def _tell_once(self, line: str) -> None:
-        if line not in self.told:
-            self.told.add(line)
-            self._tell(line)
-
     def _tell(self, line: str) -> None:
-        if self.is_main_process:
+        """Tell the user, once."""
+        if self.is_main_process and line not in self.told:
+            self.told.add(line)
             getLogger("shoal").warning("accelerate: %s", line)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -354,18 +289,11 @@ class Accelerator(PartialState):
 
     def save_state(self, output_dir: Any = None, **_named: Any) -> str:
         """Write models, optimizers, schedules and generators; every rank must call it."""
-        named = self.project_configuration.automatic_checkpoint_naming
-        folder = (
-            self._next_folder() if named else Path(output_dir or self.project_dir or "checkpoint")
-        )
-        draws = text_of(torch.get_rng_state())
-        extra = {
-            "schedulers": [one.scheduler.state_dict() for one in self.schedulers],
-            "custom": [one.state_dict() for one in self.custom],
-            "step": self.step,
-            "loaders": [one.state() for one in self.loaders],
-            "draws": self.world.gather_json(draws),
-        }
+        folder = Path(output_dir or self.project_dir or "checkpoint")
+        if self.project_configuration.automatic_checkpoint_naming:
+            folder = self._next_folder()
+        draws = self.world.gather_json(text_of(torch.get_rng_state()))
+        extra = {"kept": self._kept(), "step": self.step, "draws": draws}
         for place, loop in enumerate(self._loops()):
             loop.run.save(folder / f"model_{place}", extra=extra)
         return str(folder)
@@ -396,27 +324,29 @@ class Accelerator(PartialState):
             if not loop.run.restore(folder / f"model_{place}"):
                 raise ConfigError(f"load_state: {folder / f'model_{place}'} holds no checkpoint")
         told = self._loops()[0].run.extra
-        for one, state in zip(self.schedulers, told["schedulers"], strict=True):
-            one.scheduler.load_state_dict(state)
-        for one, state in zip(self.custom, told["custom"], strict=True):
+        for one, state in zip(self._kept(), told["kept"], strict=True):
             one.load_state_dict(state)
         self.step = told["step"]
-        for loader, state in zip(self.loaders, told["loaders"], strict=True):
-            loader.go_on(state)
         if len(told["draws"]) == self.num_processes:
             torch.set_rng_state(tensor_of(told["draws"][self.process_index]))
 
     def _loops(self) -> list[FreeLoop]:
         return [one.loop for one in self.models if one.loop is not None]
 
-    def skip_first_batches(self, loader: Any, num_batches: int = 0) -> Any:
-        """The same loader without its first batches."""
-        return skip_first_batches(loader, num_batches)
+    def _kept(self) -> list[Any]:
+        """What else has a state."""
+        return [*self.schedulers, *self.loaders, *self.custom]
+
+    skip_first_batches = staticmethod(skip_first_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of what was prepared."""
-        self.models, self.optimizers, self.schedulers, self.loaders = [], [], [], []
-        self.active, self.step = [], 0
+        self.models: list[Prepared] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
+        self.loaders: list[DealtLoader] = []
+        self.active: list[DealtLoader] = []
+        self.step = 0
         return [None for _ in objects]
 
     clear = free_memory
@@ -427,10 +357,9 @@ class Accelerator(PartialState):
 
     def check_trigger(self) -> bool:
         """Whether a process raised its flag; all are down again then. Every rank must call it."""
-        told = torch.tensor(float(self.triggered), device=self.device)
-        self.world.all_reduce(told)
-        self.triggered = self.triggered and not told
-        return bool(told)
+        raised = not self.world.all_true(not self.triggered)
+        self.triggered = False
+        return raised
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -440,8 +369,7 @@ class Accelerator(PartialState):
     @contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[Any]:
         """Around what torch's profiler is to see; its trace goes to `output_trace_dir`."""
-        handler = next((h for h in [profile_handler, *self.handlers] if h is not None), None)
-        named = dict(vars(handler)) if handler is not None else {}
+        named = dict(vars(profile_handler or next(iter(self.handlers), HELD["ProfileKwargs"]())))
         folder, schedule = named.pop("output_trace_dir", None), named.pop("schedule_option", None)
         kinds = torch.profiler.ProfilerActivity
         named["activities"] = [getattr(kinds, k.upper()) for k in named.get("activities") or []]
@@ -474,8 +402,7 @@ class Accelerator(PartialState):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        near = f"; nearest: {NEAREST[name]}" if name in NEAREST else ""
-        raise stand_in.Lacking(f"Accelerator.{name} is not answered by Shoal{near}")
+        raise stand_in.Lacking(f"Accelerator.{name}", NEAREST.get(name))
 
     def end_training(self) -> None:
         """Leave the other processes."""
@@ -487,23 +414,14 @@ def _number(folder: Path) -> int:
     return int(folder.name.rpartition("_")[2])
 
 
-DataLoaderConfiguration = UTILS["DataLoaderConfiguration"]
 stand_in.answer(
     "accelerate",
     sys.modules[__name__],
     {
-        "utils": UTILS,
-        "utils.dataclasses": UTILS,
-        "utils.memory": UTILS,
-        "utils.random": UTILS,
-        "state": {"PartialState": PartialState, "AcceleratorState": PartialState},
-        "accelerator": {"Accelerator": Accelerator},
-        "logging": {"get_logger": lambda name, log_level=None: Logger(getLogger(name), {})},
-        "data_loader": {"skip_first_batches": skip_first_batches},
-        "local_sgd": {"LocalSGD": LocalSGD},
-        "utils.operations": UTILS,
-        "utils.deepspeed": {"HfDeepSpeedConfig": HfDeepSpeedConfig},
+        **HELD,
+        "Accelerator": Accelerator,
+        "LocalSGD": LocalSGD,
+        "get_logger": lambda name, log_level=None: Logger(getLogger(name), {}),
     },
     NEAREST,
 )
-globals().update(UTILS)

@@ -7,41 +7,20 @@ step by itself for a while.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours.free_loop import Alone, FreeLoop
+from shoal.neighbours.free_loop import Alone, Carried, FreeLoop
 
 
-class Prepared(nn.Module):
+class Prepared(Carried):
     """A model in training, called as before; `module` is the user's own."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.loop: FreeLoop | None = None
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's outputs."""
-        if self.loop is None:  # no optimizer steps it: nothing is summed
-            return self.module(*inputs, **named)
-        return self.loop.forward(*inputs, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._modules["module"], name)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Around passes whose gradients need not travel yet: they travel in the update."""
-        yield
+    def __init__(self, module: nn.Module, accelerator: Any) -> None:
+        super().__init__(module.to(accelerator.device))
 
     def state_dict(self, *args: Any, **named: Any) -> Any:
         """The user's module's own."""
@@ -114,7 +93,9 @@ class PreparedScheduler:
             if told.adjust_scheduler:
                 self.scheduler._step_count += 1
             return
-        if any(one.step_was_skipped for one in told.optimizers_of(self.scheduler)):
+        its = getattr(self.scheduler, "optimizer", None)
+        own = [one for one in told.optimizers if its in (one, one.optimizer)]
+        if any(one.step_was_skipped for one in own or told.optimizers):
             return
         for _ in range(1 if told.split_batches else told.num_processes):
             total = getattr(self.scheduler, "total_steps", None)
@@ -142,8 +123,7 @@ class LocalSGD:
         return self
 
     def _take(self, old: FreeLoop, new: FreeLoop) -> None:
-        self.model.loop = new
-        for one in self.accelerator.optimizers:
+        for one in (self.model, *self.accelerator.optimizers):
             if one.loop is old:
                 one.loop = new
 

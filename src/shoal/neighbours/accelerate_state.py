@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, one_of, short
 from shoal.fabric import start_world
-from shoal.neighbours.accelerate_data import gathered, moved, padded, reduced
+from shoal.neighbours.accelerate_data import all_tensors, each, moved, skip_first_batches
+from shoal.neighbours.free_loop import Carried
+from shoal.neighbours.stand_in import Lacking
+from shoal.trainer.extra import decoded, encoded
+from shoal.trainer.oom import is_out_of_memory
 
 _made: Any = Enum  # of names that mypy need not read
 KINDS = (
@@ -27,10 +30,8 @@ KINDS = (
 )
 DistributedType = _made("DistributedType", {name: name for name in KINDS}, type=str)
 """How processes work together, by Accelerate's names."""
-HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
-DDPCommunicationHookType = _made(
-    "DDPCommunicationHookType", {name.upper(): name for name in HOOKS}, type=str
-)
+HOOKS = {name.upper(): name for name in ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")}
+DDPCommunicationHookType = _made("DDPCommunicationHookType", HOOKS, type=str)
 """How gradients may travel under DDP; here only as they are."""
 
 
@@ -38,6 +39,7 @@ class PartialState:
     """This process among the others: `PartialState`, and the greater part of an Accelerator."""
 
     by_fsdp = debug = fork_launched = False
+    initialized = True
     deepspeed_plugin = fsdp_plugin = megatron_lm_plugin = dynamo_plugin = parallelism_config = None
 
     @classmethod
@@ -57,7 +59,6 @@ class PartialState:
         self.is_local_main_process = self.local_process_index == 0
         self.is_last_process = self.process_index == self.num_processes - 1
         self.use_distributed = self.multi_device = self.num_processes > 1
-        self.initialized = True
 
     def __repr__(self) -> str:
         return (
@@ -69,18 +70,13 @@ class PartialState:
     @property
     def distributed_type(self) -> Any:
         """As Accelerate would call this run."""
-        if self.num_processes == 1:
-            return DistributedType.NO
-        if self.by_fsdp:
-            return DistributedType.FSDP
-        on_cpu = self.device.type == "cpu"
-        return DistributedType.MULTI_CPU if on_cpu else DistributedType.MULTI_GPU
+        many = "FSDP" if self.by_fsdp else f"MULTI_{'CPU' if self.device.type == 'cpu' else 'GPU'}"
+        return DistributedType[many if self.use_distributed else "NO"]
 
     def print(self, *values: object, **named: Any) -> None:
         """A line on standard output, from the first process of this machine."""
         if self.is_local_main_process:
-            file, end = named.get("file") or sys.stdout, named.get("end", "\n")
-            file.write(named.get("sep", " ").join(map(str, values)) + end)
+            print(*values, **named)  # noqa: T201  # what the script asked for
 
     def wait_for_everyone(self) -> None:
         """A barrier."""
@@ -88,22 +84,57 @@ class PartialState:
 
     def gather(self, tensors: Any) -> Any:
         """All processes' tensors, one after another along dim 0; of plain values, one list."""
-        return gathered(tensors, self.world)
+        if not all_tensors(tensors):
+            return self.gather_object(tensors)
+        return each(tensors, lambda one: self._rows(one).flatten(0, 1))
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of each process."""
+        own = tensor.detach()  # a loss is told, not differentiated
+        return self.world.all_gather(own.reshape(1) if not own.dim() else own.contiguous())
+
+    def gather_object(self, objects: Any) -> list[Any]:
+        """All processes' lists of plain values in one list."""
+        own = objects if isinstance(objects, list) else [objects]
+        told = self.world.gather_json(encoded(own, "gather_object"))
+        return [one for part in told for one in decoded(part)]
+
+    def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
+        """One process's plain values in the place of all others'."""
+        own = object_list if self.process_index == from_process else None
+        told = self.world.broadcast_json(encoded(own, "broadcast_object_list"), from_process)
+        object_list[:] = decoded(told)
+        return object_list
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors summed over processes; or their mean, or the largest."""
-        return reduced(tensor, self.world, reduction)
+        """Tensors summed over processes; or their mean, their largest, or each one's own (none)."""
+        if reduction not in (known := ("sum", "mean", "max", "none")):
+            raise ConfigError(one_of("reduction", reduction, known))
+
+        def total(one: torch.Tensor) -> torch.Tensor:
+            made = one.detach().clone().to(self.device)
+            if reduction == "max":
+                return self._rows(made).amax(0).reshape(one.shape)
+            if reduction != "none":
+                self.world.all_reduce(made)
+            return made / self.num_processes if reduction == "mean" else made
+
+        return each(tensor, total)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
         """Tensors as long along a dim as the longest of all processes, so that they gather."""
-        return padded(tensor, self.world, dim, pad_index, pad_first)
 
-    def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
-        """One process's plain values in the place of all others'."""
-        object_list[:] = self.world.broadcast_json(object_list, from_process)
-        return object_list
+        def filled(one: torch.Tensor) -> torch.Tensor:
+            if not -one.dim() <= dim < one.dim():
+                return one
+            short = self.world.all_reduce_max(one.shape[dim]) - one.shape[dim]
+            ends = [0, 0] * (one.dim() - 1 - dim % one.dim())  # of dims, from the last one on
+            ends += [short, 0] if pad_first else [0, short]
+            return functional.pad(one, ends, value=pad_index)
+
+        return each(tensor, filled)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -117,32 +148,26 @@ class PartialState:
     local_main_process_first = main_process_first
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """A function that runs on one process alone."""
+        """A function that runs on one process alone; −1: on the last."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
+        mine = process_index in (self.process_index, self.process_index - self.num_processes)
 
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> Any:
-            return function(*args, **named) if self.process_index == process_index else None
+            return function(*args, **named) if mine else None
 
         return call
 
-    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+    on_main_process = functools.partialmethod(on_process, process_index=0)
+    on_last_process = functools.partialmethod(on_process, process_index=-1)
+
+    def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
         """A function that runs on one process of every machine."""
         own = local_process_index == self.local_process_index
-        return self.on_process(function, self.process_index if own else -1)
+        return self.on_process(function, self.process_index if own else None)
 
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs on the first process alone."""
-        return self.on_process(function, 0)
-
-    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs on the first process of every machine."""
-        return self.on_local_process(function, 0)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that runs on the last process alone."""
-        return self.on_process(function, self.num_processes - 1)
+    on_local_main_process = on_local_process
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -161,39 +186,69 @@ class PartialState:
         return mine
 
 
+DIVIDED = 'shoal.parallelize(…, layout={"dp_shard": 2, "tp": 2}, sample=…)'
+DEEPSPEED = "import shoal.neighbours.deepspeed, and DeepSpeed's own calls"
+COMPILED = 'shoal.parallelize(…, compile="blocks")'
 REFUSED = {
-    "comm_hook": 'gradients travel as the plan says; nearest: shoal.parallelize(…, reduce="bf16")',
-    "dispatch_batches": "every process reads its own batches; nearest: False",
-    "use_stateful_dataloader": "save_state keeps an epoch's order, not the place in it; nearest: "
-    "accelerator.skip_first_batches",
+    **dict.fromkeys(("megatron_lm_plugin", "torch_tp_plugin", "parallelism_config"), DIVIDED),
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), DEEPSPEED),
+    **dict.fromkeys(("dynamo_plugin", "dynamo_backend"), COMPILED),
+    "comm_hook": 'shoal.parallelize(…, reduce="bf16"); gradients travel as the plan says',
+    "dispatch_batches": "False; every process reads its own batches",
+    "use_stateful_dataloader": "accelerator.skip_first_batches; save_state keeps an epoch's order, "
+    "not the place in it",
 }
-"""Arguments whose numbers would be others here."""
+"""Arguments that Shoal says otherwise, or whose numbers would be others here → what is nearest."""
+NEAREST = {
+    "init_empty_weights": "a function that builds the model, handed to shoal.parallelize",
+    **dict.fromkeys(("DeepSpeedPlugin", "DummyOptim", "DummyScheduler"), DEEPSPEED),
+    **dict.fromkeys(("MegatronLMDummyScheduler", "ParallelismConfig"), DIVIDED),
+    **dict.fromkeys(("maybe_context_parallel", "torch_device_mesh"), DIVIDED),
+    "TorchDynamoPlugin": COMPILED,
+    "prepare_pippy": 'shoal.parallelize(…, layout="pp", sample=…)',
+    "notebook_launcher": "shoal run --as accelerate --processes N -- script.py",
+    "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object)",
+    **dict.fromkeys(("GeneralTracker", "get_tracker"), "accelerator.log(values, step=…)"),
+}
+"""What is refused where it is used, by its last name → what is nearest."""
+ARGUMENTS = {
+    "DataLoaderConfiguration": "split_batches dispatch_batches even_batches use_seedable_sampler "
+    "data_seed non_blocking use_stateful_dataloader custom_classes",
+    "GradientAccumulationPlugin": "num_steps adjust_scheduler sync_with_dataloader sync_each_batch",
+    "ProjectConfiguration": "project_dir logging_dir automatic_checkpoint_naming total_limit "
+    "iteration save_on_each_node",
+}
+"""Classes → their arguments, in the order in which these may come without a name."""
+DEFAULTS = {
+    **dict.fromkeys(("num_steps", "gradient_accumulation_steps"), 1),
+    **dict.fromkeys(("adjust_scheduler", "sync_with_dataloader", "even_batches"), True),
+    **dict.fromkeys(("device_placement", "step_scheduler_with_optimizer"), True),
+    "iteration": 0,
+}
+"""What holds where nobody says an argument; of all others, nothing."""
 
 
 class Settings:
-    """Arguments kept as attributes: `ProjectConfiguration`, `DataLoaderConfiguration`, …
+    """Arguments kept as attributes: of an `Accelerator`, a `ProjectConfiguration`, …"""
 
-    defaults   by name, in the order in which arguments may come without one
-    """
-
-    defaults: ClassVar[dict[str, Any]] = {}
+    order = ""
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        said = {**dict(zip(self.defaults, values, strict=False)), **named}
-        for name, why in REFUSED.items():
-            if said.get(name, "no") not in (None, False, "no"):
-                raise ConfigError(f"{type(self).__name__}: {name} = {said[name]}: {why}")
-        self.__dict__.update(self.defaults | said)
+        kind, known = type(self).__name__, self.order.split()
+        said = {**dict(zip(known, values, strict=False)), **named}
+        for name, value in said.items():
+            if known and name not in known:
+                raise ConfigError(f"{kind}: {one_of('an argument', name, known)}")
+            if name in REFUSED and value not in (None, False, "no", "NO"):
+                raise ConfigError(f"{kind}: {name} = {short(str(value))}: nearest: {REFUSED[name]}")
+        self.__dict__.update({name: DEFAULTS.get(name) for name in known} | said)
 
 
 class HfDeepSpeedConfig:
     """What transformers' own class inherits from where DeepSpeed is installed, and seldom makes."""
 
     def __init__(self, *_config: Any) -> None:
-        raise ConfigError(
-            "accelerate.utils.deepspeed.HfDeepSpeedConfig is not answered by Shoal; nearest: "
-            "import shoal.neighbours.deepspeed, and DeepSpeed's own calls"
-        )
+        raise Lacking("accelerate.utils.deepspeed.HfDeepSpeedConfig", DEEPSPEED)
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -211,33 +266,28 @@ def find_executable_batch_size(
 ) -> Any:
     """A function called with a batch size, and with nine tenths of it while memory is short."""
     if function is None:
-        return functools.partial(
-            find_executable_batch_size,
-            starting_batch_size=starting_batch_size,
-            reduce_batch_size_fn=reduce_batch_size_fn,
-        )
+        more = (starting_batch_size, reduce_batch_size_fn)
+        return lambda one: find_executable_batch_size(one, *more)
 
+    @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         size = starting_batch_size
         while size > 0:
             try:
                 return function(size, *args, **named)
-            except (torch.OutOfMemoryError, RuntimeError) as failure:
-                if "out of memory" not in str(failure) and "can't allocate" not in str(failure):
+            except (RuntimeError, MemoryError) as failure:
+                if not is_out_of_memory(failure):
                     raise
             gc.collect()
             size = reduce_batch_size_fn() if reduce_batch_size_fn else int(size * 0.9)
         raise RuntimeError("No executable batch size found, reached zero.")
 
-    taken = list(inspect.signature(function).parameters)
-    if not taken:
-        raise TypeError(f"{function.__name__} takes no batch size")
-    return functools.wraps(function)(call)
+    return call
 
 
 def extract_model_from_parallel(model: Any, *_how: Any, **_named: Any) -> nn.Module:
     """The user's own module."""
-    return model.module if hasattr(model, "loop") else model
+    return model.module if isinstance(model, Carried) else model
 
 
 def progress(*args: Any, main_process_only: bool = True, **named: Any) -> Any:
@@ -252,7 +302,10 @@ def _of_state(method: str) -> Callable[..., Any]:
     return lambda *args, **named: getattr(PartialState(), method)(*args, **named)
 
 
-UTILS: dict[str, Any] = {
+HELD: dict[str, Any] = {
+    **dict.fromkeys(("AcceleratorState", "PartialState"), PartialState),
+    "HfDeepSpeedConfig": HfDeepSpeedConfig,
+    "skip_first_batches": skip_first_batches,
     "set_seed": set_seed,
     "DistributedType": DistributedType,
     "DDPCommunicationHookType": DDPCommunicationHookType,
@@ -261,37 +314,15 @@ UTILS: dict[str, Any] = {
     "tqdm": progress,
     "send_to_device": lambda tensor, device, *_how, **_named: moved(tensor, device),
     "reduce": lambda tensor, reduction="mean", scale=1.0: _of_state("reduce")(tensor, reduction),
-    "gather_object": _of_state("gather"),
     **{name: _of_state(name) for name in ("gather", "pad_across_processes", "wait_for_everyone")},
-    "broadcast_object_list": _of_state("broadcast_object_list"),
+    **{name: _of_state(name) for name in ("gather_object", "broadcast_object_list")},
+    "SAFE_WEIGHTS_NAME": "model.safetensors",
     "release_memory": lambda *objects: [None for _ in objects],
     "is_bf16_available": lambda *_how: True,
 }
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "GradientAccumulationPlugin": {
-        "num_steps": 1,
-        "adjust_scheduler": True,
-        "sync_with_dataloader": True,
-        "sync_each_batch": False,
-    },
-    "ProjectConfiguration": {
-        "project_dir": None,
-        "logging_dir": None,
-        "automatic_checkpoint_naming": False,
-        "total_limit": None,
-        "iteration": 0,
-    },
-    "DataLoaderConfiguration": {
-        "split_batches": False,
-        "dispatch_batches": None,
-        "even_batches": True,
-        "use_seedable_sampler": False,
-        "data_seed": None,
-    },
-}
-"""Classes that keep their arguments → these, with what holds where nobody says them."""
+"""What scripts import beside an Accelerator, by name."""
 for _name in (
     *("DistributedDataParallelKwargs", "AutocastKwargs", "GradScalerKwargs", "ProfileKwargs"),
     *("InitProcessGroupKwargs", "FullyShardedDataParallelPlugin", *ARGUMENTS),
 ):
-    UTILS[_name] = type(_name, (Settings,), {"defaults": ARGUMENTS.get(_name, {})})
+    HELD[_name] = type(_name, (Settings,), {"order": ARGUMENTS.get(_name, "")})

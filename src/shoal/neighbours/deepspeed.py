@@ -185,7 +185,7 @@ class _Accelerator:
         for place in places:
             if not name.startswith("_") and hasattr(place, name):
                 return getattr(place, name)
-        raise stand_in.Lacking(f"get_accelerator().{name} is not answered by Shoal")
+        raise stand_in.Lacking(f"get_accelerator().{name}", None)
 
     def current_device(self) -> torch.device:
         """The device of this process."""
@@ -262,31 +262,28 @@ def _local_rank() -> int:
 _quiet: dict[str, Any] = {"configure": lambda *_a, **_n: None, "is_configured": lambda: True}
 _comm = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
 _comm |= {"init_distributed": init_distributed, "get_local_rank": _local_rank}
-_zero = {"Init": _Init, "GatheredParameters": _gathered}
 stand_in.answer(
     "deepspeed",
     sys.modules[__name__],
     {
-        "zero": _zero,
-        "runtime.zero": _zero,
-        "runtime.utils": {"set_random_seed": torch.manual_seed, "see_memory_usage": _see_memory},
-        "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
-        "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
-        "utils": {
-            "logger": logger,
-            "log_dist": _log_dist,
-            "RepeatingLoader": RepeatingLoader,
-            "set_z3_leaf_modules": _leaves,
-        },
-        "utils.logging": {"logger": logger, "log_dist": _log_dist},
-        "ops.adam": {name: functools.partial(_adam, name) for name in ADAMS},
+        "DeepSpeedEngine": DeepSpeedEngine,
+        "GatheredParameters": _gathered,
+        "Init": _Init,
+        "RepeatingLoader": RepeatingLoader,
+        "get_accelerator": _Accelerator,
+        "log_dist": _log_dist,
+        "logger": logger,
+        "see_memory_usage": _see_memory,
+        "set_random_seed": torch.manual_seed,
+        "set_z3_leaf_modules": _leaves,
+        **{name: functools.partial(_adam, name) for name in ADAMS},
+        **{name: functools.partial(_schedule, name) for name in SCHEDULES},
+    },
+    NEAREST,
+    {
+        "runtime.zero": {},
         "checkpointing": {"checkpoint": _checkpoint, **_quiet},
-        "runtime.lr_schedules": {name: functools.partial(_schedule, name) for name in SCHEDULES},
-        "accelerator": {"get_accelerator": _Accelerator},
         "comm": _comm,
         "comm.mori": {"is_enabled": lambda: False},
     },
-    NEAREST,
 )
-get_accelerator = _Accelerator
-log_dist = _log_dist

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from shoal.fabric import World, start_world
 from shoal.neighbours import stand_in
 from shoal.neighbours.deepspeed_config import LossScale, Settings, read
 from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
-from shoal.neighbours.free_loop import FreeLoop, started
+from shoal.neighbours.free_loop import Carried, FreeLoop, started
 from shoal.trainer import loss_scale
 from shoal.trainer.run import Run
 from shoal.trainer.step import Tally, Updated
@@ -193,18 +192,18 @@ def _backward(loss: torch.Tensor, gradient: Any = None, *args: Any, **named: Any
         _plain_backward(loss, gradient, *args, **named)
 
 
-class Engine(nn.Module):
+class Engine(Carried):
     """What `initialize` gives: a module to call, `backward`, `step`, and what scripts ask of it.
 
     module   the user's · optimizer  torch's, over this rank's parts · global_steps  updates until
     now, skipped ones included · micro_steps  calls of `step` until now
     """
 
+    loop: FreeLoop
+
     def __init__(self, run: Run, settings: Settings, schedule: Any) -> None:
-        super().__init__()
-        self.module = run.model
+        super().__init__(run.model, FreeLoop(run))
         self.run, self.settings, self.lr_scheduler = run, settings, schedule
-        self.loop = FreeLoop(run)
         self.optimizer = run.optimizer
         self.training_dataloader: Any = None
         self.micro_steps = self.skipped_steps = 0
@@ -222,18 +221,9 @@ class Engine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = self._modules.get("module")
-            if module is not None and hasattr(module, name):
-                return getattr(module, name)
             if name.startswith("_"):
                 raise
-            near = f"; nearest: {INSTEAD[name]}" if name in INSTEAD else ""
-            said = f"deepspeed: engine.{name} is not answered by Shoal{near}"
-            raise stand_in.Lacking(said) from None
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's own outputs."""
-        return self.loop.forward(*inputs, **named)
+            raise stand_in.Lacking(f"deepspeed: engine.{name}", INSTEAD.get(name)) from None
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -283,11 +273,6 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: a step begins without gradients."""
-
-    @contextmanager
-    def no_sync(self) -> Any:
-        """Around passes whose gradients need not travel yet; here they travel when they may."""
-        yield
 
     def get_lr(self) -> list[float]:
         """The rate of each parameter group."""

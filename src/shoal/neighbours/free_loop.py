@@ -6,6 +6,7 @@ Layouts that such a loop can carry hold the whole model in every forward pass: d
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -95,6 +96,31 @@ class FreeLoop:
         return run.free
 
 
+class Carried(nn.Module):
+    """What a script calls in the place of its model: the same outputs and attributes.
+
+    module   the script's own · loop  whose step a call is a pass of; None: nothing steps it
+    """
+
+    no_sync = nullcontext
+    """Around passes whose gradients need not travel yet; they travel when they may."""
+
+    def __init__(self, module: nn.Module, loop: FreeLoop | None = None) -> None:
+        super().__init__()
+        self.module, self.loop = module, loop
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules.get("module"), name)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's own outputs."""
+        call = self.module if self.loop is None else self.loop.forward
+        return call(*inputs, **named)
+
+
 class Alone(FreeLoop):
     """Steps of this rank by itself, on a run's model and optimizer: nothing is summed over ranks.
 
@@ -111,8 +137,8 @@ class Alone(FreeLoop):
                 f"island for each process (docs/islands.md)"
             )
         super().__init__(run)
-        self._norm, self._passed = 0.0, False
-        self._forget()
+        self._norm = 0.0
+        self.drop()
 
     @property
     def begun(self) -> bool:
@@ -141,7 +167,9 @@ class Alone(FreeLoop):
 
     def drop(self) -> None:
         """Forget this rank's gradients."""
-        self._forget()
+        self._passed = False
+        for one in self.run.model.parameters():
+            one.grad = None
 
     def update(self) -> StepResult:
         """Step the optimizer by this rank's gradients alone."""
@@ -150,7 +178,7 @@ class Alone(FreeLoop):
             norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), self._norm))
         with run.touched.stepping():
             run.optimizer.step()
-        self._forget()
+        self.drop()
         rate = float(run.optimizer.param_groups[0]["lr"])
         return StepResult(run.step_count, float("nan"), norm, rate, 0.0, False, "")
 
@@ -160,8 +188,3 @@ class Alone(FreeLoop):
         for one in self.run.model.parameters():
             world.all_reduce(one.data)
             one.data /= world.size
-
-    def _forget(self) -> None:
-        self._passed = False
-        for one in self.run.model.parameters():
-            one.grad = None

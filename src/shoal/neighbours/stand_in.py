@@ -15,24 +15,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from shoal.base.errors import ConfigError
 
 _ours: dict[str, Mapping[str, str]] = {}
 """What each library's names are called in Shoal, where it has them in another way."""
+_held: dict[str, Mapping[str, Any]] = {}
+"""What each library's facade holds by name, whichever of its modules a script looks into."""
 _find_spec = importlib.util.find_spec
 
 
 def answer(
     name: str,
     facade: ModuleType,
-    inside: Mapping[str, Mapping[str, Any]],
+    held: Mapping[str, Any],
     nearest: Mapping[str, str],
+    inside: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Register a facade as the package `name`, and what its modules hold by dotted name.
+    """Register a facade as the package `name`.
 
+    held     what any of its modules gives by name: libraries move names between them
     nearest  for what is refused, by its last name: what to write in its place
+    inside   modules that are there before a script imports them, and what else each gives
     Errors   ImportError where the library itself was imported before
     """
     known = sys.modules.get(name)
@@ -43,15 +48,19 @@ def answer(
     vars(facade)["__getattr__"] = _Asked(name)
     if not _ours:
         sys.meta_path.insert(0, _Finder())
-    _ours[name] = nearest
-    for path, held in inside.items():
+    _ours[name], _held[name] = nearest, held
+    for path, own in (inside or {}).items():
         module = importlib.import_module(f"{name}.{path}")
-        vars(module).update(held)
+        vars(module).update(own)
     importlib.util.find_spec = _find_installed
 
 
 class Lacking(ConfigError, AttributeError):
     """Something that a facade has not: one line for a user, none for `hasattr`."""
+
+    def __init__(self, what: str, near: str | None) -> None:
+        said = f"; nearest: {near}" if near else ": a run of Shoal has nothing of this name"
+        super().__init__(f"{what} is not answered by Shoal{said}")
 
 
 class _Asked:
@@ -61,6 +70,9 @@ class _Asked:
         self.module = module
 
     def __call__(self, name: str) -> Any:
+        held = _held[self.module.partition(".")[0]]
+        if name in held:
+            return held[name]
         known = re.fullmatch("is_(.+)_available", name)
         if known is not None:
             found = importlib.util.find_spec(known[1]) is not None
@@ -91,17 +103,16 @@ class Unanswered(type):
         cls.refuse()
 
     def __getattr__(cls, name: str) -> Any:
-        """Refuse: something of it was asked for."""
+        """What a module of that name would give; else refuse: something of it was asked for."""
         if name.startswith("__"):
             raise AttributeError(name)
-        cls.refuse()
+        held = _held[cls.path.partition(".")[0]]
+        return held[name] if name in held else cls.refuse()
 
-    def refuse(cls) -> None:
+    def refuse(cls) -> NoReturn:
         """Say in one line what is not here, and what is. Errors: Lacking, always."""
         library, name = cls.path.partition(".")[0], cls.path.rpartition(".")[2]
-        known = _ours[library].get(name)
-        said = f"; nearest: {known}" if known else ": a run of Shoal has nothing of this name"
-        raise Lacking(f"{cls.path} is not answered by Shoal{said}")
+        raise Lacking(cls.path, _ours[library].get(name))
 
 
 class _Finder:

@@ -44,6 +44,8 @@ def main():
     bert(folder / "bert-base-cased")
     texts(folder / "Salesforce" / "wikitext", draws)
     llama(folder / "HuggingFaceTB" / "SmolLM-360M")
+    texts(folder / "wikitext", random.Random(1))  # by its older name
+    instructions(folder / "tatsu-lab" / "alpaca", random.Random(2))
 
 
 def texts(folder, draws):
@@ -59,6 +61,16 @@ def texts(folder, draws):
     (folder / "README.md").write_text(
         f"---\nconfigs:\n- config_name: wikitext-2-v1\n  data_files:\n{files}\n---\n"
     )
+
+
+def instructions(folder, draws):
+    """Rows of instruction, input and output; every second one has no input."""
+    folder.mkdir(parents=True)
+    with (folder / "train.jsonl").open("w") as file:
+        for index in range(48):
+            said = [" ".join(draws.choices(WORDS, k=draws.randint(3, 9))) for _ in range(3)]
+            row = dict(zip(("instruction", "input", "output"), said, strict=True))
+            file.write(json.dumps(row | ({"input": ""} if index % 2 else {})) + "\n")
 
 
 def llama(folder):

@@ -21,6 +21,7 @@ WATCHED = {
     "shoal.neighbours.accelerate": "Accelerator",
     "shoal.neighbours.deepspeed_engine": "Engine",
 }
+CUTS = "deepspeed.runtime.zero.partition_parameters"
 NEIGHBOURS = ("accelerate", "deepspeed")
 losses, inside = [], []
 
@@ -29,7 +30,7 @@ class Watch(importlib.abc.MetaPathFinder):
     """Wraps `backward` of the class that scripts call, once its module is loaded."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in WATCHED:
+        if name not in WATCHED and name != CUTS:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -40,6 +41,10 @@ class Watch(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
+            if name == CUTS:
+                if os.environ.get("CUT_LATE"):
+                    module.Init._post_init_method = lambda self, layer: None
+                return
             watch(getattr(module, WATCHED[name]))
             if name != "torch._tensor":  # some scripts draw their weights without a seed
                 sys.modules["torch"].manual_seed(0)
