@@ -518,3 +518,10 @@ def test_a_page_keeps_the_calls_of_its_last_steps() -> None:
     assert watched.calls(range(10)) == {10: b"10"}
     page.keep_calls(11, 11, b"x" * 100_000)
     assert len(watched.calls(range(11))[11]) < 17_000
+    page.keep_calls(12, 12, kept(*[A] * 1000))
+    cut = watched.calls(range(12))[12]
+    assert 16_000 < len(cut) < 17_000
+    assert find_unlike(12, {0: cut, 1: kept(*[A] * 1000)}) is None, "what had no room may be there"
+    found = find_unlike(12, {0: cut, 1: kept(B, *[A] * 999)})
+    assert found is not None
+    assert not found.certain
