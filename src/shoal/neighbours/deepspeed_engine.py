@@ -98,13 +98,14 @@ def initialize(
         unsaid_clip=1.0,
         brought=[name for name, value in brought.items() if value is not None],
     )
+    compute = _widened(model, settings)
     run = started(
         model,
         _optimizer(settings, optimizer, model_parameters),
         layout=STRATEGIES[settings.stage] if world.size > 1 else "single",
         batch=settings.batch,
         micro_batch=settings.micro_batch,
-        precision=settings.compute,
+        precision=compute,
         world=world,
         **_policies(settings),
     )
@@ -127,6 +128,20 @@ def installed() -> str:
         return version("deepspeed")
     except PackageNotFoundError:
         return ""
+
+
+def _widened(model: nn.Module, settings: Settings) -> str:
+    """Let weights that come in bf16 be stepped in fp32, as DeepSpeed's masters are.
+
+    Gives the format to compute in: the configuration's, or where that names none, the weights'. At
+    stage 0 without a format DeepSpeed steps bf16 weights themselves.
+    """
+    narrow = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    if not narrow or (settings.compute == "fp32" and not settings.stage):
+        return settings.compute
+    for one in narrow:
+        one.data = one.data.float()
+    return "bf16" if settings.compute == "fp32" else settings.compute
 
 
 def _policies(settings: Settings) -> dict[str, Any]:
