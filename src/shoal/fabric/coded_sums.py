@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.base.errors import BugError
-from shoal.fabric.codecs.base import Codec
+from shoal.fabric.codecs.base import Codec, Headed
 from shoal.fabric.codecs.feedback import Residual, encode_rest
 from shoal.fabric.codecs.int8 import Int8
 from shoal.fabric.codecs.sign import Sign
@@ -126,14 +127,22 @@ class Sender(Protocol):
 
 
 class Keeping:
-    """The moments of a Sender whose memory is residuals only: `rests`, by name."""
+    """The moments of a Sender whose memory is residuals only: `rests`, by name.
+
+    heads   of each rank's part the numbers before its first whole block (`Headed`); (): none
+    """
 
     rests: Mapping[str, Residual]
     codec: Codec
+    heads: Sequence[int] = ()
 
     def by(self, code: str) -> None:
         """Send in another of CODES from now on; what was left out stays."""
         self.codec = CODES[code](self.codec.dtype)
+
+    def codec_of(self, rank: int) -> Codec:
+        """What codes the part of this rank."""
+        return Headed(self.codec, self.heads[rank]) if any(self.heads) else self.codec
 
     def begin(self) -> None:
         """See `Sender.begin`."""
@@ -162,15 +171,17 @@ class Keeping:
 
 
 class CodedSum(Keeping):
-    """A Sender: an all-reduce (sum) in codes; `CodedSum(elements, codec, world)`.
+    """A Sender: an all-reduce (sum) in codes; `CodedSum(elements, codec, world, heads)`.
 
     Codes of each part go to the rank that owns it, which adds up and sends a code of the sum to
     all; every rank ends with the same bits. Parts are equal, so the buffer is padded to a multiple
     of the ranks. Each rank keeps what its codes left out, the owner also that of the second code.
     """
 
-    def __init__(self, elements: int, codec: Codec, world: World) -> None:
-        self.world, self.codec = world, codec
+    def __init__(
+        self, elements: int, codec: Codec, world: World, heads: Sequence[int] = ()
+    ) -> None:
+        self.world, self.codec, self.heads = world, codec, heads
         self.part = -(-elements // world.size)
         self.left = Residual(self.part * world.size, codec.dtype, world.device)
         self.left_of_sum = Residual(self.part, codec.dtype, world.device)
@@ -179,14 +190,15 @@ class CodedSum(Keeping):
     def send(self, flat: torch.Tensor) -> Flight:
         """Send every owner the codes of its part."""
         parts = self.left.add(flat).view(self.world.size, self.part)
-        return _CodedFlight(self, _send_parts(self.codec, parts.unbind(), self.world))
+        return _CodedFlight(self, _send_parts(self, parts.unbind(), self.world))
 
 
 class _CodedFlight:
     def __init__(self, sender: CodedSum, rows: PendingRows) -> None:
         self.sender, self.rows = sender, rows
-        size_bytes = sender.codec.size_bytes(sender.part)
-        self.cuts = [size_bytes * rank for rank in range(sender.world.size + 1)]
+        self.codecs = [sender.codec_of(rank) for rank in range(sender.world.size)]
+        sizes = [codec.size_bytes(sender.part) for codec in self.codecs]
+        self.cuts = [0, *accumulate(sizes)]
         self.gathered = torch.empty(0, dtype=torch.uint8)
 
     def turn(self) -> None:
@@ -194,10 +206,11 @@ class _CodedFlight:
         sender, world = self.sender, self.sender.world
         received = self.rows.result()
         total = torch.empty(sender.part, dtype=sender.codec.dtype, device=received.device)
-        _add_up(sender.codec, received, total)
+        own_codec = self.codecs[world.rank]
+        _add_up(own_codec, received, total)
         self.gathered = received.new_empty(self.cuts[-1])
         own = self.gathered[self.cuts[world.rank] : self.cuts[world.rank + 1]]
-        encode_rest(sender.codec, sender.left_of_sum.add(total), own)
+        encode_rest(own_codec, sender.left_of_sum.add(total), own)
         self.work = world.all_gather_parts(self.gathered, self.cuts)
 
     def result(self, out: torch.Tensor) -> None:
@@ -210,20 +223,22 @@ class _CodedFlight:
         total = out if fits else torch.empty(elements, dtype=dtype, device=out.device)
         for rank, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
             part = total[sender.part * rank : sender.part * (rank + 1)]
-            sender.codec.decode(self.gathered[start:stop], part)
+            self.codecs[rank].decode(self.gathered[start:stop], part)
         if total is not out:
             out.copy_(total[: out.numel()])
 
 
 class ScatteredSum(Keeping):
-    """A Sender: a reduce-scatter in codes; `ScatteredSum(cuts, codec, world)`.
+    """A Sender: a reduce-scatter in codes; `ScatteredSum(cuts, codec, world, heads)`.
 
     Rank r gets the sum of elements cuts[r] to cuts[r + 1] only, which is added up in the codec's
     format; the others' parts travel to their owners. Each rank keeps what its codes left out.
     """
 
-    def __init__(self, cuts: Sequence[int], codec: Codec, world: World) -> None:
-        self.world, self.codec, self.cuts = world, codec, cuts
+    def __init__(
+        self, cuts: Sequence[int], codec: Codec, world: World, heads: Sequence[int] = ()
+    ) -> None:
+        self.world, self.codec, self.cuts, self.heads = world, codec, cuts, heads
         self.left = Residual(cuts[-1], codec.dtype, world.device)
         self.rests = {"left": self.left}
 
@@ -231,7 +246,7 @@ class ScatteredSum(Keeping):
         """Send every owner the codes of its part."""
         numbers = self.left.add(flat[: self.cuts[-1]])
         parts = [numbers[a:b] for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
-        return _ScatteredFlight(self, _send_parts(self.codec, parts, self.world))
+        return _ScatteredFlight(self, _send_parts(self, parts, self.world))
 
 
 class _ScatteredFlight:
@@ -245,7 +260,8 @@ class _ScatteredFlight:
         """Add up what came, in the order of the ranks."""
         wide = self.sender.codec.dtype
         total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
-        _add_up(self.sender.codec, self.rows.result(), total)
+        own = self.sender.codec_of(self.sender.world.rank)
+        _add_up(own, self.rows.result(), total)
         if total is not out:
             out.copy_(total)
 
@@ -326,11 +342,12 @@ class CodedScatter:
         return {} if self.sum is None else self.sum.nothing()
 
 
-def _send_parts(codec: Codec, parts: Sequence[torch.Tensor], world: World) -> PendingRows:
+def _send_parts(sender: Keeping, parts: Sequence[torch.Tensor], world: World) -> PendingRows:
     """Begin to send every rank the codes of its part; the parts keep what those leave out."""
-    sizes = [codec.size_bytes(part.numel()) for part in parts]
+    codecs = [sender.codec_of(rank) for rank in range(len(parts))]
+    sizes = [codec.size_bytes(part.numel()) for codec, part in zip(codecs, parts, strict=True)]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
-    for part, row in zip(parts, packed.split(sizes), strict=True):
+    for codec, part, row in zip(codecs, parts, packed.split(sizes), strict=True):
         encode_rest(codec, part, row)
     return exchange(world, packed, sizes)
 

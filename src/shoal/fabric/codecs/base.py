@@ -42,6 +42,8 @@ RUN = 65_536
 """Numbers that are coded at a time on a CPU: with what is computed on the way 0.5 MiB (fp32)."""
 ALIGNED = 8
 """Coded pieces are multiples of so many bytes, and begin at such a multiple of their storage."""
+HEAD_BYTES = 3 * ALIGNED
+"""What a head may add: a scale of 8 bytes, a byte of codes, and twice less than ALIGNED to pad."""
 
 
 class Codec(Protocol):
@@ -157,6 +159,46 @@ class ScaledBlocks(ABC):
 
     def _code_bytes(self, elements: int) -> int:
         return -(-elements * self.bits // 8)
+
+
+class Headed:
+    """A codec for a part of a longer vector: blocks begin where those of the whole vector do.
+
+    head   numbers before the first of them, coded as a short block of their own; 0: none
+    A part that begins inside a block would otherwise put numbers of two rows under one scale, in
+    every block. Sizes do not depend on the head, so that parts of equal length stay equal.
+    """
+
+    def __init__(self, codec: Codec, head: int) -> None:
+        self.codec, self.head = codec, head
+        self.name, self.dtype, self.gathers = codec.name, codec.dtype, codec.gathers
+
+    def size_bytes(self, elements: int) -> int:
+        """See `Codec.size_bytes`; `HEAD_BYTES` more than without a head."""
+        return self.codec.size_bytes(elements) + HEAD_BYTES
+
+    def encode(self, numbers: Tensor, out: Tensor) -> None:
+        """See `Codec.encode`."""
+        start, stop = self._ends(numbers.numel())
+        if start:
+            self.codec.encode(numbers[: self.head], out[:start])
+        self.codec.encode(numbers[self.head :], out[start:stop])
+        out[stop:] = 0
+
+    def decode(
+        self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
+    ) -> None:
+        """See `Codec.decode`."""
+        start, stop = self._ends(out.numel())
+        if start:
+            self.codec.decode(packed[:start], out[: self.head], weight=weight, add=add)
+        self.codec.decode(packed[start:stop], out[self.head :], weight=weight, add=add)
+
+    def _ends(self, elements: int) -> tuple[int, int]:
+        """Where codes of the head end, and those of the rest."""
+        head = min(self.head, elements)
+        start = self.codec.size_bytes(head)
+        return start, start + self.codec.size_bytes(elements - head)
 
 
 def aligned(size: int) -> int:
