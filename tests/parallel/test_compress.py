@@ -19,7 +19,7 @@ from shoal.base.layout import Layout
 from shoal.base.plan import Bucket, Plan
 from shoal.config.load import load
 from shoal.fabric import World
-from shoal.fabric.codecs.base import Codec, Headed
+from shoal.fabric.codecs.base import Codec, Pieces
 from shoal.fabric.codecs.feedback import Residual
 from shoal.fabric.coded_sums import CODES, CodedSum, LargestSum, ScatteredSum, Sender
 from shoal.fabric.low_rank import LowRankSum, Matrix
@@ -133,35 +133,32 @@ def test_what_pads_a_message_is_zero_in_every_one() -> None:
 
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64])
-def test_blocks_of_a_cut_vector_are_those_of_the_whole(wide: torch.dtype) -> None:
-    """And a head never takes more bytes than are kept for it."""
+def test_blocks_begin_anew_where_they_are_told_to(wide: torch.dtype) -> None:
+    """Each piece as if it were coded alone; what lies behind is zeros."""
     codec, flat = CODES["one-bit"](wide), drawn(500).to(wide)
 
     def decoded(one: Codec, numbers: torch.Tensor) -> torch.Tensor:
-        packed = torch.full((one.size_bytes(len(numbers)),), 255, dtype=torch.uint8)
+        packed = torch.full((one.size_bytes(len(numbers)) + 8,), 255, dtype=torch.uint8)
         one.encode(numbers, packed)
+        assert not packed[-8:].any()
         out = torch.full_like(numbers, math.nan)
         one.decode(packed, out)
         return out
 
-    whole = decoded(codec, flat)
-    assert torch.equal(decoded(Headed(codec, 42), flat[150:])[42:], whole[192:])
-    assert not torch.equal(decoded(codec, flat[150:])[42:], whole[192:])
-    assert torch.equal(decoded(Headed(codec, 0), flat), whole)
-    for name in CODES:
-        for head in range(64):
-            for elements in range(1, 200):
-                one = Headed(CODES[name](wide), head)
-                assert one._ends(elements)[1] <= one.size_bytes(elements)
+    for starts in ([], [42], [32, 64, 64, 499], [500], [600]):
+        pieces = flat.tensor_split(starts)
+        alone = torch.cat([decoded(codec, one) for one in pieces if len(one)])
+        assert torch.equal(decoded(Pieces(codec, starts), flat), alone)
+        assert torch.equal(decoded(codec, flat), alone) == (starts in ([], [500], [600]))
 
 
-def test_blocks_are_counted_from_where_a_cut_parameter_begins() -> None:
+def test_blocks_are_counted_from_where_parameters_begin() -> None:
     sizes = {"a": 10, "b": 640, "c": 650}
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
-    bucket = Bucket(("c", "b", "a"), 1300, "float32", 4)
-    #  c from 0, b from 650, a from 1290
-    told = compress._heads(bucket, [0, 325, 650, 975, 1299], parameters)
-    assert told == [0, 384 - 325, 0, 650 + 384 - 975, 1]
+    bucket = Bucket(("c", "b", "a"), 1304, "float32", 4)
+    #  c from 0, b from 650, a from 1290, padding from 1300
+    told = compress._starts(bucket, [0, 326, 652, 978, 1304], parameters)
+    assert told == [[], [384 - 326, 650 - 326], [714 - 652], [650 + 384 - 978]]
 
 
 def test_low_rank_finds_a_matrix_of_low_rank() -> None:
