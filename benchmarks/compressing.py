@@ -31,7 +31,7 @@ from processes import machine, run_together
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "results" / "compressing.json"
-PROCESSES, SEEDS, STEPS = 2, (21, 22, 23), 300
+PROCESSES, SEEDS, STEPS = 2, (31, 32, 33), 300
 WORDS = ["data.source=stdlib", "data.tokenizer=bpe:512", "data.sequence=64"]
 MODEL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "dropout": 0.0}
 BATCH, MICRO_BATCH, VALIDATED, LAST = 16, 2, 512, 20

@@ -6,7 +6,8 @@ first steps in int8. Settings are chosen with it, on seeds that judge nothing.
 
     python benchmarks/one_bit.py 12,13 none twice+cut+early=100 codes=4+early=100
 
-prints a line per word, and adds rows to benchmarks/results/one_bit.jsonl. A word is none, or
+prints a line per word, and adds rows to benchmarks/results/one_bit.jsonl; `--page` prints the table
+of docs/compress.md of that file. A word is none, or
 
     early=N      the first N steps in int8 · codes=K   codes of a rank per step: 1 as under ddp and
                  zero1, 4 as under zero2 and fsdp here · twice   the sum is coded too, as under ddp
@@ -36,6 +37,25 @@ from compressing import MODEL, OPTIMIZER, VALIDATED, WORDS
 
 OUT = Path(__file__).resolve().parent / "results" / "one_bit.jsonl"
 RANKS, STEPS, BATCH = 2, 300, 16
+PAGE = {
+    "codes=4+early=60": "`fsdp`, `zero2`: four codes a step, a fifth of the steps in int8",
+    "codes=4+early=75": "the same, a quarter",
+    "codes=4+early=100": "the same, a third",
+    "early=100": "`zero1`: one code a step, a third",
+    "twice+early=100": "`ddp`: one code a step, and one of the sum, a third",
+    "twice+early=150": "the same, half of the steps",
+    "twice+early=100+second=int8": "`ddp`, the sum in int8",
+    "twice+cut+early=100": "`ddp`, blocks of the second rank's part over two rows each",
+    "twice+early=100+keeps=0.9": "`ddp`, of what is left out 0.9 comes back",
+    "twice+early=60": "`ddp`, a fifth of the steps in int8",
+    "twice+early=60+scaled": "the same in units of √v after the first steps",
+    "twice+early=60+freeze": "the same with v as it was after them",
+    "twice+early=60+scaled+freeze": "both",
+    "twice+early=60+momentum+freeze": "1-bit Adam: the momentum travels, v as it was",
+    "twice+early=60+momentum+freeze+scaled": "1-bit Adam in units of √v",
+    "none+freeze+early=60": "no codes, v as it was after a fifth of the steps",
+}
+"""Words that the page tells, and what they say there."""
 
 
 def samples(seed: int) -> tuple[int, list[Any], Any]:
@@ -183,7 +203,24 @@ def read(text: str) -> dict[str, Any]:
     return found
 
 
+def table() -> list[str]:
+    """Lines of the page: losses against none, over the seeds that every word has."""
+    found: dict[str, dict[int, float]] = {}
+    for row in map(json.loads, OUT.read_text().splitlines()):
+        found.setdefault(row["word"], {})[row["seed"]] = row["loss"]
+    seeds = sorted(set.intersection(*(set(found[word]) for word in ("none", *PAGE))))
+    lines = [f"| mean of seeds {', '.join(map(str, seeds))} | against no codes |", "|---|---|"]
+    exact = sum(found["none"][seed] for seed in seeds)
+    for word, said in PAGE.items():
+        share = sum(found[word][seed] for seed in seeds) / exact - 1
+        lines.append(f"| {said} | {share:+.2%} |")
+    return lines
+
+
 def main() -> None:
+    if sys.argv[1] == "--page":
+        print("\n".join(table()))
+        return
     torch.set_num_threads(1)
     seeds, words = [int(seed) for seed in sys.argv[1].split(",")], sys.argv[2:]
     for text in words:

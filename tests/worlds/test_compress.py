@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 from netns import told_by
-from shoal.fabric.codecs.base import HEAD_BYTES
 from shoal.fabric.coded_sums import CODES
 
 DEADLINE_S = 400
@@ -105,7 +105,7 @@ def test_what_is_left_survives_a_resume(worlds, codec: str, layout: str, tmp_pat
 
 @pytest.mark.parametrize("code", CODES)
 def test_sums_are_those_of_another_author(worlds, code: str) -> None:
-    """In fp64, four steps, both errors fed back, parts that begin inside of a block."""
+    """In fp64, four steps, both errors fed back, blocks that begin anew inside of parts."""
     for scattered in (False, True):
         for apart in worlds(4).call(
             "compress_case:against_reference", code=code, scattered=scattered
@@ -140,7 +140,7 @@ def test_a_third_of_an_unknown_length_is_refused_on_every_rank(worlds) -> None:
 
 
 def expected_bytes(
-    codec: str, layout: str, buckets: list[int], heads: list[bool], ranks: int
+    codec: str, layout: str, buckets: list[int], starts: list[list[list[int]]], ranks: int
 ) -> float:
     """Of one rank, by what the module's docstring promises; for the bare model of the case."""
     hops = (ranks - 1) / ranks
@@ -149,10 +149,13 @@ def expected_bytes(
         codes = CODES[codec](torch.float32)
         # fsdp has one unit here, of which each rank has so many rows of everything
         parts = buckets if layout != "fsdp" else [ranks * (600 + 8 * 50 + 4 * 72 + 10 + 4)]
-        sizes = [codes.size_bytes(-(-n // ranks)) for n in parts]
-        if layout != "fsdp":  # where a bucket is cut inside a block of a parameter
-            assert any(heads)
-            sizes = [size + HEAD_BYTES * head for size, head in zip(sizes, heads, strict=True)]
+        sizes = []
+        for elements, of_parts in zip(parts, starts, strict=True):
+            part = -(-elements // ranks)
+            ends = [[0, *anew, part] for anew in of_parts]
+            found = [[codes.size_bytes(b - a) for a, b in pairwise(one)] for one in ends]
+            sizes.append(max(map(sum, found)))
+            assert any(of_parts), "no parameter begins inside of a block"
         return sum(halves * hops * ranks * size for size in sizes)
     if codec.startswith("topk"):
         return sum((ranks - 1) * 8 * -(-n // 20) for n in buckets)
@@ -170,7 +173,7 @@ def test_bytes_counted_are_bytes_given_to_collectives(worlds, codec: str, layout
         if layout == "fsdp":  # whose weights are gathered as ever
             of_gradients = [one for one in of_gradients if one[0] != "all_gather"]
         gradients = sum(size for _, size in of_gradients)
-        assert gradients == expected_bytes(codec, layout, told["buckets"], told["heads"], 4)
+        assert gradients == expected_bytes(codec, layout, told["buckets"], told["starts"], 4)
 
 
 TRAINED = [("int8", "ddp", 0.01), ("int8", "zero2", 0.01), ("powersgd:8", "ddp", 0.05),

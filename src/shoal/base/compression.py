@@ -9,8 +9,8 @@ from shoal.base.policies import BY_NUMBER, COMPRESS
 
 WHOLE_SHARE = 3
 """Of a run's steps one in so many travels in int8 before one-bit begins, where nobody says how many
-do. Of 1/5, 1/4, 1/3 and 1/2 of 300 steps the smallest that cost less than 0.5 % of fsdp's loss on
-seeds that judge nothing else (`benchmarks/one_bit.py`)."""
+do. Of 1/5, 1/4 and 1/3 of 300 steps the smallest that cost less than 0.5 % of fsdp's loss, on seeds
+that judge nothing else (`benchmarks/one_bit.py`)."""
 
 
 @dataclass(frozen=True)

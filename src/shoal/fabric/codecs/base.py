@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -42,8 +43,6 @@ RUN = 65_536
 """Numbers that are coded at a time on a CPU: with what is computed on the way 0.5 MiB (fp32)."""
 ALIGNED = 8
 """Coded pieces are multiples of so many bytes, and begin at such a multiple of their storage."""
-HEAD_BYTES = 3 * ALIGNED
-"""What a head may add: a scale of 8 bytes, a byte of codes, and twice less than ALIGNED to pad."""
 
 
 class Codec(Protocol):
@@ -161,44 +160,39 @@ class ScaledBlocks(ABC):
         return -(-elements * self.bits // 8)
 
 
-class Headed:
-    """A codec for a part of a longer vector: blocks begin where those of the whole vector do.
+class Pieces:
+    """A codec for a vector in which blocks begin anew in some places, so that each is in one row.
 
-    head   numbers before the first of them, coded as a short block of their own; 0: none
-    A part that begins inside a block would otherwise put numbers of two rows under one scale, in
-    every block. Sizes do not depend on the head, so that parts of equal length stay equal.
+    starts   where, in rising order; a block that would reach over such a place ends there
     """
 
-    def __init__(self, codec: Codec, head: int) -> None:
-        self.codec, self.head = codec, head
+    def __init__(self, codec: Codec, starts: Sequence[int]) -> None:
+        self.codec, self.starts = codec, starts
         self.name, self.dtype, self.gathers = codec.name, codec.dtype, codec.gathers
 
     def size_bytes(self, elements: int) -> int:
-        """See `Codec.size_bytes`; `HEAD_BYTES` more than without a head."""
-        return self.codec.size_bytes(elements) + HEAD_BYTES
+        """See `Codec.size_bytes`."""
+        ends = [min(place, elements) for place in (*self.starts, elements)]
+        return sum(self.codec.size_bytes(b - a) for a, b in pairwise([0, *ends]))
 
     def encode(self, numbers: Tensor, out: Tensor) -> None:
         """See `Codec.encode`."""
-        start, stop = self._ends(numbers.numel())
-        if start:
-            self.codec.encode(numbers[: self.head], out[:start])
-        self.codec.encode(numbers[self.head :], out[start:stop])
-        out[stop:] = 0
+        place = 0
+        for piece in numbers.tensor_split(list(self.starts)):
+            size = self.codec.size_bytes(piece.numel())
+            self.codec.encode(piece, out[place : place + size])
+            place += size
+        out[place:] = 0
 
     def decode(
         self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
         """See `Codec.decode`."""
-        start, stop = self._ends(out.numel())
-        if start:
-            self.codec.decode(packed[:start], out[: self.head], weight=weight, add=add)
-        self.codec.decode(packed[start:stop], out[self.head :], weight=weight, add=add)
-
-    def _ends(self, elements: int) -> tuple[int, int]:
-        """Where codes of the head end, and those of the rest."""
-        head = min(self.head, elements)
-        start = self.codec.size_bytes(head)
-        return start, start + self.codec.size_bytes(elements - head)
+        place = 0
+        for piece in out.tensor_split(list(self.starts)):
+            size = self.codec.size_bytes(piece.numel())
+            self.codec.decode(packed[place : place + size], piece, weight=weight, add=add)
+            place += size
 
 
 def aligned(size: int) -> int:

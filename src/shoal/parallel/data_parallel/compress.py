@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -54,8 +55,10 @@ from shoal.fabric.coded_sums import (
     LargestSum,
     ScatteredSum,
     Sender,
+    block_starts,
 )
 from shoal.fabric.low_rank import LowRankSum, Matrix
+from shoal.parallel.data_parallel._torch import scattered_sizes
 from shoal.parallel.data_parallel.buckets import places
 from shoal.parallel.program import Part, Program, dtype_of
 
@@ -75,7 +78,9 @@ def apply(program: Program) -> Program:
         return program
     if isinstance(program.reducer, Scatters):
         senders: list[Any] = program.reducer.scatter_by(
-            lambda plain: CodedScatter(plain, policy.method, program.data)
+            lambda plain, unit: CodedScatter(
+                plain, policy.method, program.data, scattered_sizes(unit)
+            )
         )
         sums = CompressedSums(program.data, senders, policy)
     elif isinstance(program.reducer, Sends):
@@ -239,8 +244,8 @@ class Sends(Protocol):
 class Scatters(Protocol):
     """A reducer whose units reduce-scatter by themselves, each by what `make` gives for it."""
 
-    def scatter_by(self, make: Callable[[Any], Any]) -> list[Any]:
-        """Give every unit one of its own, made of the plain one; all of them, in units' order."""
+    def scatter_by(self, make: Callable[[Any, nn.Module], Any]) -> list[Any]:
+        """Give every unit one of its own, of the plain one and the unit; all, in units' order."""
 
 
 @dataclass
@@ -276,26 +281,30 @@ def _sender(
         return LowRankSum(bucket.elements, wide, world, matrices, policy.rank)
     codec = CODES[policy.method](wide)
     if bucket.cuts:
-        heads = _heads(bucket, bucket.cuts[:-1], parameters)
-        return ScatteredSum(bucket.cuts, codec, world, heads)
+        starts = _starts(bucket, bucket.cuts, parameters)
+        return ScatteredSum(bucket.cuts, codec, world, starts)
     part = -(-bucket.elements // world.size)
-    heads = _heads(bucket, [part * rank for rank in range(world.size)], parameters)
-    return CodedSum(bucket.elements, codec, world, heads)
+    cuts = [part * rank for rank in range(world.size + 1)]
+    return CodedSum(bucket.elements, codec, world, _starts(bucket, cuts, parameters))
 
 
-def _heads(
-    bucket: Bucket, starts: Sequence[int], parameters: Mapping[str, nn.Parameter]
-) -> list[int]:
-    """Of parts that begin at `starts` the elements before the next block of a cut parameter.
+def _starts(
+    bucket: Bucket, cuts: Sequence[int], parameters: Mapping[str, nn.Parameter]
+) -> list[list[int]]:
+    """Of every part of a bucket the places where blocks begin anew, so that they stay in one row.
 
-    Blocks of BIT_BLOCK are counted from where the parameter begins, so that they stay within a row
-    of the usual sizes.
+    Blocks are counted from where a parameter begins, also one of which a part holds the end.
     """
-    found = [0] * len(starts)
-    for first, last in places(bucket, parameters).values():
-        for rank, start in enumerate(starts):
-            if first < start < last:
-                found[rank] = min((first - start) % BIT_BLOCK, last - start)
+    found = []
+    for begin, end in pairwise(cuts):
+        sizes = []
+        for first, last in places(bucket, parameters).values():
+            if first < begin < last:
+                head = min((first - begin) % BIT_BLOCK, last - begin)
+                sizes += [head, min(last, end) - begin - head]
+            elif begin <= first < end:
+                sizes.append(min(last, end) - first)
+        found.append(block_starts(sizes))
     return found
 
 
