@@ -41,6 +41,9 @@ from shoal.launch.page_reader import PageRead
 from shoal.launch.watch import EVERY_S
 from shoal.view.events import event_text
 
+LAST_S = 1.0
+"""How long the end of a rank is waited for that has let go of its pipes."""
+
 
 class Other:
     """A process that is not this one's child, with what a watch asks of a worker."""
@@ -198,6 +201,7 @@ def _watch(watch: NodesWatch, ranks: list[Other], teller: Teller, said: Input) -
             _end(ranks, hang)
             return
     if not ended:
+        await_one(ranks)
         tell_death(ranks, watch.pages, teller.tell)
 
 
@@ -233,8 +237,15 @@ def _watch_all(
             _end(ranks, hang)
             return
     if not ended:
+        await_one(ranks)
         tell_death(everyone, watch.pages, emit)
     hub.close()
+
+
+def await_one(ranks: Sequence[Other]) -> None:
+    """Wait until the first of them has ended: a process lets go of its pipes a moment before."""
+    if all(one.code is None for one in ranks):
+        select.select([one.file for one in ranks], [], [], LAST_S)
 
 
 def tell_death(
