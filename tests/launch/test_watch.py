@@ -437,14 +437,13 @@ def test_what_a_loop_of_ones_own_does_between_two_calls_may_take_long(
     if waits:
         pages[1].begun("all_reduce", 64)
         pages[1].waits()
-    answers = [{"stacks": "", "between": True}, {"stacks": "", "between": not waits}]
     answered, told_s, began_s = [0, 0], 0.0, now_s[0]
     while not events:
         now_s[0] += 0.11
         for rank, page in enumerate(pages):
             if page.asked != answered[rank]:
                 answered[rank] = page.asked
-                page.answer(answered[rank], answers[rank])
+                page.answer(answered[rank], {"stacks": "", "between": True})
         assert one.look(workers) is None
         told_s = now_s[0] - began_s
     assert (events[0]["rank"], events[0]["why"]) == (0, "it is in no collective")

@@ -357,8 +357,8 @@ class Watch:
             self._next_s = silence_s + ANSWER_S
             return
         kind = FIRST if culprit.compiles else kind_of(culprit.of.told)
-        if self.twice and all((one.answer or {}).get("between") for one in seen):
-            kind = BETWEEN  # and nobody waits for anybody
+        if self.twice and all(one.between for one in seen):  # so nobody waits for anybody
+            kind = BETWEEN
         if culprit.together:
             kind = max((kind_of(one.told) for one in seen), key=self.learnt.deadline_s)
         deadline_s = self.learnt.deadline_s(kind)
