@@ -131,6 +131,7 @@ def main() -> None:
     with refuses if STAGE == 3 else nullcontext(), gathered:
         pass
     assert engine.get_lr() == [scheduler.get_last_lr()[0]]
+    engine.tput_timer.update_epoch_count()
 
     # Checkpoints: by step, by name; what a script keeps of its own comes back.
     engine.save_checkpoint("saved", client_state={"seen": 16})

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -229,6 +230,7 @@ class Engine(Carried):
         self.device, self.global_rank, self.world_size = world.device, world.rank, world.size
         self.local_rank, self.dp_world_size = world.local_rank, world.size
         self.mp_world_size = 1
+        self.tput_timer = SimpleNamespace(update_epoch_count=lambda: None)  # steps tell their times
 
     def __getattr__(self, name: str) -> Any:
         if name in TOLD:
