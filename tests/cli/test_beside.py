@@ -287,3 +287,63 @@ def test_ranks_of_two_nodes_are_compared_as_those_of_one(nodes: TwoNodes) -> Non
     nodes.wait("all(one.poll() is not None for one in self.ranks)")
     assert -signal.SIGKILL in [one.returncode for one in nodes.ranks]
     assert nodes.told() == []
+
+
+ALONE = """
+import os, signal
+from shoal.base.watch_page import Page
+page = Page.open()
+for step in range(1, 8):
+    page.stepped(step)
+input()
+TROUBLE
+"""
+
+
+@pytest.mark.parametrize(
+    ("trouble", "how", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL after step 7, in data", ""),
+        (
+            "os._exit(0)",
+            "exit code 0",
+            "left after step 7, in data: something in it calls os._exit",
+        ),
+        ("page.leave(); os._exit(1)", "", ""),
+    ],
+)
+def test_a_rank_that_ends_without_a_word_is_told(
+    tmp_path: Path, trouble: str, how: str, words: str
+) -> None:
+    """Where nobody of ours started it; one that has left its page has come to its end, or said why."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "shoal.cli.beside", "1"], stderr=subprocess.PIPE, **pipes
+    )
+    assert watch.stdout is not None
+    assert watch.stdin is not None
+    (path,) = json.loads(watch.stdout.readline())["paths"]
+    code = ALONE.replace("TROUBLE", trouble)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, PAGE_VARIABLE: path}, **pipes
+    )
+    node = {"ranks": [0], "pids": [rank.pid], "host": "here"}
+    asked = {"number": 0, "nodes": [node], "folder": str(tmp_path), "token": "t", "at": None}
+    watch.stdin.write(json.dumps(asked) + "\n")
+    watch.stdin.flush()
+    until_s = time.monotonic() + 20
+    while not (tmp_path / "logs").exists() and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert rank.stdin is not None
+    rank.stdin.write("go\n")
+    rank.stdin.flush()
+    os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # as its launcher finds it
+    _, said = watch.communicate(timeout=20)
+    rank.communicate(timeout=20)
+    log = tmp_path / "events.jsonl"
+    found = [json.loads(line) for line in log.open()] if log.exists() else []
+    assert [(one["event"], one["rank"]) for one in found] == [("worker_died", 0)] * bool(how)
+    for one in found:
+        assert one["how"] == how
+        assert one["traceback"] == words
+        assert f"shoal: rank 0 (pid {rank.pid}): {how}" in said

@@ -24,6 +24,7 @@ NAMES = {
     "model.loss": '[model]\nloss = "my.module:loss"\n',
     "data.source": '[data]\nsource = "my.module:data"\n',
     "data.source mix": '[data]\nsource = "mix:0.5*stdlib+0.5*my.module:data"\n',
+    "data.validation": '[data]\nsource = "digits"\nvalidation = "my.module:data"\n',
     "data.collate": '[data]\ncollate = "my.module:join"\n',
     "optimizer.name": '[optimizer]\nname = "my.module:Steps"\n',
     "train.on": '[train]\non = ["my.module:hook"]\n',

@@ -191,6 +191,58 @@ def test_over_ssh_ranks_run_by_this_python(tmp_path: Path) -> None:
             assert words[words.index("--") + 1 :][:4] == [python, "-m", "shoal", "train"]
 
 
+CLIENT = """#!/bin/sh
+echo "$0 $*" >> asked
+if [ "${0##*/}" = ssh ]; then head -n 1 >> tokens; else cat > given; fi
+exit ${CODE:-0}
+"""
+SUBMITTED = {
+    "sbatch": ["slurm", "train.steps=3"],
+    "kubectl": ["kubernetes", "train.steps=3", "--image", "me/shoal:1"],
+    "ssh": ["ssh", "--hosts", "hosts"],
+}
+
+
+@pytest.mark.parametrize("client", SUBMITTED)
+def test_a_job_is_handed_to_the_client_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str
+) -> None:
+    """What is printed otherwise is given; its refusal is told; where there is none a line says so."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("first\nsecond\n")
+    words = ["launch", *SUBMITTED[client], "--submit"]
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    told = CliRunner().invoke(app, words)
+    assert isinstance(told.exception, ShoalError)
+    assert f"--submit: there is no {client} here" in str(told.exception)
+    (tmp_path / client).write_text(CLIENT)
+    (tmp_path / client).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for code in (0, 3):
+        monkeypatch.setenv("CODE", str(code))
+        told = CliRunner().invoke(app, words)
+        if client == "ssh":
+            assert told.exit_code == code
+            continue
+        assert (told.exit_code == 0) == (code == 0)
+        if code:
+            assert str(told.exception) == f"--submit: {client} ended with status 3"
+    asked = (tmp_path / "asked").read_text()
+    if client == "ssh":
+        tokens = (tmp_path / "tokens").read_text().split()
+        assert len(tokens) == 4
+        assert (tokens[0] == tokens[1], tokens[1] == tokens[2]) == (True, False), "one per run"
+        assert not any(one in asked for one in tokens), "in no list of processes"
+        return
+    given = (tmp_path / "given").read_text()
+    if client == "sbatch":
+        printed = CliRunner().invoke(app, words[:-1]).output
+        assert given == printed
+    else:
+        assert [one["kind"] for one in yaml.safe_load_all(given)] == ["Secret", "JobSet"]
+        assert asked.splitlines()[0].endswith("kubectl apply -f -")
+
+
 RANK = """
 import os, signal, sys, time
 from pathlib import Path

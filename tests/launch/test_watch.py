@@ -418,6 +418,30 @@ def test_a_loop_of_ones_own_is_told_of_where_it_stood_at_the_same_lines_twice(
     one.close()
 
 
+def test_a_loop_of_ones_own_that_a_person_has_stopped_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-Z, or a scheduler that suspends a job: all ranks stand, and will be told to go on."""
+    now_s = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(watch, "kernel_state", lambda pid: {"State": "T (stopped)"})
+    events: list[dict[str, Any]] = []
+    one = Watch(tmp_path, lambda event, **fields: events.append(fields), math.inf, twice=True)
+    (path,) = one.begin(1)
+    page = Page.open({PAGE_VARIABLE: path})
+    assert page is not None
+    workers: Any = [SimpleNamespace(code=None, rank=0, pid=os.getpid())]
+    for step in range(1, 400):
+        now_s[0] += 0.11
+        if step < 30:
+            page.stepped(step)
+        assert one.look(workers) is None, "it is ended by nobody"
+    assert [(event["why"], event["ends_in_s"]) for event in events] == [
+        ("all processes are stopped, as by Ctrl-Z or a scheduler", None)
+    ]
+    one.close()
+
+
 @pytest.mark.parametrize("part", [PASSES, SUM])
 def test_a_host_that_waits_for_its_device_is_not_blamed(part: int) -> None:
     """Collectives are enqueued at once there: in none, it waits where Shoal reads a number."""
@@ -518,3 +542,10 @@ def test_a_page_keeps_the_calls_of_its_last_steps() -> None:
     assert watched.calls(range(10)) == {10: b"10"}
     page.keep_calls(11, 11, b"x" * 100_000)
     assert len(watched.calls(range(11))[11]) < 17_000
+    page.keep_calls(12, 12, kept(*[A] * 1000))
+    cut = watched.calls(range(12))[12]
+    assert 16_000 < len(cut) < 17_000
+    assert find_unlike(12, {0: cut, 1: kept(*[A] * 1000)}) is None, "what had no room may be there"
+    found = find_unlike(12, {0: cut, 1: kept(B, *[A] * 999)})
+    assert found is not None
+    assert not found.certain

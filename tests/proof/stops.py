@@ -5,8 +5,9 @@
 Each trial is the real `shoal train` on two ranks, asked once by a signal to the launcher (or to
 every process of its tree, loader workers and helpers too, as a scheduler does it) while it is
 
-    import · proof · first step · step (a long one) · validation · save · data (a rank waits for its
-    samples) · round (of two islands) · tree (in training, with loader workers)
+    import · proof · first step · compile (of kernels that no cache has) · step (a long one) ·
+    validation · save · data (a rank waits for its samples) · round (of two islands) · tree (in
+    training, with loader workers)
 
 Right is: status 128 + signal, and the newest checkpoint is of the last step that was made (or none
 was made); or status 1, and the last lines say which steps are lost.
@@ -46,7 +47,9 @@ if WAIT == "import":
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(2)])
+        self.head = nn.Linear(8, 4)
         self.passes = 0
     def forward(self, x):
         self.passes += self.training
@@ -58,7 +61,9 @@ class Net(nn.Module):
         if WAIT == "validation" and not self.training:
             open("reached", "w").close()
             time.sleep(0.5)
-        return self.net(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 def build():
     return Net()
@@ -96,6 +101,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "import": OFF,
     "proof": (),
     "first step": OFF,
+    "compile": (*OFF, "train.compile=blocks"),
     "step": OFF,
     "validation": (*OFF, "train.validate_every=10"),
     "save": (*OFF, "checkpoint.every=6"),
@@ -112,7 +118,7 @@ def trial(phase: str, name: str, folder: Path) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "stops_toy.py").write_text(MODULE)
-    environ = {**os.environ, "STOPS_WAIT": phase}
+    environ = {**os.environ, "STOPS_WAIT": phase, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cold")}
     environ = {k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE")}
     process = subprocess.Popen(
         [sys.executable, "-m", "shoal", "train", *BASE, *PHASES[phase]],
@@ -147,10 +153,11 @@ def trial(phase: str, name: str, folder: Path) -> dict[str, Any]:
 
 def reached(folder: Path, phase: str) -> bool:
     """Whether the run is in its phase: it says so itself, or the module does."""
-    if phase != "first step":
+    name = {"first step": '"first step"', "compile": '"compile, first step"'}.get(phase)
+    if name is None:
         return (folder / "reached").exists()
     told = folder / "runs" / "run" / "phase.json"
-    return told.exists() and '"first step"' in told.read_text()
+    return told.exists() and name in told.read_text()
 
 
 def ask(pid: int, number: int, *, tree: bool) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import shoal
+from shoal.trainer import stop_signals
+from shoal.trainer.stop_signals import ask_on_signals
 
 SAMPLES, BATCH, EPOCHS = 20, 8, 3  # steps of 8, 8 and 4: nine in all
 
@@ -103,6 +111,98 @@ def test_a_resumed_run_ends_as_one_without_a_break(
     for _ in range(2):  # and it trains no more, however often it is started
         assert script(tmp_path / "cut", data()) == (9, [])
     assert torch.equal(weights[-1], weights[-3])
+
+
+def stopped(folder: Path, data, at: int, *, inside: bool) -> tuple[int, list[int]]:
+    """The page's loop, asked to stop in its step `at`; it saves inside of its epochs, or after."""
+    run = opened(folder)
+    before = signal.getsignal(signal.SIGUSR1)
+    run.stop_on_signals()
+    seen: list[int] = []
+    for epoch in run.epochs(EPOCHS):
+        seen.append(epoch)
+        for batch in run.loader(data):
+            if run.step_count == at - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            run.step(batch)
+            if run.stopping:
+                break
+        if inside:
+            run.save()
+    run.save()
+    weights.append(run.state_dict()["weight"])
+    run.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    return run.step_count, seen
+
+
+@pytest.mark.parametrize("data", [Rows, Stream])
+@pytest.mark.parametrize(
+    ("at", "first", "left", "inside"),
+    [(2, [0], [0, 1, 2], True), (5, [0, 1], [1, 2], False), (6, [0, 1], [2], False)],
+)
+def test_a_stop_by_a_signal_costs_nothing(
+    tmp_path: Path, data, at: int, first: list[int], left: list[int], inside: bool
+) -> None:
+    """The rest of an epoch that a stop has cut short is trained by the next start."""
+    script(tmp_path / "whole", data())
+    assert stopped(tmp_path / "cut", data(), at, inside=inside) == (at, first)
+    assert stopped(tmp_path / "cut", data(), -1, inside=inside) == (9, left)
+    assert torch.equal(weights[-1], weights[-3])
+
+
+def test_a_second_ctrl_c_ends_a_loop_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An echo of the first does not; a thread that hears no signals says so, and goes on."""
+    asked, told = [], []
+    put_back = ask_on_signals(lambda: asked.append(1), told.append)
+    try:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(stop_signals, "ECHO_S", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        put_back()
+    assert asked == [1, 1, 1]
+    thread = threading.Thread(target=ask_on_signals, args=(asked.clear, told.append))
+    thread.start()
+    thread.join()
+    assert [line.partition(":")[0] for line in told] == ["run.stop_on_signals"]
+
+
+TWO_RANKS = """
+import os, signal, sys, torch, shoal
+
+class Rows:
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        if index == 7 and os.environ["RANK"] == "1" and not os.path.exists("asked"):
+            open("asked", "w").close()
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return torch.ones(4) * index, torch.ones(2)
+
+model, my_dataset = torch.nn.Linear(4, 2), Rows()
+run = shoal.parallelize(
+    model, torch.optim.SGD(model.parameters(), lr=1e-4), lambda o, t: (o - t) ** 2,
+    batch=8, micro_batch=2, folder="run", layout="ddp",
+)
+run.restore()
+"""
+
+
+def test_the_pages_loop_is_stopped_by_a_signal_to_one_rank(tmp_path: Path, programs: Any) -> None:
+    """docs/cluster.md, as it stands there: all ranks save, and the rest is trained afterwards."""
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    (loop,) = re.findall(r"```python\n(run\.stop_on_signals.*?)```", page, re.DOTALL)
+    (tmp_path / "loop.py").write_text(TWO_RANKS + loop)
+    for code in (143, 0):
+        ended = programs.world(2, "loop.py", cwd=tmp_path)
+        assert [one.returncode for one in ended] == [code] * 2, ended
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["step"] for row in steps] == list(range(1, 10))
+    places = [place for row in steps for place in range(*row["samples"])]
+    assert places == list(range(60))
 
 
 def test_epochs_of_ones_own_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,9 @@ from shoal.base.errors import ConfigError, TrainingError
 from shoal.base.frames import user_place
 from shoal.fabric import World
 from shoal.fabric.process_info import Place
-from shoal.trainer.excepthook import ShoalErrorHook, install
+from shoal.trainer.excepthook import install
+from shoal.trainer.last_words import line
+from shoal.view.diagnose import diagnose
 
 SCRIPT = """\
 import atexit, sys
@@ -105,6 +107,36 @@ def test_every_kind_of_error(tmp_path: Path, programs: Forks) -> None:
     assert err.endswith("shoal.base.errors.PlanError: layout: no\n")
 
 
+IN_A_FOLDER = """\
+import sys, torch, shoal
+
+def loss(outputs, targets):
+    if run.step_count == 2 and sys.argv[1] == "value":
+        raise ValueError("their own")
+    return (outputs - targets) ** 2
+
+run = shoal.parallelize(
+    torch.nn.Linear(4, 2), lambda p: torch.optim.SGD(p, lr=0.1), loss, folder="run",
+)
+for _ in range(4):
+    run.step((torch.ones(4, 4), torch.ones(4, 2)))
+"""
+
+
+@pytest.mark.parametrize("how", ["value", "forgets to close"])
+def test_a_run_folder_keeps_what_ended_the_loop(tmp_path: Path, programs: Forks, how: str) -> None:
+    """`shoal diagnose` finds it there; that nobody called `run.close` is no death."""
+    (tmp_path / "train.py").write_text(IN_A_FOLDER)
+    done = programs.run("train.py", how, cwd=tmp_path, timeout=DEADLINE_S)
+    assert done.returncode == (how == "value"), done.stderr
+    found = diagnose(tmp_path / "run")
+    assert not (tmp_path / "run" / "owner.json").exists()
+    assert [(one.kind, one.rank) for one in found] == [("worker_died", 0)] * (how == "value")
+    for one in found:
+        assert one.what.endswith("exit code 1: ValueError: their own")
+        assert one.why.startswith("an exception that nobody caught")
+
+
 Two = Callable[[str, int], list[tuple[int, str, str]]]
 
 
@@ -185,10 +217,9 @@ def test_another_hook_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_line() -> None:
-    hook = ShoalErrorHook(sys.__excepthook__)
-    assert hook.line(ConfigError("a: b\nc"), None) == "shoal: a: b c"
-    hook.world = World(Place(rank=3, size=4), torch.device("cpu"), None)
-    assert hook.line(TrainingError("x"), None) == "[rank 3] shoal: x"
+    assert line(ConfigError("a: b\nc"), None, None) == "shoal: a: b c"
+    world = World(Place(rank=3, size=4), torch.device("cpu"), None)
+    assert line(TrainingError("x"), None, world) == "[rank 3] shoal: x"
 
 
 def test_the_place_is_the_users_innermost() -> None:

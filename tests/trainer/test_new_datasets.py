@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import shoal
+from shoal.trainer import same_again
 from shoal.trainer.run import Run
 
 INPUTS, TARGETS = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)), torch.arange(32)
@@ -67,6 +68,24 @@ def test_epochs_are_those_of_one_dataset_and_resume(tmp_path: Path, workers: int
         assert resumed.restore()
         assert before + taken(resumed, new, workers=workers) == expected
         resumed.close()
+
+
+def test_a_look_that_sees_fewer_samples_is_no_other_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look takes a tenth of a second: on a busy machine, or of a slow disk, that is one sample."""
+    kept, made = new(), []
+
+    def slower() -> Dataset:
+        made.append(1)
+        monkeypatch.setattr(same_again, "LOOK_S", 9.0 if len(made) < 3 else -1.0)
+        return new()
+
+    once, anew = begin(tmp_path / "once"), begin(tmp_path / "anew")
+    expected = taken(once, lambda: kept)
+    assert taken(anew, slower) == expected
+    once.close()
+    anew.close()
 
 
 def test_two_at_once_stay_two_and_others_are_told_of(

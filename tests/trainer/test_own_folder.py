@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,18 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
         owner.kill()
         owner.wait(10)
     run_of(linear(), folder=tmp_path).close()  # the kernel took the dead owner's lock away
+
+
+def test_what_is_damaged_in_the_folder_is_put_aside(tmp_path: Path) -> None:
+    """As `shoal train --resume` does, before a loop of one's own writes on."""
+    (tmp_path / "events.jsonl").write_bytes(b'{"event":"notice","text":"a"}\nnull\n{"event":"not')
+    run_of(linear(), folder=tmp_path).close()
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
+    assert told[0]["text"] == "a"
+    assert told[1]["text"].endswith(
+        "1 line that cannot be read, put aside into events.jsonl.damaged"
+    )
+    assert (tmp_path / "events.jsonl.damaged").read_bytes() == b"null\n"
 
 
 def test_every_loader_resumes_where_it_stood(tmp_path: Path) -> None:

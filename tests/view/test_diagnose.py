@@ -275,6 +275,36 @@ def test_a_script_of_ones_own_is_started_again(tmp_path: Path) -> None:
     assert advice.command == "a larger batch, or another layout, for shoal.parallelize"
 
 
+def test_deaths_of_a_script_are_told_once_with_what_its_loop_may_do(tmp_path: Path) -> None:
+    """Each rank tells of what all refuse; who is asked to stop, and is deaf, may hear."""
+    mine = Owner.this_process("run")
+    dead = json.dumps({**asdict(mine), "born": mine.born - 1})
+
+    def found(name: str, *events: tuple[str, dict[str, Any]]) -> list[Finding]:
+        folder = run_of(tmp_path / name, *events)
+        (folder / "run.toml").unlink()
+        (folder / OWNER_FILE).write_text(dead)
+        return diagnose(folder)
+
+    raised = {"pid": 1, "how": "exit code 2", "traceback": "x\nValueError: of all"}
+    died = [("worker_died", {**raised, "rank": rank}) for rank in (1, 0)]
+    (one,) = found("all", *died)
+    assert (one.rank, one.over) == (1, False), "owner.json was left by the same end"
+    again = ("resumed", {"step": 3, "folder": "step-3"})
+    one, other, end = found("again", died[0], again, died[1], again)
+    assert (one.rank, other.rank, one.over, other.over) == (1, 0, True, True)
+    assert end.what.startswith("the run ended without a word: its first process (pid ")
+    assert "; the run went on\n" in text_of(tmp_path / "again", [one])
+    (one,) = found(
+        "asked", ("worker_died", {**raised, "how": "killed by SIGTERM", "traceback": ""})
+    )
+    assert one.why == "it was asked to stop, and this loop does not hear it"
+    assert one.command.startswith("run.stop_on_signals(), before the loop")
+    (one,) = found("left", ("worker_died", {**raised, "how": "ended", "traceback": ""}))
+    assert one.why.startswith("it left no words")
+    assert "logs/rank" not in one.command, "a launcher of somebody else's keeps it where it likes"
+
+
 def test_the_allocators_setting_has_one_name() -> None:
     from shoal.machine.device_pool import SETTING, is_set
 

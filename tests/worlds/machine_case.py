@@ -10,7 +10,7 @@ from unittest import mock
 
 from shoal.cli.links import measure as measure_all
 from shoal.fabric import World
-from shoal.fabric.bare_calls import bare_call
+from shoal.fabric.timed_calls import bare_call
 from shoal.machine import links
 from shoal.machine.links import measure_links
 from shoal.machine.measure import Sizes, measure_machine

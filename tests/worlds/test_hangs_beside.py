@@ -20,6 +20,7 @@ import pytest
 
 from cli_run import lines
 from hanging import LOOP
+from shoal.launch.processes import free_port
 from test_hangs import WHY
 
 HERE = Path(__file__).parent
@@ -97,6 +98,60 @@ def test_what_is_busy_is_told_and_left_alone(tmp_path: Path, kind: str) -> None:
     finally:
         running.terminate()
         running.communicate(timeout=60)
+    assert left(tmp_path) == []
+
+
+BY_HAND = """
+import os, time, torch, torch.distributed as dist, shoal
+
+rank, trouble = int(os.environ.get("RANK") or 0), os.environ["TROUBLE"]
+
+def summed(value):
+    if dist.is_initialized():
+        dist.all_reduce(value)
+
+def least(value):
+    if dist.is_initialized():
+        dist.all_reduce(value)
+
+def loss(outputs, targets):
+    first, second = (summed, least) if trouble != "swap" or rank == 0 else (least, summed)
+    first(outputs.detach().sum(0)), second(outputs.detach().amin(0))
+    if trouble == "leave" and rank == 0 and run.step_count == 3:
+        os._exit(3)
+    return (outputs - targets) ** 2
+
+run = shoal.parallelize(
+    torch.nn.Linear(4, 2), lambda p: torch.optim.SGD(p, lr=0.1), loss, folder="run",
+)
+for _ in range(30):
+    run.step((torch.full((4, 4), 1.0 + rank), torch.ones(4, 2)))
+    time.sleep(0.03)
+run.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("trouble", "ranks", "event"), [("swap", 2, "collectives_differ"), ("leave", 1, "worker_died")]
+)
+def test_a_loop_is_watched_whoever_started_it(
+    tmp_path: Path, programs: Any, trouble: str, ranks: int, event: str
+) -> None:
+    """Ranks that a person gave their places, and one process: who sums otherwise, who left quietly."""
+    (tmp_path / "loop.py").write_text(BY_HAND)
+    meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TROUBLE": trouble}
+    places = [{"RANK": f"{k}", "LOCAL_RANK": f"{k}", "WORLD_SIZE": "2"} for k in range(ranks)]
+    started = [
+        programs.start(["loop.py"], meets | (place if ranks > 1 else {}), tmp_path)
+        for place in places
+    ]
+    said = [one.communicate(100) for one in started]
+    assert all(one.returncode for one in started), said
+    until_s, log = time.monotonic() + 10, tmp_path / "run" / "events.jsonl"
+    while event not in log.read_text() and time.monotonic() < until_s:
+        time.sleep(0.05)  # what tells of it outlives the ranks for a moment
+    found = [one for one in lines(log) if one["event"] == event]
+    assert [one["rank"] for one in found] == [ranks - 1], said
     assert left(tmp_path) == []
 
 

@@ -170,9 +170,13 @@ class Page:
         self._words[ANSWERED] = request
 
     def keep_calls(self, slot: int, step: int, lines: bytes) -> None:
-        """Keep the collectives of a step, −`step` while it is under way; too much is cut off."""
+        """Keep the collectives of a step, −`step` while it is under way.
+
+        Of too many the first ones that fit: what ends in a line break goes on.
+        """
         at, room = CALLS_AT + slot % SLOTS * SLOT_BYTES, SLOT_BYTES - 16
-        lines = lines[:room]
+        if len(lines) > room:
+            lines = lines[: lines.rfind(b"\n", 0, room) + 1] or b"\n"
         struct.pack_into("=qq", self._whole, at, 0, 0)  # nobody reads a half-written one
         self._whole[at + 16 : at + 16 + len(lines)] = lines
         struct.pack_into("=qq", self._whole, at, step, len(lines))

@@ -12,6 +12,8 @@ What hangs is written to the run folder's events.jsonl and to standard error, on
 that of its own node too. A loop of the user's own may do anything between two steps, for as long as
 it likes: a rank that is busy is told, and never ended. One that cannot come back by itself is
 killed, and the launcher ends or restarts the others; those left after `REST_S` are killed too.
+A rank that ends without having left its page was killed, or left by `os._exit`: that is told, of
+the first one alone, since the others end of it.
 """
 
 from __future__ import annotations
@@ -32,10 +34,15 @@ from typing import Any
 from shoal.base.errors import ShoalError
 from shoal.base.events import EventLog
 from shoal.base.sealed import Connection
+from shoal.launch.failures import exit_text
 from shoal.launch.hung import Hang
 from shoal.launch.nodes import JOIN_S, REST_S, Far, Follower, Hub, Node, NodesWatch
+from shoal.launch.page_reader import PageRead
 from shoal.launch.watch import EVERY_S
 from shoal.view.events import event_text
+
+LAST_S = 1.0
+"""How long the end of a rank is waited for that has let go of its pipes."""
 
 
 class Other:
@@ -43,17 +50,31 @@ class Other:
 
     def __init__(self, rank: int, pid: int) -> None:
         self.rank, self.pid = rank, pid
-        self._file = os.pidfd_open(pid)  # it stays this process, whoever has its number later
+        self.file = os.pidfd_open(pid)  # it stays this process, whoever has its number later
+        self._code: int | None = None
+        self.how = "ended"
 
     @property
     def code(self) -> int | None:
-        """None while it runs; how it ended its launcher knows."""
-        return 0 if select.select([self._file], [], [], 0)[0] else None
+        """None while it runs; how it ended the kernel tells until its launcher has asked."""
+        if self._code is None and select.select([self.file], [], [], 0)[0]:
+            self._code = 0
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                state, *_, status = _stat(self.pid)
+                if state == "Z":
+                    self._code = os.waitstatus_to_exitcode(int(status))
+                    self.how = exit_text(self._code)
+        return self._code
 
     def kill(self) -> None:
         """End it."""
         with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(self._file, signal.SIGKILL)
+            signal.pidfd_send_signal(self.file, signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process: its state's letter first, its exit status last."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 class Input:
@@ -62,12 +83,13 @@ class Input:
     def __init__(self) -> None:
         self._come, self.ended = b"", False
 
-    def look(self, wait_s: float = 0.0) -> dict[str, Any] | None:
-        """The next line; None where none has come within the time."""
+    def look(self, wait_s: float = 0.0, ranks: Sequence[Other | Far] = ()) -> dict[str, Any] | None:
+        """The next line; None where none has come within the time, or until one of `ranks` ends."""
         until_s = time.monotonic() + wait_s
+        files = [one.file for one in ranks if isinstance(one, Other) and one.code is None]
         while b"\n" not in self._come and not self.ended:
             left_s = max(0.0, until_s - time.monotonic())
-            if not select.select([0], [], [], left_s)[0]:
+            if 0 not in select.select([0, *files], [], [], left_s)[0]:
                 return None
             more = os.read(0, 1 << 16)
             self._come, self.ended = self._come + more, not more
@@ -171,11 +193,16 @@ def listen(addresses: Sequence[str]) -> socket.socket | None:
 def _watch(watch: NodesWatch, ranks: list[Other], teller: Teller, said: Input) -> None:
     """Watch the ranks of one node that are alone."""
     watch.emit = watch.slow.emit = teller.tell
+    ended = False
     while not said.ended and any(rank.code is None for rank in ranks):
-        said.look(EVERY_S)
+        said.look(EVERY_S, ranks)
+        ended = ended or tell_death(ranks, watch.pages, teller.tell)
         if hang := watch.look(ranks):
             _end(ranks, hang)
             return
+    if not ended:
+        await_one(ranks)
+        tell_death(ranks, watch.pages, teller.tell)
 
 
 def _watch_all(
@@ -195,9 +222,11 @@ def _watch_all(
     watch.join(hub)
     both: dict[int, Other | Far] = {**{one.rank: one for one in ranks}, **hub.far}
     everyone = [both[rank] for rank in sorted(both)]
+    ended = False
     while not said.ended and any(rank.code is None for rank in ranks):
         hub.serve(EVERY_S)
         said.look()
+        ended = ended or tell_death(everyone, watch.pages, emit)
         if not hub.ready:
             if what := hub.lacking():
                 _unwatched(emit, what)
@@ -207,7 +236,39 @@ def _watch_all(
             hub.hand_out(1.0)
             _end(ranks, hang)
             return
+    if not ended:
+        await_one(ranks)
+        tell_death(everyone, watch.pages, emit)
     hub.close()
+
+
+def await_one(ranks: Sequence[Other]) -> None:
+    """Wait until the first of them has ended: a process lets go of its pipes a moment before."""
+    if all(one.code is None for one in ranks):
+        select.select([one.file for one in ranks], [], [], LAST_S)
+
+
+def tell_death(
+    ranks: Sequence[Other | Far], pages: Sequence[PageRead], tell: Callable[..., None]
+) -> bool:
+    """Tell of the rank that ended first, if it did not leave its page; whether one has ended.
+
+    Of those that are found together one that was asked to end comes last: that its launcher does
+    to the others.
+    """
+    ended = [(one, pages[one.rank].read()) for one in ranks if one.code is not None]
+    if not ended:
+        return False
+    one, told = min(ended, key=lambda pair: (pair[0].code == -signal.SIGTERM, pair[1].changed_s))
+    if not told.live:
+        return True  # it came to its end, or has told itself
+    how = one.how if isinstance(one, Other) else "ended"
+    where = f"after step {told.step}, in {told.doing}"
+    words = f"left {where}: something in it calls os._exit" if how.startswith("exit") else ""
+    how = f"{how}{'' if words else f' {where}'}"
+    host = pages[one.rank].host
+    tell("worker_died", rank=one.rank, pid=one.pid, host=host, how=how, traceback=words)
+    return True
 
 
 def _follow(follower: Follower, ranks: list[Other], teller: Teller, said: Input) -> None:

@@ -1,7 +1,7 @@
 """`shoal links`: how fast processes talk, collective by collective, beside the α–β model.
 
 Alone it starts as many processes as a run would; under torchrun or srun the same command runs on
-every rank, and rank 0 tells. Timed are bare calls (`fabric/bare_calls.py`); on gloo a
+every rank, and rank 0 tells. Timed are bare calls (`fabric/timed_calls.py`); on gloo a
 reduce-scatter is an all-to-all and a sum, as in runs. Groups are neighbours, all groups of a size
 at once as in a run, and one rank of each machine; pairs talk one pair at a time.
 """

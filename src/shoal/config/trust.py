@@ -19,8 +19,8 @@ from shoal.config.paths import split_source
 
 ROOT = 0
 CODE = (
-    *("model.build", "model.loss", "data.source", "data.collate", "optimizer.name"),
-    *("train.on",),
+    *("model.build", "model.loss", "data.source", "data.validation", "data.collate"),
+    *("optimizer.name", "train.on"),
 )
 """Keys whose values may name functions or classes, pkg.mod:name."""
 
@@ -61,7 +61,7 @@ def _functions(loaded: Loaded, origin: str) -> Iterator[str]:
 
 
 def _calls(key: str, text: str) -> bool:
-    if key not in ("data.source", "data.validation"):
+    if key not in ("data.source", "data.validation") or ":" not in text:  # a share has none
         return ":" in text
     kind, argument = split_source(text, key)
     if kind == "mix":

@@ -51,6 +51,8 @@ class Fingerprints:
     """Keeps the calls of this process's training thread in its page; made by that thread.
 
     step   the one that begins
+    They are kept under the step's number, or the next one that is free: a step that is taken again,
+    or that of another run of this process, is not compared with the one before.
     """
 
     def __init__(self, page: Page, step: int) -> None:
@@ -66,12 +68,13 @@ class Fingerprints:
 
     def _stepped(self, step: int) -> None:
         """A step is done: hand over its calls, and see whether the next one's are kept."""
+        step = max(step, self._step)
         if self._torchs:
             self._end()
             self._keep(step)
             self._slot += 1
         self.steps, self._step = self.steps + 1, step + 1
-        if self.steps < FIRST or (step + 1) % EVERY == 0:
+        if self.steps < FIRST or self._step % EVERY == 0:
             self._begin()
 
     def _keep(self, step: int) -> None:

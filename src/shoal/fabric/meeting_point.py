@@ -61,6 +61,13 @@ def _waiting_told(place: Place, timeout: timedelta, tell_after_s: float) -> Iter
 def _opened(place: Place, timeout: timedelta) -> dist.Store:
     if place.agent_store:
         store = _torchs(place, None, timeout)
+        if place.rank == 0 and not is_loopback(place.host):
+            logging.getLogger("shoal").warning(
+                "shoal: ranks meet at torchrun's store at %s, which asks nobody who he is: whoever "
+                "reaches that port can end this run; nearest: "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and %s (docs/cluster.md)",
+                *(place.meets_at, TOKEN),
+            )
         return dist.PrefixStore(agreed_name(store, place, timeout), store)
     if place.token:
         from shoal.fabric.guarded_store import GuardedStore

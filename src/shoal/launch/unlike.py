@@ -36,9 +36,11 @@ def find_unlike(step: int, pages: Mapping[int, bytes]) -> Unlike | None:
     """The first difference between ranks in a step; None where their calls agree.
 
     step    with a minus where it is under way: then a rank may have to make the rest yet
-    pages   by rank, what each keeps of that step
+    pages   by rank, what each keeps of that step; one that ends in a line break had more
     """
     by_group: dict[str, dict[int, list[Call]]] = {}
+    if any(lines.endswith(b"\n") for lines in pages.values()):  # the rest had no room
+        step = -abs(step)
     for rank, lines in pages.items():
         for line in lines.decode(errors="replace").splitlines():
             group, _, rest = line.partition("\t")

@@ -23,6 +23,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ from shoal.base.events import Emit
 from shoal.base.lines import is_number, read_object
 from shoal.base.phases import DATA, HOOKS, NOWHERE
 from shoal.base.watch_page import can_watch
-from shoal.launch.hung import Hang, Seen, find_culprit, kernel_state, write_stacks
+from shoal.launch.hung import STOPPED, Hang, Seen, find_culprit, kernel_state, write_stacks
 from shoal.launch.page_reader import PageRead, Told, Watched
 from shoal.launch.slow import SlowRanks
 from shoal.launch.unlike import find_unlike
@@ -346,6 +347,9 @@ class Watch:
                 return
         seen = [self.seen(worker, self._told[worker.rank], answers) for worker in workers]
         culprit = find_culprit(seen)
+        if culprit and self.twice and all(one.letter == STOPPED for one in seen):
+            why = "all processes are stopped, as by Ctrl-Z or a scheduler"
+            culprit = replace(culprit, why=why, certain=False)  # and go on when that one likes
         if culprit is None:  # somebody looks at a rank with a debugger
             self._next_s = silence_s + ANSWER_S
             return

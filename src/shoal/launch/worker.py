@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from shoal.base import phases
 from shoal.base.errors import ShoalError
+from shoal.base.events import EventLog
 from shoal.base.frames import user_place
 from shoal.launch.failures import Report, write_report
 
@@ -64,6 +65,10 @@ def run_worker(main: Callable[[], int]) -> int:
     if folder := os.environ.get("SHOAL_RUN_FOLDER"):
         rank = int(os.environ.get("RANK", "0"))
         write_report(Path(folder) / "logs" / f"rank-{rank}.error.json", report)
+        if "SHOAL_STORE" not in os.environ and not report.lost_peer:  # no supervisor tells of it
+            how, words = f"exit code {report.exit_code}", report.traceback or report.line
+            log = EventLog(Path(folder) / "events.jsonl", rank)
+            log.emit("worker_died", pid=os.getpid(), how=how, traceback=words)
     return report.exit_code
 
 

@@ -17,16 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from shoal.fabric import World
 from shoal.fabric.axes import along
-from shoal.fabric.bare_calls import EVERY, bare_call
 from shoal.fabric.device import synchronize
+from shoal.fabric.timed_calls import EVERY, OF_PLANS, bare_call, call_of_runs
 from shoal.planner.collectives import rounds as doublings
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather")
-"""Those that a plan reckons with."""
 REPEATS = 5
 
 
@@ -45,7 +41,7 @@ def measure_links(
             continue
         group = world if degree == world.size else along(world, axes, [axis])
         told: dict[str, Any] = {"ranks": degree}
-        for kind in KINDS:
+        for kind in OF_PLANS:
             points = [(size, _seconds(world, group, kind, size)) for size in message_bytes]
             told[kind] = {**fit_line(points, degree, kind), "points": points}
         found[axis] = told
@@ -57,7 +53,7 @@ def best_links(passes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[st
     found: dict[str, dict[str, Any]] = {}
     for axis, first in passes[0].items():
         told: dict[str, Any] = {"ranks": first["ranks"]}
-        for kind in KINDS:
+        for kind in OF_PLANS:
             tries = zip(*(passed[axis][kind]["points"] for passed in passes), strict=True)
             points = [min(same, key=lambda point: point[1]) for same in tries]
             told[kind] = {**fit_line(points, first["ranks"], kind), "points": points}
@@ -112,10 +108,7 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:
     """Shortest time of one collective; of the slowest rank, so that all fit the same points."""
-    count = max(group.size, size_bytes // 4 // group.size * group.size)
-    tensor = torch.zeros(count, device=world.device)
-    part = count // group.size
-    call = _call_of_runs(group, kind, tensor, [part * rank for rank in range(group.size + 1)])
+    call = call_of_runs(group, kind, size_bytes)
     return max(min(own) for own in call_seconds(world, call, REPEATS))
 
 
@@ -130,21 +123,6 @@ def call_seconds(world: World, call: Callable[[], object], repeats: int) -> list
         synchronize(world.device)
         taken.append(time.perf_counter() - began_s)
     return [list(map(float, own)) for own in world.gather_json(taken)]
-
-
-def _call_of_runs(
-    group: World, kind: str, tensor: torch.Tensor, cuts: list[int]
-) -> Callable[[], object]:
-    def gather() -> None:
-        work = group.all_gather_parts(tensor, cuts)
-        if work is not None:
-            work.wait()
-
-    if kind == "all_reduce":
-        return lambda: group.all_reduce(tensor)
-    if kind == "reduce_scatter":
-        return lambda: group.reduce_scatter(tensor, cuts).result()
-    return gather
 
 
 def _terms(kind: str, ranks: int) -> tuple[float, float]:

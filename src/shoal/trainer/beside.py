@@ -1,15 +1,16 @@
 """Has the ranks of a run watched from outside where Shoal's launcher is not there to do it.
 
-Under torchrun, srun and the like nobody outside of the ranks knows what they do. So on each node
-its first rank starts a small process without torch (cli/beside.py); every rank tells it, in a page
-of memory, of its steps and collectives, and answers it with stacks. The processes of several nodes
-talk to that of node 0 (launch/nodes.py).
+Under torchrun, srun, Ray and the like, and in a loop of one process, nobody outside of the ranks
+knows what they do. So on each node its first rank starts a small process without torch
+(cli/beside.py); every rank tells it, in a page of memory, of its steps and collectives, and answers
+it with stacks. The processes of several nodes talk to that of node 0 (launch/nodes.py).
 
 A node is here what has its own memory, numbers of processes and network: a machine or a container.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import secrets
@@ -17,7 +18,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,43 @@ from shoal.base.frames import OWN_FOLDER
 from shoal.base.stacks import answer_for_stacks
 from shoal.base.watch_page import PAGE_VARIABLE, Page, can_watch, tell_page
 from shoal.fabric import World
+from shoal.fabric.fingerprints import Fingerprints
 from shoal.fabric.meeting_point import is_loopback
+
+LAUNCHERS = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SHOAL_NODE"}
+"""Variables of torchrun, srun and our starter of nodes, whose ranks are watched in any case."""
 
 _kept: list[subprocess.Popen[str]] = []
 """Its input ends when this process does."""
 
 
+class Beside:
+    """This rank's page, which a process beside it reads; `leave` it when all is done."""
+
+    def __init__(self, world: World, page: Page) -> None:
+        self.world, self.page, self.leave = world, page, page.leave
+
+    def compare_collectives(self) -> None:
+        """Have the collectives of this rank's steps compared with the others', from now on."""
+        if self.world.group is not None:
+            Fingerprints(self.page, 1)
+
+
 def watch_from_outside(
-    world: World, folder: Path | None, environ: Mapping[str, str] = os.environ
-) -> Callable[[], None] | None:
+    world: World,
+    folder: Path | None,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    own: bool = False,
+) -> Beside | None:
     """Start the watch of a run; every rank calls it once its world is there.
 
-    Gives   what ends it; None where nobody watches: this process has a page already, or a system
-            has no memory that two processes reach by a name
+    own     the processes were found for a loop of the user's own: it is watched whoever started it
+    Gives   None where nobody watches: this process has a page already, or a system has no memory
+            that two processes reach by a name
     """
+    if LAUNCHERS.isdisjoint(environ) and not (own and _stands_alone(world)):
+        return None
     may = phases.page is None and can_watch() and hasattr(os, "pidfd_open")
     here = {"may": may, "node": _identity() if may else ""}
     places = world.gather_json(here)
@@ -64,6 +88,7 @@ def watch_from_outside(
     page = Page.open({PAGE_VARIABLE: told[mine[0]]["paths"][mine.index(world.rank)]})
     if page is None:
         return None
+    atexit.register(page.leave)  # who ends without that was killed
     tell_page(page)
     answer_for_stacks(page)
     world.traffic.page = page
@@ -83,7 +108,17 @@ def watch_from_outside(
             "token": told[0]["token"],
         }
     )
-    return page.leave
+    return Beside(world, page)
+
+
+def _stands_alone(world: World) -> bool:
+    """Whether no launcher that is known started these processes: a person, Ray, Lightning's.
+
+    A person at a prompt does nothing for hours, and nothing is wrong.
+    """
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # torchrun's, which has its LAUNCHERS' too
+        return False
+    return world.size > 1 or not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
 
 
 def tell_disk(world: World) -> None:

@@ -5,9 +5,9 @@
         run.save()
 
 A turn of the loop is an epoch. A checkpoint counts the turn it was written in as done if the turn's
-training was over: the loader had come to its end, or was left early. With batches of the user's own
-nobody tells where an epoch ends: it is over if as many steps were taken as in an earlier one, and
-in the first epoch with the first save.
+training was over: the loader had come to its end, or was left early, and not for a stop. With
+batches of the user's own nobody tells where an epoch ends: it is over if as many steps were taken
+as in an earlier one, and in the first epoch with the first save.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Epochs:
         self.feed = feed
         self.done = self.steps = self.length = 0
         self.used = False
+        self._stopping: Callable[[], bool] = lambda: False
 
     @property
     def current(self) -> int:
@@ -42,8 +43,11 @@ class Epochs:
             raise ConfigError(f"run.epochs({count!r}): a count of epochs is wanted; nearest: 1")
         if not self.used:
             self.used, self.done, self.steps = True, self.feed.passes(), 0
+        self._stopping = stopping
         while self.done < count and not stopping():
             yield self.done
+            if self._is_cut_short():
+                return
             self.length = self.steps or self.length
             self.done += 1
             self.steps = 0
@@ -67,14 +71,20 @@ class Epochs:
         self.length = int(kept.get("length", 0))
         if not self.steps or self.feed.state:
             return
+        of = f" of its {self.length}" if self.length else ""
         notice(
-            f"epoch {self.done} is begun again, and {self.steps} of its {self.length} steps are "
+            f"epoch {self.done} is begun again, and {self.steps}{of} steps are "
             f"repeated: batches of your own cannot be entered in the middle; run.loader's can"
         )
         self.steps = 0
 
+    def _is_cut_short(self) -> bool:
+        """Whether a stop ended this turn before its end: the rest of it is for the next start."""
+        whole = self.feed.at_end() if self.feed.state else 0 < self.length <= self.steps
+        return bool(self.steps) and self._stopping() and not whole
+
     def _over(self) -> bool:
-        if not self.steps:
+        if not self.steps or self._is_cut_short():
             return False
         if self.feed.state:
             return self.feed.at_end() or not self.feed.under_way

@@ -20,11 +20,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from shoal.base.errors import ClusterError, ShoalError
+from shoal.base.errors import ShoalError
 from shoal.fabric import World
-
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What gloo says on the ranks that wait for one that is gone."""
 
 
 def install() -> ShoalErrorHook:
@@ -45,23 +42,32 @@ class ShoalErrorHook:
     """What Python calls with an exception that nobody caught.
 
     ordinary   the hook that shows everything else · world  the processes, once they are known
+    last_word  keeps (the error, exit status) where the run is; None: another rank's fault
     """
 
     def __init__(self, ordinary: Callable[..., Any]) -> None:
         self.ordinary = ordinary
         self.world: World | None = None
+        self.last_word: Callable[[BaseException | None, int], None] = lambda error, code: None
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Print the line and end the process with the error's exit status."""
-        told = error if isinstance(error, ShoalError) else self._lost_peer(error)
+        from shoal.trainer.last_words import leave_page, line, lost_peer  # seldom wanted
+
+        told = error if isinstance(error, ShoalError) else lost_peer(error, self.world)
         if told is None or os.environ.get("SHOAL_TRACEBACK"):
             self.ordinary(kind, error, trace)
         else:
-            sys.stderr.write(self.line(told, trace) + "\n")
+            sys.stderr.write(line(told, trace, self.world) + "\n")
+        asked, prompt = isinstance(error, KeyboardInterrupt), hasattr(sys, "ps1")
+        if not prompt:
+            leave_page()
+            own = error if told in (None, error) and not asked else None
+            self.last_word(own, told.exit_code if told is not None else 1)
         if told is None:
-            goes_on = isinstance(error, KeyboardInterrupt) or hasattr(sys, "ps1")
+            goes_on = asked or prompt
             if self.world is not None and self.world.size > 1 and not goes_on:
                 # What was begun with peers may never end, and the teardown would wait for that.
                 atexit._run_exitfuncs()
@@ -77,25 +83,3 @@ class ShoalErrorHook:
             # lose the exit status. Peers then see a closed connection. atexit functions do not run.
             os._exit(told.exit_code)
         raise SystemExit(told.exit_code)  # CPython takes the status of a hook that raises this
-
-    def _lost_peer(self, error: BaseException) -> ShoalError | None:
-        several = self.world is not None and self.world.size > 1
-        if several and isinstance(error, RuntimeError):
-            from shoal.fabric.far_links import dead_link  # a run that goes well does without
-
-            if told := dead_link(str(error)):
-                return ClusterError(told)
-            for words in LOST_PEER:
-                if words in str(error):
-                    return ClusterError(f"another rank ended ({words}); its own line says why")
-        return None
-
-    def line(self, error: ShoalError, trace: TracebackType | None) -> str:
-        """`shoal: FILE:LINE: message`, the place being the innermost that is the user's."""
-        from shoal.base.frames import user_place  # a run that goes well does without
-
-        several = self.world is not None and self.world.size > 1
-        rank = f"[rank {self.world.rank}] " if several and self.world is not None else ""
-        place = user_place(trace)
-        text = " ".join(str(error).split("\n"))
-        return f"{rank}shoal: {f'{place}: ' if place else ''}{text}"

@@ -5,10 +5,12 @@ What is written into it beside steps, traces of some and copies of checkpoints, 
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+from shoal.base.cut_back import mend_folder
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.plan import Plan
 from shoal.checkpoint.lease import RunLease, read_owner
@@ -20,7 +22,7 @@ from shoal.trainer.recorder import Recorder
 def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | None:
     """See who shares `folder`, and take it, unless `shoal train` has taken it already.
 
-    tell    one line for the user, where nodes do not
+    tell    one line for the user, where nodes do not, or what is there cannot be read
     Errors: the same on all ranks: CheckpointError naming the process that has it; ConfigError for
     a folder that ranks of one machine do not share.
     """
@@ -38,6 +40,7 @@ def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | N
         try:
             lease = RunLease(folder, folder.name)
             lease.acquire()
+            atexit.register(lease.release)  # a script that ends without `run.close` was not killed
         except CheckpointError as failure:
             owner = read_owner(folder)
             lease = None
@@ -46,6 +49,9 @@ def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | N
     refusal = next(filter(None, world.gather_json(refusal)), "")
     if refusal:
         raise CheckpointError(refusal)
+    if lease is not None:
+        for line in mend_folder(folder):
+            tell(line)
     return lease
 
 

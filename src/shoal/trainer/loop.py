@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -55,6 +53,7 @@ from shoal.trainer.predict import (
 from shoal.trainer.rank_layouts import choose
 from shoal.trainer.rewind import go_back
 from shoal.trainer.run import Run
+from shoal.trainer.stop_signals import ask_on_signals
 from shoal.trainer.validate import validator
 
 Prove = Callable[[Config, Source, World, Path, Plan, Words | None], str]
@@ -72,7 +71,7 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
     if config.layout.updates not in ("", "synchronous"):
         return _served(config, folder, world, prove)
     run, source, total_steps, joined = _prepare(config, folder, world, prove)
-    previous = _stop_on_signal(run)
+    put_back = ask_on_signals(run.request_stop)
     phases.part(phases.NOWHERE)  # a proof's steps are over, and the first batch may take long
     if phases.page is not None and world.group is not None:
         from shoal.fabric.fingerprints import Fingerprints
@@ -88,8 +87,7 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
             run.saving.settle()
         raise
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        put_back()
 
 
 @checked_once()
@@ -167,14 +165,6 @@ def _served(config: Config, folder: Path, world: World, prove: Prove) -> int:
     gc.collect()
     forget_peak(world.device)
     return train_served(config, source, folder, world, plan, proven)
-
-
-def _stop_on_signal(run: Run) -> dict[int, Any]:
-    def ask(number: int, frame: object) -> None:
-        run.request_stop()
-
-    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    return {number: signal.signal(number, ask) for number in kinds}
 
 
 def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from shoal.fabric import World
-from shoal.trainer.same_again import look_at
+from shoal.trainer.same_again import look_at, unlike
 
 
 @runtime_checkable
@@ -64,8 +64,7 @@ def take_over(feed: Streams, loader: Any, dataset: Any, workers: int, collate: A
             and known.position % known.samples == 0
         ):
             continue
-        seen = feed.seen(place)
-        if feed.world.broadcast_json(bool(seen) and seen == look_at(dataset, workers)):
+        if feed.world.broadcast_json(_is_same(feed.seen(place), dataset, workers)):
             loader.restore(known.state())
             feed.loaders[place], feed.opened_at[place] = loader, loader.position
             feed.settings[place] = (dataset, workers, collate)
@@ -78,3 +77,12 @@ def take_over(feed: Streams, loader: Any, dataset: Any, workers: int, collate: A
                 f"dataset, made before the loop, if its samples are drawn anew"
             )
     return False
+
+
+def _is_same(seen: list[str], dataset: Any, workers: int) -> bool:
+    """Whether a dataset holds the samples that were seen of another one.
+
+    Both looks last so long, and no longer: on a busy machine one of them sees fewer samples.
+    """
+    again = look_at(dataset, workers) if seen else []
+    return bool(again) and not unlike(seen, again)

@@ -142,18 +142,11 @@ def parallelize(
         check_tokenizer(tokenizer)
     given = {"batch": batch, "micro_batch": micro_batch}
     run = start_run(
-        model,
-        optimizer,
-        loss,
-        replace(plan, batch=batch or 0, micro_batch=micro_batch or 0),
-        said,
+        model, optimizer, loss, replace(plan, batch=batch or 0, micro_batch=micro_batch or 0), said,
         given=[name for name, value in given.items() if value],
-        length=Length(schedule, total_steps),
-        sample=sample,
-        ranks_layouts=sample is not None,
-        folder=Path(folder) if folder is not None else None,
-        world=world,
-    )
+        length=Length(schedule, total_steps), sample=sample, ranks_layouts=sample is not None,
+        folder=Path(folder) if folder is not None else None, world=world,
+    )  # fmt: skip
     run.metrics = metrics or {}
     run.tokenizer = tokenizer
     if run.world.size > 1 and leaves_open(plan, said):
@@ -204,16 +197,15 @@ def start_run(
                     False, one process, or a machine that was never measured: by size
     Errors   as `parallelize`
     """
-    install()
     loss = loss or default_loss()
-    world = world or start_world()
+    own, world = world is None, world or start_world()
     install().world = world
     check_sums(world)
-    leave = None
-    if not {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SHOAL_NODE"}.isdisjoint(os.environ):
+    beside = None
+    if "SHOAL_STORE" not in os.environ and (world.size > 1 or folder is not None):
         from shoal.trainer.beside import watch_from_outside
 
-        leave = watch_from_outside(world, folder)
+        beside = watch_from_outside(world, folder, own=own)
     _agree(world, _compared(plan, said, length))
     plan = replace(plan, compute=formats.resolve(plan.compute, world.device))
     module, notices = _built(model, plan, said, world)
@@ -251,15 +243,18 @@ def start_run(
     del parameters, hooks  # under zero 3 whole ones, and with the last of them their files go
     program = enter_run(module, give_masters(program))
     program = hand_to_policies(program, bound)
+    if program.owed is not None:
+        program.owed.sums.length = length
     recorder = Recorder(folder, world)
+    ends: list[Callable[[], None]] = [] if beside is None else [beside.leave]
     if (plan.trace or plan.remote) and folder is not None:
         from shoal.trainer.folder_lease import start_beside
 
-        ends = start_beside(plan, folder, recorder)
-        program = replace(program, on_close=(*program.on_close, *ends))
-    if leave is not None:
-        program = replace(program, on_close=(*program.on_close, leave))
+        ends += start_beside(plan, folder, recorder)
+    program = replace(program, on_close=(*program.on_close, *ends))
     run = Run(program, bound, loss, recorder, length, given)
+    if beside is not None and own:  # `shoal train` does so with its first step
+        beside.compare_collectives()
     if folder is not None:
         _keep_in(folder, run)
     trim_heap()
@@ -269,9 +264,11 @@ def start_run(
 def _keep_in(folder: Path, run: Run) -> None:
     """Take a run's folder, and what a checkpoint tells besides of what is run."""
     from shoal.trainer.folder_lease import own
+    from shoal.trainer.last_words import last_word
     from shoal.trainer.run_state import model_parts
 
     run.lease = own(folder, run.world, run.recorder.notice)
+    install().last_word = last_word(run.recorder, run.lease)
     if beside := sys.modules.get("shoal.trainer.beside"):
         beside.tell_disk(run.world)
     run.saving.prepare()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,17 +229,10 @@ class Run:
         first = None if seen else FirstStep(self.loss, self.program, micro_batches)
         with self._looking(len(micro_batches)):
             tally = forward_backward(
-                self.program,
-                micro_batches,
-                first or self.loss,
-                step=self.step_count,
-                rounds=rounds,
-                spare=spare,
-                scale=self.scale,
-                call=self.plan.call,
-                flags=self.flags,
-                note=self._note,
-            )
+                self.program, micro_batches, first or self.loss, step=self.step_count,
+                rounds=rounds, spare=spare, scale=self.scale, call=self.plan.call,
+                flags=self.flags, note=self._note,
+            )  # fmt: skip
         self._ran(tally, spare)
         if first is not None:
             first.tell(self.recorder.notice)
@@ -363,15 +357,15 @@ class Run:
 
     def flags(self) -> Flags:
         """What this rank has to say to the others after its passes."""
+        wanted, measured = self.recorder.wanted, self._measured
         return Flags(
-            stop=self._stop_wanted or "stop" in self.recorder.wanted,
-            save="save" in self.recorder.wanted,
+            stop=self._stop_wanted or "stop" in wanted, save="save" in wanted,
             save_failed=self._saving is not None and self._saving.failed(),
             peak_memory_bytes=peak_memory_bytes(self.world.device),
             says=[lost_of(self._batch), *self.touched.says(self.step_count + 1)],
-            measured=self._measured.told() if self._measured else None,
-            unnamed=self._measured is not None and self._measured.unknown,
-        )
+            measured=measured.told() if measured else None,
+            unnamed=measured is not None and measured.unknown,
+        )  # fmt: skip
 
     def _ran(self, tally: Tally, spare: Any) -> None:
         """The passes are over and summed up."""
@@ -399,15 +393,9 @@ class Run:
         lr = self.guard.set_lr(self.step_count if self.lr_step is None else self.lr_step)
         with self.touched.stepping():
             done = update(
-                self.program,
-                self.optimizer,
-                tally,
-                clip=self.plan.clip,
-                scale=self.scale,
-                watch=self.guard.watch,
-                adjust=self.adjust,
-                spikes=self.spikes,
-            )
+                self.program, self.optimizer, tally, clip=self.plan.clip, scale=self.scale,
+                watch=self.guard.watch, adjust=self.adjust, spikes=self.spikes,
+            )  # fmt: skip
         self._tell()
         if not done.skipped:
             self.guard.check_first_update()
@@ -554,6 +542,13 @@ class Run:
     def request_stop(self) -> None:
         """Ask for a stop; after the next step `run.stopping` is true on every rank alike."""
         self._stop_wanted = True
+
+    def stop_on_signals(self) -> None:
+        """Have SIGTERM, Ctrl-C and SIGUSR1, on any rank, do `request_stop`, until `close`."""
+        from shoal.trainer.stop_signals import ask_on_signals
+
+        put_back = ask_on_signals(self.request_stop, self.recorder.here)
+        self.program = replace(self.program, on_close=(*self.program.on_close, put_back))
 
     def __enter__(self) -> Run:
         """`with shoal.parallelize(…) as run:` closes it at the end, unless an error ends it."""

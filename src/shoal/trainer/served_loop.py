@@ -17,7 +17,6 @@ that dies ends the attempt; all start again from the last checkpoint, those that
 from __future__ import annotations
 
 import queue
-import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from shoal.trainer.served import Arrived, Brought, Line, Orders, Parcel, Reading
 from shoal.trainer.served_server import Server
 from shoal.trainer.share import lost_of, own_micro_batches
 from shoal.trainer.step import forward_backward, reducer_of
+from shoal.trainer.stop_signals import ask_on_signals
 
 
 def train_served(
@@ -72,13 +72,10 @@ def train_served(
     spans = world.gather_json(served.own_spans(run.program) if serves else [])
     parcels = {server: Parcel(spans[server]) for server in servers}
     pairs = PointToPoint(served.quiet(world))
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     if not serves:
-        for number in signals:  # the servers decide when all end
-            signal.signal(number, lambda number, frame: None)
+        ask_on_signals(lambda: None)  # the servers decide when all end
         return _Worker(run, source, pairs, parcels).work()
-    for number in signals:
-        signal.signal(number, lambda number, frame: run.request_stop())
+    ask_on_signals(run.request_stop)
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)

@@ -32,12 +32,14 @@ from shoal.view.events import (
     slow_text,
 )
 from shoal.view.folder import RunFolder
+from shoal.view.own_script import HEARS, in_a_script, is_echo, is_script, went_on
 
 WATCHED = "ended by the watch"
 """How a rank died that hung (`launch/watch.py`)."""
 LEFT_OUT = "sample_left_out"
 NOTES = ("resumed", "fragmentation")
 """Advice that makes nothing faster."""
+ENDS = ("worker_died", "hang")
 LEAST_STEPS = 50
 """A wait is a habit, not a moment, after so many steps."""
 MUCH = 0.2
@@ -77,7 +79,7 @@ def diagnose(folder: Path) -> list[Finding]:
     found: list[Finding] = []
     for place, event in enumerate(events):
         name = str(event.get("event"))
-        if (look := LOOKS.get(name)) is None:
+        if (look := LOOKS.get(name)) is None or is_echo(event, events[:place]):
             continue
         try:
             seen = look(event, events[place + 1 :], folder)
@@ -86,28 +88,31 @@ def diagnose(folder: Path) -> list[Finding]:
         if seen is not None:
             found.append(seen)
     found = _alike(_once(found))
-    if (end := _ended_without_a_word(folder)) is not None:
+    told = is_script(folder) and bool(found) and found[-1].kind in ENDS and not found[-1].over
+    if not told and (end := _ended_without_a_word(folder)) is not None:
         found.append(end)
     found += _advice(folder, run, {one.kind for one in found})
-    if not (folder / "run.toml").exists():
-        found = [replace(one, command=_in_a_script(one.command)) for one in found]
+    if is_script(folder):
+        found = [replace(one, command=in_a_script(one.command)) for one in found]
     return found
 
 
 def text_of(folder: Path, found: list[Finding]) -> str:
     """Write findings for a terminal, each with its evidence and the next command."""
     wrong = [one for one in found if not one.advice]
+    # Who starts a script again, its launcher or a person, nobody says.
+    how = "; the run went on" if is_script(folder) else "; the run went on by itself"
     lines = [f"{folder}: nothing wrong"] if not wrong else []
     for number, one in enumerate(wrong, 1):
-        lines += _shown(f"{number}. ", one)
+        lines += _shown(f"{number}. ", one, how)
     for one in found:
         if one.advice:
-            lines += _shown("note: " if one.kind in NOTES else "faster: ", one)
+            lines += _shown("note: " if one.kind in NOTES else "faster: ", one, how)
     return "\n".join(lines)
 
 
-def _shown(lead: str, one: Finding) -> list[str]:
-    over = "; the run went on by itself" if one.over else ""
+def _shown(lead: str, one: Finding, how: str) -> list[str]:
+    over = how if one.over else ""
     lines = [f"{lead}{one.what}{over}"]
     if one.why:
         lines += [f"   why: {one.why}"]
@@ -250,6 +255,10 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
         if "SIGKILL" in how:
             why = "a SIGKILL leaves no words: a person, a scheduler, or the kernel out of memory"
             command = "dmesg -T | grep -i -e oom -e 'killed process'"
+        elif is_script(folder) and re.search(r"SIG(TERM|INT|USR1)", how):
+            why, command = "it was asked to stop, and this loop does not hear it", HEARS
+        elif how.startswith("ended"):
+            why = "it left no words: a signal, os._exit, or a library in C"
         elif "SIG" in how:
             why = f"{how}: the program itself, or a library in C"
         elif words:
@@ -261,7 +270,7 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
         command.format(**names),
         rank,
         step,
-        over=_went_on(after),
+        over=went_on(after, folder),
     )
 
 
@@ -274,7 +283,7 @@ def _hang(event: Record, after: list[Record], folder: Path) -> Finding:
         f"less {shlex.quote(str(stacks))}" if stacks else "",
         event.get("rank"),
         event.get("step"),
-        over=_went_on(after),
+        over=went_on(after, folder),
     )
 
 
@@ -448,7 +457,7 @@ def _island_lost(event: Record, after: list[Record], folder: Path) -> Finding:
         "it ended, it hangs, or the link to it broke; what happened to it, it knows itself",
         f"shoal diagnose {there[0]}" if there else f"tail -n 50 {shlex.quote(str(folder))}/logs/*",
         step=event.get("step"),
-        over=_went_on(after),
+        over=went_on(after, folder),
     )
 
 
@@ -463,20 +472,6 @@ def _rank_of(event: Record) -> int | None:
         return ranks[0]
     rank = event.get("rank")
     return rank if isinstance(rank, int) else None
-
-
-def _went_on(after: list[Record]) -> bool:
-    """Whether a later start of this session came to its steps.
-
-    An island's death is fatal to its own supervisor; the launcher of all starts a further attempt.
-    """
-    for one in after:
-        name = one.get("event")
-        if name == "compute_started":
-            return True
-        if name == "run_finished" or (name == "run_started" and not one.get("attempt")):
-            return False
-    return False
 
 
 LOOKS: dict[str, Look] = {
@@ -521,11 +516,14 @@ def _ended_without_a_word(folder: Path) -> Finding | None:
     owner = read_owner(folder)
     if owner is None or not owner.has_ended:
         return None
+    who, whose = "its launcher", "a launcher"
+    if is_script(folder):
+        who, whose = "its first process", "a script"
     return Finding(
         "killed",
-        f"the run ended without a word: its launcher ({owner.text()}) was killed, or the machine "
+        f"the run ended without a word: {who} ({owner.text()}) was killed, or the machine "
         f"went down",
-        "a launcher takes owner.json away as it ends, and this one is still there",
+        f"{whose} takes owner.json away as it ends, and this one is still there",
         f"shoal train --resume {shlex.quote(str(folder))}",
     )
 
@@ -564,33 +562,3 @@ def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
 
 def _values(steps: list[Record], key: str) -> list[float]:
     return [step[key] for step in steps if is_number(step.get(key))]
-
-
-# ---- for a script of the user's own
-
-RESUMES = re.compile(r"shoal train --resume (?:'[^']*'|\S+)(?: (?P<key>[\w.]+)=(?P<value>\S+))?")
-PLANS = re.compile(r"shoal plan \S+run\.toml.*")
-WORDS = {
-    "data.workers": "run.loader(…, workers={})",
-    "optimizer.lr": "a smaller learning rate",
-}
-"""What keys are in a script, where they are no keyword of shoal.parallelize."""
-AGAIN = "start the script again; run.restore() goes on from its last checkpoint"
-
-
-def _in_a_script(command: str) -> str:
-    """The next command, for a run that a script of the user's own made: no command resumes it.
-
-    >>> _in_a_script("shoal train --resume runs/own train.spikes=skip")
-    'start the script again, with shoal.parallelize(…, spikes="skip")'
-    """
-    command = PLANS.sub("a larger batch, or another layout, for shoal.parallelize", command)
-    return RESUMES.sub(_its_words, command)
-
-
-def _its_words(found: re.Match[str]) -> str:
-    key, value = found["key"], found["value"]
-    if key is None:
-        return AGAIN
-    word = WORDS.get(key, f'shoal.parallelize(…, {key.rpartition(".")[2]}="{{}}")')
-    return f"start the script again, with {word.format(value)}"

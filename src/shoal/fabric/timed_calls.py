@@ -1,8 +1,8 @@
-"""Collectives as a loop written by hand would time them: nothing counted, buffers made beforehand.
+"""One collective to be timed: as a run makes it, or bare, as a loop written by hand would.
 
 What a run sends goes through `World`, which counts it and gives results memory of their own. On
-two cores that is 5 to 35 % of a call (docs/lab-log.md); whoever asks how fast links are wants to
-know nothing of it.
+two cores that is 5 to 35 % of a call (docs/lab-log.md): a plan wants to know it, and who asks how
+fast links are does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from shoal.fabric._torch import all_gather_single
 from shoal.fabric.device import is_accelerator
 from shoal.fabric.world import World
 
-EVERY = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+OF_PLANS = ("all_reduce", "reduce_scatter", "all_gather")
+EVERY = (*OF_PLANS, "broadcast", "all_to_all")
 
 
 def bare_call(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
@@ -52,3 +53,24 @@ def bare_call(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
         "all_to_all": exchange,
     }
     return calls[kind]
+
+
+def call_of_runs(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
+    """Make the tensor of one of OF_PLANS; gives the function that runs it once, as a run does.
+
+    Every rank of the group must make and run it. Messages are as of `bare_call`.
+    """
+    each = max(1, size_bytes // 4 // group.size)
+    tensor = torch.zeros(group.size * each, device=group.device)
+    cuts = [each * rank for rank in range(group.size + 1)]
+
+    def gather() -> None:
+        work = group.all_gather_parts(tensor, cuts)
+        if work is not None:
+            work.wait()
+
+    if kind == "all_reduce":
+        return lambda: group.all_reduce(tensor)
+    if kind == "reduce_scatter":
+        return lambda: group.reduce_scatter(tensor, cuts).result()
+    return gather

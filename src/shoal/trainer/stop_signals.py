@@ -1,0 +1,53 @@
+"""Has signals of a person or a scheduler ask a run for a stop, which all ranks make after a step.
+
+SIGTERM, Ctrl-C and SIGUSR1 (what Slurm sends by `--signal=USR1@120`) are noted wherever the rank
+is, and looked at where all ranks can stop together: after a step, and between two micro-batches of
+a validation.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ECHO_S = 0.5
+"""A Ctrl-C so soon after another signal is its echo: wrappers and launchers hand one on twice."""
+
+
+def ask_on_signals(
+    ask: Callable[[], None], own: Callable[[str], None] | None = None
+) -> Callable[[], None]:
+    """Have the signals call `ask`.
+
+    own     tells the user of a loop of their own: there what was ignored when it began (of a
+            background job) stays so, a second Ctrl-C ends it now, by KeyboardInterrupt, and a
+            thread that hears no signals (Ray's) goes on without
+    Gives   what puts back the handlers that were there before
+    """
+    if own is not None and threading.current_thread() is not threading.main_thread():
+        own("run.stop_on_signals: a process's main thread alone hears signals, this is another one")
+        return lambda: None
+    first_s: list[float] = []
+
+    def take(number: int, frame: FrameType | None) -> None:
+        ask()
+        now_s = time.monotonic()
+        if own and number == signal.SIGINT and first_s and now_s - first_s[0] > ECHO_S:
+            raise KeyboardInterrupt
+        first_s.append(now_s)
+
+    before: dict[int, Any] = {}
+    for number in SIGNALS:
+        if not (own and signal.getsignal(number) == signal.SIG_IGN):
+            before[number] = signal.signal(number, take)
+
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return put_back
