@@ -217,6 +217,16 @@ ROWS = [
         format="bf16",
         images=False,
     ),
+    deepspeed(
+        "training/HelloDeepSpeed/train_bert_ds.py",
+        *("--checkpoint_dir", "out", "--num_layers", "2", "--num_heads", "4", "--h_dim", "32"),
+        *("--ff_dim", "64", "--num_iterations", "13", "--max_seq_length", "32"),
+        *("--dtype", "bf16", "--checkpoint_every", "8"),
+        name="HelloDeepSpeed/train_bert_ds.py",
+        processes=1,
+        format="bf16, the loss too",
+        images=False,
+    ),
 ]  # fmt: skip
 
 
