@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,12 +132,13 @@ def installed() -> str:
 
 
 def _widened(model: nn.Module, settings: Settings) -> str:
-    """Let weights that come in bf16 be stepped in fp32, as DeepSpeed's masters are.
+    """Let weights that come in a narrow format be stepped in fp32, as DeepSpeed's masters are.
 
-    Gives the format to compute in: the configuration's, or where that names none, the weights'. At
-    stage 0 without a format DeepSpeed steps bf16 weights themselves.
+    Gives the format to compute in: the configuration's, or where that names none, bf16 weights'. At
+    stage 0 without a format DeepSpeed steps such weights themselves.
     """
-    narrow = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    kinds = (torch.bfloat16, *([torch.float16] if settings.compute != "fp32" else []))
+    narrow = [p for p in model.parameters() if p.requires_grad and p.dtype in kinds]
     if not narrow or (settings.compute == "fp32" and not settings.stage):
         return settings.compute
     for one in narrow:
@@ -229,6 +231,7 @@ class Engine(Carried):
         self.device, self.global_rank, self.world_size = world.device, world.rank, world.size
         self.local_rank, self.dp_world_size = world.local_rank, world.size
         self.mp_world_size = 1
+        self.tput_timer = SimpleNamespace(update_epoch_count=lambda: None)  # steps tell their times
 
     def __getattr__(self, name: str) -> Any:
         if name in TOLD:
