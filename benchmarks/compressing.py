@@ -42,11 +42,10 @@ CODES = ("none", "int8", "one-bit", "one-bit:100", "one-bit:0", "powersgd:4", "t
 ROWS = [
     *(("fsdp", code, seed) for seed in SEEDS for code in ("one-bit", "none", "int8")),
     *(("ddp", code, SEEDS[0]) for code in ("one-bit", "none", "int8")),
-    *((layout, "one-bit", SEEDS[0]) for layout in ("zero1", "zero2")),
+    *((layout, code, SEEDS[0]) for layout in ("zero1", "zero2") for code in ("one-bit", "none")),
     *(("ddp", code, seed) for seed in SEEDS[1:] for code in ("one-bit", "int8")),
     *((layout, "one-bit", seed) for seed in SEEDS[1:] for layout in ("zero1", "zero2")),
-    *((layout, code, SEEDS[0]) for layout in ("zero1", "zero2") for code in ("none", "int8")),
-    *((layout, "int8", seed) for seed in SEEDS[1:] for layout in ("zero1", "zero2")),
+    *((layout, "int8", seed) for seed in SEEDS for layout in ("zero1", "zero2")),
 ]
 """What is trained, in the order of what matters most. Without codes layouts are alike to 1e-6, so
 fsdp's loss stands for all seeds, and one seed tells what a layout sends."""

@@ -331,9 +331,28 @@ def test_the_page_has_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     program = importlib.import_module("compressing")
     results = ROOT / "benchmarks" / "results"
+    record = json.loads((results / "compressing.json").read_text())
     before = json.loads((results / "compressing-whole-buckets.json").read_text())
     page = (ROOT / "docs" / "compress.md").read_text()
+    assert "\n".join(program.table(record)) in page
     assert "\n".join(program.table(before)) in page
+    rows = {(r["layout"], r["compress"], r["seed"]): r for r in record["rows"]}
+    loss = {code: [] for code in ("none", "int8", "one-bit")}
+    early = record["steps"] // WHOLE_SHARE
+    for seed in program.SEEDS:
+        sent = {}
+        for code in loss:
+            loss[code].append(rows["fsdp", code, seed]["validation_loss"])
+            sent[code] = rows["fsdp", code, seed]["sent_bytes"]["reduce_scatter"]
+        elements = sent["none"] / 4
+        byte, bit = 1 + 4 / 1024, 1 / 8 + 4 / 64
+        share = (early - 1) / (record["steps"] - 1)  # of all steps but the first: it is not counted
+        assert sent["int8"] == pytest.approx(elements * byte, rel=0.02)
+        mixed = elements * (share * byte + (1 - share) * bit)
+        assert sent["one-bit"] == pytest.approx(mixed, rel=0.02)
+    exact = sum(loss["none"])
+    assert sum(loss["int8"]) == pytest.approx(exact, rel=0.01)
+    assert sum(loss["one-bit"]) == pytest.approx(exact, rel=0.01)
 
 
 def test_the_default_share_is_the_one_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,8 +243,6 @@ def start_run(
     del parameters, hooks  # under zero 3 whole ones, and with the last of them their files go
     program = enter_run(module, give_masters(program))
     program = hand_to_policies(program, bound)
-    if program.owed is not None:
-        program.owed.sums.length = length
     recorder = Recorder(folder, world)
     ends: list[Callable[[], None]] = [] if beside is None else [beside.leave]
     if (plan.trace or plan.remote) and folder is not None:
