@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,10 @@ import torch
 from torch import nn
 from trainer_small import Rows, linear, pair, run_of
 
+import stranger
 from shoal.base.errors import CheckpointError, ConfigError
+from shoal.fabric import start_world
+from shoal.trainer.folder_lease import check_shared, own
 
 
 def test_old_checkpoints_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
@@ -50,6 +55,34 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
         owner.kill()
         owner.wait(10)
     run_of(linear(), folder=tmp_path).close()  # the kernel took the dead owner's lock away
+
+
+def test_a_folder_of_somebody_elses_is_one_line(tmp_path: Path) -> None:
+    """Whose it is, or that the disk refuses; with several ranks all of them say it."""
+    stranger.needed("a run folder of another user's")
+    folder, world = tmp_path / "theirs", start_world({})
+    folder.mkdir()
+    (shut := tmp_path / "shut").mkdir()
+    shut.chmod(0o777)
+    (shut / "owner.lock").touch(0o644)
+    for parent in (folder, *list(folder.parents)[:3]):
+        parent.chmod(0o755)
+
+    def asked() -> list[str]:
+        said = []
+        for place, ask in ((folder, check_shared), (shut, own)):
+            try:
+                ask(place, world, *([said.append] if ask is own else []))
+            except (ConfigError, CheckpointError) as refused:
+                said.append(str(refused))
+        return said
+
+    name = pwd.getpwuid(os.geteuid()).pw_name
+    assert stranger.as_nobody(asked) == [
+        f"folder = {place}: nothing can be written there: Permission denied (it is {name}'s); "
+        f"nearest: another folder, or a copy of this one that is yours"
+        for place in (folder, shut)
+    ]
 
 
 def test_what_is_damaged_in_the_folder_is_put_aside(tmp_path: Path) -> None:

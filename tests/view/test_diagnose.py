@@ -286,10 +286,11 @@ def test_deaths_of_a_script_are_told_once_with_what_its_loop_may_do(tmp_path: Pa
         (folder / OWNER_FILE).write_text(dead)
         return diagnose(folder)
 
-    raised = {"pid": 1, "how": "exit code 2", "traceback": "x\nValueError: of all"}
+    raised = {"pid": 1, "how": "exit code 2", "traceback": "layout: no; nearest: ddp"}
     died = [("worker_died", {**raised, "rank": rank}) for rank in (1, 0)]
     (one,) = found("all", *died)
     assert (one.rank, one.over) == (1, False), "owner.json was left by the same end"
+    assert (one.why, one.command) == ("something to correct, which the line says", "")
     again = ("resumed", {"step": 3, "folder": "step-3"})
     one, other, end = found("again", died[0], again, died[1], again)
     assert (one.rank, other.rank, one.over, other.over) == (1, 0, True, True)

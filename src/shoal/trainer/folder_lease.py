@@ -6,6 +6,7 @@ What is written into it beside steps, traces of some and copies of checkpoints, 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,8 @@ def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | N
             lease = RunLease(folder, folder.name)
             lease.acquire()
             atexit.register(lease.release)  # a script that ends without `run.close` was not killed
+        except OSError as failure:
+            lease, refusal = None, cannot_write(folder, failure)
         except CheckpointError as failure:
             owner = read_owner(folder)
             lease = None
@@ -58,13 +61,18 @@ def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | N
 def check_shared(folder: Path, world: World) -> None:
     """Look whether every rank sees the run folder that rank 0 sees; else each node has its own.
 
-    Errors: ConfigError, the same on all ranks, where ranks of one machine do not share it.
+    Errors: ConfigError, the same on all ranks, where ranks of one machine do not share it, or rank
+    0 may not write there.
     """
-    probe = folder / f".probe-{os.getpid()}"
-    name = world.broadcast_json(probe.name if world.is_first else None)
+    probe, refusal = folder / f".probe-{os.getpid()}", ""
     if world.is_first:
-        probe.touch()
-    world.barrier()
+        try:
+            probe.touch()
+        except OSError as failure:
+            refusal = cannot_write(folder, failure)
+    name, refusal = world.broadcast_json([probe.name, refusal])
+    if refusal:
+        raise ConfigError(refusal)
     shared = world.all_true((folder / name).exists())
     if world.is_first:
         probe.unlink()
@@ -72,6 +80,20 @@ def check_shared(folder: Path, world: World) -> None:
         from shoal.checkpoint.own_disks import find_keepers
 
         world.keepers = find_keepers(folder, world)
+
+
+def cannot_write(folder: Path, failure: OSError) -> str:
+    """Say why a run cannot have a folder: the disk, or whose it is."""
+    whose = ""
+    with contextlib.suppress(OSError, KeyError, ImportError):
+        import pwd  # no such thing on Windows
+
+        owner = folder.stat().st_uid
+        whose = f" (it is {pwd.getpwuid(owner).pw_name}'s)" if owner != os.geteuid() else ""
+    return (
+        f"folder = {folder}: nothing can be written there: {failure.strerror}{whose}; nearest: "
+        f"another folder, or a copy of this one that is yours"
+    )
 
 
 def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None:

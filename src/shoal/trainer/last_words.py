@@ -68,8 +68,9 @@ def last_word(
         if error is not None:
             from traceback import format_exception
 
-            words = "".join(format_exception(error)).rstrip().splitlines()[-TRACEBACK_LINES:]
-            told = {"how": f"exit code {code}", "traceback": "\n".join(words)}
+            ours = isinstance(error, ShoalError)
+            lines = [str(error)] if ours else "".join(format_exception(error)).splitlines()
+            told = {"how": f"exit code {code}", "traceback": "\n".join(lines[-TRACEBACK_LINES:])}
             with contextlib.suppress(Exception):  # a hook of the user's hears it too
                 recorder.events.emit("worker_died", pid=os.getpid(), step=None, **told)
         if lease is not None:

@@ -261,6 +261,8 @@ def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
             why = "it left no words: a signal, os._exit, or a library in C"
         elif "SIG" in how:
             why = f"{how}: the program itself, or a library in C"
+        elif how == "exit code 2" and "Traceback" not in words:
+            why, command = "something to correct, which the line says", ""
         elif words:
             why = "an exception that nobody caught, in the code that its traceback names"
     return Finding(
