@@ -96,7 +96,8 @@ def test_workers_draw_other_numbers_than_each_other_and_than_before(tmp_path: Pa
     draws = """
 import random, numpy
 tell(numpy=numpy.random.rand(), python=random.random())
-time.sleep(0.3)
+while len([*folder.glob(f"seen-{attempt}-?")]) < 2:  # the end of one is the other's
+    time.sleep(0.01)
 sys.exit(attempt == "0")
 """
     outcome, _ = forked(tmp_path, draws, imports="numpy random")

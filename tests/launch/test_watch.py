@@ -418,6 +418,39 @@ def test_a_loop_of_ones_own_is_told_of_where_it_stood_at_the_same_lines_twice(
     one.close()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_a_loop_of_ones_own_does_between_two_calls_may_take_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    """Its own validation stops nobody, unless another rank waits for it in the next step."""
+    now_s = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now_s[0])
+    events: list[dict[str, Any]] = []
+    one = Watch(tmp_path, lambda event, **fields: events.append(fields), math.inf, twice=True)
+    pages = [Page.open({PAGE_VARIABLE: path}) for path in one.begin(2)]
+    workers: Any = [SimpleNamespace(code=None, rank=rank, pid=os.getpid()) for rank in range(2)]
+    for step in range(1, 30):
+        now_s[0] += 0.11
+        for page in pages:
+            page.stepped(step)
+        assert one.look(workers) is None
+    if waits:
+        pages[1].begun("all_reduce", 64)
+        pages[1].waits()
+    answered, told_s, began_s = [0, 0], 0.0, now_s[0]
+    while not events:
+        now_s[0] += 0.11
+        for rank, page in enumerate(pages):
+            if page.asked != answered[rank]:
+                answered[rank] = page.asked
+                page.answer(answered[rank], {"stacks": "", "between": True})
+        assert one.look(workers) is None
+        told_s = now_s[0] - began_s
+    assert (events[0]["rank"], events[0]["why"]) == (0, "it is in no collective")
+    assert 5 < told_s < 8 if waits else 600 <= told_s < 602
+    one.close()
+
+
 def test_a_loop_of_ones_own_that_a_person_has_stopped_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

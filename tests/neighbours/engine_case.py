@@ -131,6 +131,7 @@ def main() -> None:
     with refuses if STAGE == 3 else nullcontext(), gathered:
         pass
     assert engine.get_lr() == [scheduler.get_last_lr()[0]]
+    engine.tput_timer.update_epoch_count()
 
     # Checkpoints: by step, by name; what a script keeps of its own comes back.
     engine.save_checkpoint("saved", client_state={"seen": 16})
@@ -146,7 +147,24 @@ def main() -> None:
     assert again.load_checkpoint("saved", tag="best")[1] == {"seen": 17}
     assert again.load_checkpoint("saved", tag="global_step5")[1] == {"seen": 16}
     assert again.lr_scheduler.state_dict() == scheduler.state_dict()
+    narrow(torch.bfloat16, 0.992 if STAGE else 1.0)  # of stage 0 DeepSpeed has no masters then
+    narrow(torch.float16, 0.992, fp16={"enabled": True, "loss_scale": 1})
     again.destroy()
+
+
+def narrow(kind: torch.dtype, wanted: float, **more: object) -> None:
+    """Weights that come so are stepped in fp32, as DeepSpeed's masters: no small step is lost."""
+    model = nn.Linear(4, 1, bias=False, dtype=kind)
+    nn.init.ones_(model.weight)
+    small = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}, "gradient_clipping": 0.0,
+             "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": STAGE}, **more}  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, config=small)
+    for _ in range(8):
+        engine.backward(engine(torch.ones(1, 4, dtype=model.weight.dtype)).float().mean())
+        engine.step()
+    weight = engine.module_state_dict()["weight"]
+    assert torch.allclose(weight.float(), torch.full((1, 4), wanted), atol=1e-6), weight
+    engine.destroy()
 
 
 main()

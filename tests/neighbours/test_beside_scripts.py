@@ -13,13 +13,14 @@ ROOT = Path(__file__).parents[2]
 ROWS: dict[str, dict[str, Any]] = json.loads((ROOT / "docs/proof/neighbours.json").read_text())
 PAGE = ROOT / "docs" / "moving-in.md"
 HEAD = "| script | processes | losses compared | largest difference |\n|---|---|---|---|\n"
-RELATIVE = 1e-6
-"""float32."""
+RELATIVE = {"fp32": 1e-6, "bf16": 2**-8, "bf16, the loss too": 2**-6}
+"""By format; in bf16 the two round at other places, and one of them what it found as well."""
 
 
 @pytest.mark.parametrize("title", list(ROWS))
 def test_a_script_finds_the_neighbours_losses(title: str) -> None:
     row = ROWS[title]
+    allowed = RELATIVE[row.get("format", "fp32")]
     assert "fails" not in row
     assert not row["changed"]
     assert len(row["sha256"]) == 64
@@ -31,10 +32,10 @@ def test_a_script_finds_the_neighbours_losses(title: str) -> None:
         abs(a - b) / abs(a)
         for a, b in zip(row["losses"]["theirs"], row["losses"]["ours"], strict=True)
     ]
-    assert max(apart) <= RELATIVE
-    assert row["difference"] <= RELATIVE, "on every rank"
+    assert max(apart) <= allowed
+    assert row["difference"] <= allowed, "on every rank"
     assert row["first"] != row["last"], "it trained"
-    assert ("mistake" in row) == (row.get("as_it_is", 0.0) > RELATIVE), (
+    assert ("mistake" in row) == (row.get("as_it_is", 0.0) > allowed), (
         "a mistake makes a difference"
     )
 
@@ -58,16 +59,16 @@ def table() -> str:
     """The page's table."""
     lines = [
         f"| [{title}]({row['address'].replace('HEAD', row['commit'][:12])}) | {row['processes']} | "
-        f"{sum(row['steps'])} | {row['difference']:.0e}{mistake(row)} |\n"
+        f"{sum(row['steps'])} | {row['difference']:.0e}{more(row)} |\n"
         for title, row in ROWS.items()
     ]
     return HEAD + "".join(lines)
 
 
-def mistake(row: dict[str, Any]) -> str:
-    """What the neighbour's mistake makes of it, where there is one."""
+def more(row: dict[str, Any]) -> str:
+    """What the neighbour's mistake makes of it, where there is one; or the format, if not fp32."""
     if "mistake" not in row:
-        return ""
+        return "" if row.get("format", "fp32") == "fp32" else f" in {row['format']}"
     return f" without a mistake of the neighbour's, {row['as_it_is']:.0e} with it: {row['mistake']}"
 
 

@@ -5,7 +5,7 @@
 
 The scripts stand outside of this repository, in FOLDER/REPOSITORY as git checked them out (with a file
 COMMIT that names what), and run as they are. Hub, data sets and images are answered by local stand-ins (tests/neighbours/stand_ins, a
-model of two layers in FOLDER/../local). Each row: the same script, arguments and processes twice,
+model of two layers in FOLDER/local). Each row: the same script, arguments and processes twice,
 once by the neighbour and once by `shoal run --as`, in the same environment; what every rank hands to
 `backward` is written down by both. A row that names a mistake of the neighbour's is run a third time,
 by the neighbour without that mistake (sitecustomize.py of the stand-ins), which must find our losses.
@@ -40,6 +40,7 @@ class Row:
     """A script, and how it is run.
 
     mistake   the neighbour's, that makes its losses others · mended  what turns it off
+    format    of the products: in bf16 the two round at other places
     """
 
     library: str
@@ -51,6 +52,7 @@ class Row:
     environ: dict[str, str] = field(default_factory=dict)
     name: str = ""
     images: bool = True
+    format: str = "fp32"
     mistake: str = ""
     mended: dict[str, str] = field(default_factory=dict)
 
@@ -102,13 +104,20 @@ ROWS = [
         *("--cpu", "--gradient_accumulation_steps", "3", "--per_device_batch_size", "4"),
         name="gradient_accumulation_for_autoregressive_models",
     ),
-    accelerate(
-        "by_feature/deepspeed_with_config_support",
-        *("--dataset_name", "Salesforce/wikitext", "--dataset_config_name", "wikitext-2-v1"),
-        *("--model_name_or_path", "HuggingFaceTB/SmolLM-360M", "--block_size", "32"),
-        *("--per_device_train_batch_size", "2", "--num_train_epochs", "1", "--seed", "3"),
-        *("--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--output_dir", "out"),
-        environ=ON_CPU,
+    *(
+        accelerate(
+            f"by_feature/{name}",
+            *("--dataset_name", "Salesforce/wikitext", "--dataset_config_name", "wikitext-2-v1"),
+            *("--model_name_or_path", "HuggingFaceTB/SmolLM-360M", "--block_size", "32"),
+            *("--per_device_train_batch_size", "2", "--num_train_epochs", "1", "--seed", "3"),
+            *("--gradient_accumulation_steps", "2", "--learning_rate", "1e-3"),
+            *("--output_dir", "out", *more),
+            environ=ON_CPU,
+        )
+        for name, *more in (
+            ("deepspeed_with_config_support",),
+            ("megatron_lm_gpt_pretraining", "--checkpointing_steps", "9"),
+        )
     ),
     *(
         Row(
@@ -190,9 +199,11 @@ ROWS = [
         *(*LLAMA, "--lr", "1e-3", "--batch_size", "2", "--num_train_epochs", "1"),
         *("--output_dir", "out", "--deepspeed_config", "ds_config.json"),
         config={**FIRST, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+                "bf16": {"enabled": True},
                 "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
         name="DeepSpeed-ZenFlow/finetuning/finetune_llama.py",
         processes=1,
+        format="bf16",
         images=False,
     ),
     deepspeed(
@@ -201,17 +212,19 @@ ROWS = [
         *("--output_dir", "out", "--attn_implementation", "eager", "--activation_checkpointing"),
         *("--deepspeed_config", "ds_config.json"),
         config={"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization":
-                {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+                {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}},
         name="DeepSpeed-SuperOffload/finetune_zero3.py",
+        format="bf16",
         images=False,
     ),
     deepspeed(
         "training/HelloDeepSpeed/train_bert_ds.py",
         *("--checkpoint_dir", "out", "--num_layers", "2", "--num_heads", "4", "--h_dim", "32"),
         *("--ff_dim", "64", "--num_iterations", "13", "--max_seq_length", "32"),
-        *("--tokenizer", "bert-base-cased", "--dtype", "bf16", "--checkpoint_every", "8"),
+        *("--dtype", "bf16", "--checkpoint_every", "8"),
         name="HelloDeepSpeed/train_bert_ds.py",
         processes=1,
+        format="bf16, the loss too",
         images=False,
     ),
 ]  # fmt: skip
@@ -250,6 +263,7 @@ def beside(row: Row, sources: Path, local: Path, python: str, deadline: float) -
         "words": list(row.words),
         "config": row.config,
         "processes": row.processes,
+        "format": row.format,
     }
     found = {}
     for side in ("theirs", "ours", *(["mended"] if row.mistake else [])):
@@ -359,6 +373,7 @@ def compared(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> dict[s
         ),
         "version": ours[0]["version"],
         "available": ours[0].get("available"),
+        "transformers": ours[0].get("transformers"),
         "loaded": {"theirs": theirs[0]["loaded"], "ours": ours[0]["loaded"]},
     }
 

@@ -127,7 +127,7 @@ def asked_of(trial: dict[str, Any]) -> dict[str, Any]:
     if kind == "flip":
         asked["after"] = 10
     if kind == "slow":
-        asked["extra_s"] = 0.006
+        asked["extra_s"] = 0.025
     return asked
 
 

@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "powersgd": (2, {"strategy": "ddp"}, {"compress": "powersgd:2"}),
     "topk": (2, {"strategy": "ddp"}, {"compress": "topk:0.25"}),
     "int8 zero": (2, {"strategy": "zero2"}, {"compress": "int8"}),
-    "one-bit fsdp": (2, {"strategy": "fsdp"}, {"compress": "one-bit"}),
+    "one-bit fsdp": (2, {"strategy": "fsdp"}, {"compress": "one-bit:0"}),
     "bf16 weights": (2, {"strategy": "zero2"}, {"precision": "bf16"}),
     "saved": (2, {"strategy": "zero1"}, {}),
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),

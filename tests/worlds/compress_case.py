@@ -16,7 +16,7 @@ from torch import nn
 from bytes_case import Stack, count_sent, lo_sent_bytes, squares
 from shoal.base.errors import ShoalError
 from shoal.fabric import World, sharding, uneven_collectives
-from shoal.fabric.coded_sums import CODES, ScatteredSum
+from shoal.fabric.coded_sums import CODES, CodedSum, ScatteredSum
 from shoal.fabric.traffic import wire_bytes
 from shoal.planner.buckets import plan_buckets
 from shoal.trainer import parallelize as module
@@ -54,7 +54,8 @@ def gradient(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def start(world: World, compress: str, layout: str, precision: str = "fp32", **other: Any) -> Run:
-    """A run of the bare model with several buckets."""
+    """A run of the bare model with several buckets; one-bit without total_steps from the first."""
+    compress = "one-bit:0" if compress == "one-bit" and "total_steps" not in other else compress
     small = functools.partial(plan_buckets, bucket_bytes=BUCKET_BYTES)
     with mock.patch.object(module, "plan_buckets", small):
         return module.parallelize(
@@ -231,8 +232,11 @@ def sent(world: World, compress: str, layout: str) -> dict[str, Any]:
         run.forward_backward(gradient(1, world.rank))
     counted = sum(world.traffic.take()[0].values())
     run.update()
+    senders = [getattr(one, "sum", one) for one in run.program.owed.senders]
+    starts = [[list(part) for part in getattr(one, "starts", ())] for one in senders]
     leave(run)
-    return {"counted": counted, "given": given, "buckets": [b.elements for b in run.plan.buckets]}
+    sizes = [b.elements for b in run.plan.buckets]
+    return {"counted": counted, "given": given, "buckets": sizes, "starts": starts}
 
 
 def skip(world: World, compress: str, layout: str) -> dict[str, Any]:
@@ -297,7 +301,7 @@ def resume(
 
 
 def warm(world: World, compress: str, layout: str, folder: str) -> dict[str, Any]:
-    """Bytes of the first steps of a run and of one that goes on from its second, by step."""
+    """Bytes of the first steps of a run of nine and of one that goes on from its second, by step."""
 
     def bytes_of(run: Run, step: int) -> int:
         world.traffic.take()
@@ -307,8 +311,8 @@ def warm(world: World, compress: str, layout: str, folder: str) -> dict[str, Any
         return sent
 
     told: dict[str, Any] = {}
-    for code in ("int8", "one-bit", compress):
-        run = start(world, code, layout)
+    for code in ("int8", "one-bit:0", compress):
+        run = start(world, code, layout, total_steps=9)
         sent = []
         for step in range(5):
             if step == 2 and code == compress:
@@ -316,11 +320,81 @@ def warm(world: World, compress: str, layout: str, folder: str) -> dict[str, Any
             sent.append(bytes_of(run, step))
         told[code] = sent
         leave(run)
-    run = start(world, compress, layout)
+    run = start(world, compress, layout, total_steps=9)
     assert run.restore(folder)
     told["resumed"] = [bytes_of(run, step) for step in (2, 3, 4)]
     leave(run)
+    run = start(world, "one-bit:8", layout)
+    assert run.restore(folder)
+    told["dropped"] = run.program.owed.dropped
+    leave(run)
     return told
+
+
+def endless(world: World) -> str:
+    """What a run says whose length nobody told, and of which one-bit wants a third."""
+    run = start(world, "one-bit", "ddp", total_steps=0)
+    try:
+        run.step(gradient(0, world.rank))
+    except ShoalError as failure:
+        return str(failure)
+    finally:
+        leave(run)
+    return ""
+
+
+def against_reference(world: World, code: str, scattered: bool) -> float:
+    """Sums of four steps in fp64 beside those of another author: how far apart, as a share.
+
+    Blocks begin anew in places of each part: as many in one as in another, or none.
+    """
+    elements, steps, ranks = 1304, 4, world.size
+    part, wide = elements // ranks, torch.float64
+    starts = [[], [32], [70, 300], [1]]
+    block = {"int8": 1024, "one-bit": 64}[code]
+
+    def decoded(numbers: torch.Tensor, anew: list[int]) -> torch.Tensor:
+        ends = zip([0, *anew], [*anew, len(numbers)], strict=True)
+        pieces = [one for a, b in ends for one in numbers[a:b].split(block)]
+        if code == "one-bit":
+            return torch.cat([one.abs().mean() * (1 - 2 * (one < 0).double()) for one in pieces])
+        units = [one.abs().max() / 127 for one in pieces]
+        return torch.cat([(a / unit).round() * unit for a, unit in zip(pieces, units, strict=True)])
+
+    if scattered:
+        cuts = [part * rank for rank in range(ranks + 1)]
+        sender: Any = ScatteredSum(cuts, CODES[code](wide), world, starts)
+    else:
+        sender = CodedSum(elements, CODES[code](wide), world, starts)
+    left = torch.zeros(ranks, ranks, part, dtype=wide)
+    left_of_sum, apart = torch.zeros(ranks, part, dtype=wide), 0.0
+    for step in range(steps):
+        addends = [
+            torch.randn(elements, generator=torch.Generator().manual_seed(9 * step + r)).double()
+            for r in range(ranks)
+        ]
+        sender.begin()
+        flight = sender.send(addends[world.rank].to(world.device))
+        flight.turn()
+        got = torch.empty(part if scattered else elements, dtype=wide, device=world.device)
+        flight.result(got)
+        sender.commit()
+        sums = []
+        for owner, anew in enumerate(starts):
+            total = torch.zeros(part, dtype=wide)
+            for r, addend in enumerate(addends):
+                left[r, owner] += addend[part * owner : part * (owner + 1)]
+                sent = decoded(left[r, owner], anew)
+                left[r, owner] -= sent
+                total += sent
+            if not scattered:
+                left_of_sum[owner] += total
+                total = decoded(left_of_sum[owner], anew)
+                left_of_sum[owner] -= total
+            sums.append(total)
+        expected = sums[world.rank] if scattered else torch.cat(sums)
+        apart = max(apart, float((got.cpu() - expected).norm() / expected.norm()))
+    return apart
 
 
 class Counting:
@@ -362,7 +436,7 @@ def train(
         batch=32,
         micro_batch=16,
         clip=1.0,
-        compress=compress,
+        compress="one-bit:0" if compress == "one-bit" else compress,
         precision="fp32",
         world=world,
     )
@@ -399,7 +473,7 @@ def measure(world: World, compress: str, layout: str) -> dict[str, Any]:
         batch=2 * world.size,
         micro_batch=2,
         precision="fp32",
-        compress=compress,
+        compress="one-bit:0" if compress == "one-bit" else compress,
         world=world,
     )
     torch.manual_seed(world.rank)  # each rank its own samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,21 +103,45 @@ def test_what_is_left_survives_a_resume(worlds, codec: str, layout: str, tmp_pat
     assert answers[0]["straight"] == answers[1]["straight"]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "fsdp"])
-def test_first_steps_may_travel_in_int8(worlds, layout: str, tmp_path: Path) -> None:
-    """Three of them; counted on through a resume."""
+@pytest.mark.parametrize("code", CODES)
+def test_sums_are_those_of_another_author(worlds, code: str) -> None:
+    """In fp64, four steps, both errors fed back, blocks that begin anew inside of parts."""
+    for scattered in (False, True):
+        for apart in worlds(4).call(
+            "compress_case:against_reference", code=code, scattered=scattered
+        ):
+            assert apart <= 1e-13
+
+
+@pytest.mark.parametrize(
+    ("code", "layout"),
+    [("one-bit:3", "ddp"), ("one-bit", "zero1"), ("one-bit:3", "zero2"), ("one-bit", "fsdp")],
+)
+def test_first_steps_travel_in_int8(worlds, code: str, layout: str, tmp_path: Path) -> None:
+    """Three of them, or a third of nine; counted on through a resume, also by another number."""
     for told in worlds(2).call(
-        "compress_case:warm", compress="one-bit:3", layout=layout, folder=str(tmp_path / "run")
+        "compress_case:warm", compress=code, layout=layout, folder=str(tmp_path / "run")
     ):
-        early, late = told["int8"][-1], told["one-bit"][-1]
+        early, late = told["int8"][-1], told["one-bit:0"][-1]
         assert early > late
         # The first step of a run says more: its batches, and that something moved.
-        assert told["one-bit:3"][1:] == [early, early, late, late]
+        assert told[code][1:] == [early, early, late, late]
         assert told["resumed"][1:] == [late, late]
-        assert min(told["one-bit:3"][0], told["resumed"][0]) >= early
+        assert min(told[code][0], told["resumed"][0]) >= early
+        assert told["dropped"] == ""
 
 
-def expected_bytes(codec: str, layout: str, buckets: list[int], ranks: int) -> float:
+def test_a_third_of_an_unknown_length_is_refused_on_every_rank(worlds) -> None:
+    for told in worlds(2).call("compress_case:endless"):
+        assert told == (
+            "layout.compress = one-bit: the first third of the run's steps travels in int8, and "
+            "nobody said how many it has; nearest: total_steps=…, or compress=one-bit:100"
+        )
+
+
+def expected_bytes(
+    codec: str, layout: str, buckets: list[int], starts: list[list[list[int]]], ranks: int
+) -> float:
     """Of one rank, by what the module's docstring promises; for the bare model of the case."""
     hops = (ranks - 1) / ranks
     if codec in CODES:
@@ -124,7 +149,14 @@ def expected_bytes(codec: str, layout: str, buckets: list[int], ranks: int) -> f
         codes = CODES[codec](torch.float32)
         # fsdp has one unit here, of which each rank has so many rows of everything
         parts = buckets if layout != "fsdp" else [ranks * (600 + 8 * 50 + 4 * 72 + 10 + 4)]
-        return sum(halves * hops * ranks * codes.size_bytes(-(-n // ranks)) for n in parts)
+        sizes = []
+        for elements, of_parts in zip(parts, starts, strict=True):
+            part = -(-elements // ranks)
+            ends = [[0, *anew, part] for anew in of_parts]
+            found = [[codes.size_bytes(b - a) for a, b in pairwise(one)] for one in ends]
+            sizes.append(max(map(sum, found)))
+            assert any(of_parts), "no parameter begins inside of a block"
+        return sum(halves * hops * ranks * size for size in sizes)
     if codec.startswith("topk"):
         return sum((ranks - 1) * 8 * -(-n // 20) for n in buckets)
     thin = 2 * ((40 + 60) + (30 + 50) + (16 + 72))  # the 3 × 4 matrix is small enough as it is
@@ -141,7 +173,7 @@ def test_bytes_counted_are_bytes_given_to_collectives(worlds, codec: str, layout
         if layout == "fsdp":  # whose weights are gathered as ever
             of_gradients = [one for one in of_gradients if one[0] != "all_gather"]
         gradients = sum(size for _, size in of_gradients)
-        assert gradients == expected_bytes(codec, layout, told["buckets"], 4)
+        assert gradients == expected_bytes(codec, layout, told["buckets"], told["starts"], 4)
 
 
 TRAINED = [("int8", "ddp", 0.01), ("int8", "zero2", 0.01), ("powersgd:8", "ddp", 0.05),

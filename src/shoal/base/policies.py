@@ -287,7 +287,7 @@ class CompressPolicy:
 
     compress: str = "none"
     """what gradients travel as: none; int8, one-bit:STEPS (ddp, zero1, zero2, fsdp; the first STEPS
-    in int8); powersgd:RANK, topk:SHARE (ddp)"""
+    in int8, default a third of the run's); powersgd:RANK, topk:SHARE (ddp)"""
 
 
 @dataclass(frozen=True, kw_only=True)

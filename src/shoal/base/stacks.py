@@ -29,6 +29,9 @@ def be_watched() -> None:
         answer_for_stacks(page)
 
 
+_OF_RUNS = tuple(f"{OWN_FOLDER}/{room}/" for room in ("trainer", "data", "checkpoint"))
+
+
 def answer_for_stacks(page: Page) -> None:
     """Start the thread; it ends with the process."""
     main = threading.main_thread().ident or 0
@@ -49,7 +52,8 @@ def stacks(main: int) -> dict[str, Any]:
 
     main    the thread that trains
     Gives   of it: `place`, the user's line; `collective`, in which it waits, and whether the user
-            called it (`by_user`); whether Shoal's own code was called last (`own`); `compiling`.
+            called it (`by_user`); whether Shoal's own code was called last (`own`); `compiling`;
+            `between`: whether it is in no call of a run or of its loader.
             `stacks` is text, the training thread first
     """
     frames = sys._current_frames()
@@ -67,6 +71,7 @@ def stacks(main: int) -> dict[str, Any]:
         "collective": collective,
         "by_user": by_user,
         "own": runs_own_code(frame),
+        "between": not in_a_call(frame),
         "compiling": _compiles(frame),
         "stacks": "\n".join(text),
     }
@@ -97,6 +102,15 @@ def runs_own_code(frame: FrameType | None) -> bool:
     while frame is not None and "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(f"{OWN_FOLDER}/")
+
+
+def in_a_call(frame: FrameType | None) -> bool:
+    """Tell whether a thread is in a call of a run or its loader, or in what that has called."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_OF_RUNS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _talks(frame: FrameType) -> bool:

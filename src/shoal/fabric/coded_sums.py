@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.base.errors import BugError
-from shoal.fabric.codecs.base import Codec
+from shoal.fabric.codecs.base import Codec, Pieces
 from shoal.fabric.codecs.feedback import Residual, encode_rest
 from shoal.fabric.codecs.int8 import Int8
 from shoal.fabric.codecs.sign import Sign
@@ -126,14 +127,31 @@ class Sender(Protocol):
 
 
 class Keeping:
-    """The moments of a Sender whose memory is residuals only: `rests`, by name."""
+    """The moments of a Sender whose memory is residuals only: `rests`, by name.
+
+    starts   of each rank's part the places where blocks begin anew (`Pieces`); (): none
+    """
 
     rests: Mapping[str, Residual]
     codec: Codec
+    starts: Sequence[Sequence[int]] = ()
 
     def by(self, code: str) -> None:
         """Send in another of CODES from now on; what was left out stays."""
         self.codec = CODES[code](self.codec.dtype)
+
+    def codec_of(self, rank: int) -> Codec:
+        """What codes the part of this rank."""
+        starts = self.starts[rank] if self.starts else ()
+        return Pieces(self.codec, starts) if starts else self.codec
+
+    def sizes(self, lengths: Sequence[int]) -> list[int]:
+        """Bytes of the codes of parts of such lengths; of equal ones equal, whatever their starts.
+
+        Collectives of equal parts are cheaper; what is too long by that is zeros.
+        """
+        found = [self.codec_of(rank).size_bytes(one) for rank, one in enumerate(lengths)]
+        return found if len(set(lengths)) > 1 else [max(found)] * len(found)
 
     def begin(self) -> None:
         """See `Sender.begin`."""
@@ -162,15 +180,17 @@ class Keeping:
 
 
 class CodedSum(Keeping):
-    """A Sender: an all-reduce (sum) in codes; `CodedSum(elements, codec, world)`.
+    """A Sender: an all-reduce (sum) in codes; `CodedSum(elements, codec, world, starts)`.
 
     Codes of each part go to the rank that owns it, which adds up and sends a code of the sum to
     all; every rank ends with the same bits. Parts are equal, so the buffer is padded to a multiple
     of the ranks. Each rank keeps what its codes left out, the owner also that of the second code.
     """
 
-    def __init__(self, elements: int, codec: Codec, world: World) -> None:
-        self.world, self.codec = world, codec
+    def __init__(
+        self, elements: int, codec: Codec, world: World, starts: Sequence[Sequence[int]] = ()
+    ) -> None:
+        self.world, self.codec, self.starts = world, codec, starts
         self.part = -(-elements // world.size)
         self.left = Residual(self.part * world.size, codec.dtype, world.device)
         self.left_of_sum = Residual(self.part, codec.dtype, world.device)
@@ -179,14 +199,15 @@ class CodedSum(Keeping):
     def send(self, flat: torch.Tensor) -> Flight:
         """Send every owner the codes of its part."""
         parts = self.left.add(flat).view(self.world.size, self.part)
-        return _CodedFlight(self, _send_parts(self.codec, parts.unbind(), self.world))
+        return _CodedFlight(self, _send_parts(self, parts.unbind(), self.world))
 
 
 class _CodedFlight:
     def __init__(self, sender: CodedSum, rows: PendingRows) -> None:
         self.sender, self.rows = sender, rows
-        size_bytes = sender.codec.size_bytes(sender.part)
-        self.cuts = [size_bytes * rank for rank in range(sender.world.size + 1)]
+        ranks = range(sender.world.size)
+        self.codecs = [sender.codec_of(rank) for rank in ranks]
+        self.cuts = [0, *accumulate(sender.sizes([sender.part for _ in ranks]))]
         self.gathered = torch.empty(0, dtype=torch.uint8)
 
     def turn(self) -> None:
@@ -194,10 +215,11 @@ class _CodedFlight:
         sender, world = self.sender, self.sender.world
         received = self.rows.result()
         total = torch.empty(sender.part, dtype=sender.codec.dtype, device=received.device)
-        _add_up(sender.codec, received, total)
+        own_codec = self.codecs[world.rank]
+        _add_up(own_codec, received, total)
         self.gathered = received.new_empty(self.cuts[-1])
         own = self.gathered[self.cuts[world.rank] : self.cuts[world.rank + 1]]
-        encode_rest(sender.codec, sender.left_of_sum.add(total), own)
+        encode_rest(own_codec, sender.left_of_sum.add(total), own)
         self.work = world.all_gather_parts(self.gathered, self.cuts)
 
     def result(self, out: torch.Tensor) -> None:
@@ -210,20 +232,26 @@ class _CodedFlight:
         total = out if fits else torch.empty(elements, dtype=dtype, device=out.device)
         for rank, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
             part = total[sender.part * rank : sender.part * (rank + 1)]
-            sender.codec.decode(self.gathered[start:stop], part)
+            self.codecs[rank].decode(self.gathered[start:stop], part)
         if total is not out:
             out.copy_(total[: out.numel()])
 
 
 class ScatteredSum(Keeping):
-    """A Sender: a reduce-scatter in codes; `ScatteredSum(cuts, codec, world)`.
+    """A Sender: a reduce-scatter in codes; `ScatteredSum(cuts, codec, world, starts)`.
 
     Rank r gets the sum of elements cuts[r] to cuts[r + 1] only, which is added up in the codec's
     format; the others' parts travel to their owners. Each rank keeps what its codes left out.
     """
 
-    def __init__(self, cuts: Sequence[int], codec: Codec, world: World) -> None:
-        self.world, self.codec, self.cuts = world, codec, cuts
+    def __init__(
+        self,
+        cuts: Sequence[int],
+        codec: Codec,
+        world: World,
+        starts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.world, self.codec, self.cuts, self.starts = world, codec, cuts, starts
         self.left = Residual(cuts[-1], codec.dtype, world.device)
         self.rests = {"left": self.left}
 
@@ -231,7 +259,7 @@ class ScatteredSum(Keeping):
         """Send every owner the codes of its part."""
         numbers = self.left.add(flat[: self.cuts[-1]])
         parts = [numbers[a:b] for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
-        return _ScatteredFlight(self, _send_parts(self.codec, parts, self.world))
+        return _ScatteredFlight(self, _send_parts(self, parts, self.world))
 
 
 class _ScatteredFlight:
@@ -245,7 +273,8 @@ class _ScatteredFlight:
         """Add up what came, in the order of the ranks."""
         wide = self.sender.codec.dtype
         total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
-        _add_up(self.sender.codec, self.rows.result(), total)
+        own = self.sender.codec_of(self.sender.world.rank)
+        _add_up(own, self.rows.result(), total)
         if total is not out:
             out.copy_(total)
 
@@ -254,12 +283,14 @@ class CodedScatter:
     """A reduce-scatter in codes for one unit of `fully_shard`; made of a `ScatterGradients`.
 
     plain   its traffic and norms are used, and its buffers · code  one of CODES
-    world   the ranks of the unit
+    world   the ranks of the unit · sizes  of a rank's rows of each parameter, one after another
     It is a Sender's memory too: what there is to keep it knows from its first call on.
     """
 
-    def __init__(self, plain: ScatterGradients, code: str, world: World) -> None:
-        self.plain, self.code, self.world = plain, code, world
+    def __init__(
+        self, plain: ScatterGradients, code: str, world: World, sizes: Sequence[int] = ()
+    ) -> None:
+        self.plain, self.code, self.world, self.sizes = plain, code, world, sizes
         self.allocate = plain.allocate
         self.sum: ScatteredSum | None = None
         self.held: Mapping[str, Tensor] = {}
@@ -278,7 +309,9 @@ class CodedScatter:
             part = output_tensor.numel()
             wide = torch.float64 if input_tensor.dtype == torch.float64 else torch.float32
             cuts = [part * rank for rank in range(self.world.size + 1)]
-            self.sum = ScatteredSum(cuts, CODES[self.code](wide), self.world)
+            starts = block_starts(self.sizes) if sum(self.sizes) == part else []
+            codec = CODES[self.code](wide)
+            self.sum = ScatteredSum(cuts, codec, self.world, [starts] * self.world.size)
             if self.held:
                 self.sum.take(self.held)
             self.held = {}
@@ -326,12 +359,26 @@ class CodedScatter:
         return {} if self.sum is None else self.sum.nothing()
 
 
-def _send_parts(codec: Codec, parts: Sequence[torch.Tensor], world: World) -> PendingRows:
+def block_starts(sizes: Sequence[int]) -> list[int]:
+    """Where blocks begin anew in tensors of such sizes: where one begins inside of a block.
+
+    >>> block_starts([32, 128, 64, 5, 64])
+    [32, 229]
+    """
+    found, last = [], 0
+    for place in list(accumulate(sizes))[:-1]:
+        if (place - last) % BIT_BLOCK:
+            found.append(place)
+            last = place
+    return found
+
+
+def _send_parts(sender: Keeping, parts: Sequence[torch.Tensor], world: World) -> PendingRows:
     """Begin to send every rank the codes of its part; the parts keep what those leave out."""
-    sizes = [codec.size_bytes(part.numel()) for part in parts]
+    sizes = sender.sizes([part.numel() for part in parts])
     packed = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
-    for part, row in zip(parts, packed.split(sizes), strict=True):
-        encode_rest(codec, part, row)
+    for rank, (part, row) in enumerate(zip(parts, packed.split(sizes), strict=True)):
+        encode_rest(sender.codec_of(rank), part, row)
     return exchange(world, packed, sizes)
 
 

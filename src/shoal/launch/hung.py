@@ -63,6 +63,11 @@ class Seen:
         return told.waits or reads or bool(answer.get("collective"))
 
     @property
+    def between(self) -> bool:
+        """Whether it runs code of a user's own loop, between two calls of a run or its loader."""
+        return not self.waits and bool((self.answer or {}).get("between"))
+
+    @property
     def collective(self) -> str:
         """The last collective that it enqueued, or a user's own in which it is."""
         if self.by_user and self.answer:

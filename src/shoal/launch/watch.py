@@ -47,6 +47,8 @@ AGAIN_S = 0.3
 TIMES, COMES_BACK = 3.0, 1.5
 
 START, STEP, FIRST, HOOK, MERGE = "start", "step", "first step", "hooks", "merge"
+BETWEEN = "between two calls"
+"""A validation of the user's own, a plot: never learnt, as nobody tells where it begins."""
 FIRST_S = {
     FIRST: 1800.0,  # compilers take minutes for a large model, and tell nothing
     MERGE: 86_400.0,  # islands wait for each other, by deadlines of their own
@@ -174,7 +176,8 @@ class Watch:
     patience_s how long a rank that may only be slow is waited for after it was told to be late
     times_s    gives what the run's own record tells of its steps: short ones pass between two looks
     twice      who is at fault is said of ranks that stood at the same lines when they were asked
-               before: those of a user's own loop may be in collectives that no page tells of
+               before: those of a user's own loop may be in collectives that no page tells of.
+               Where all are between two calls into Shoal, that has a deadline of its own
     first_s    the deadline of what was not learnt yet (`Learnt`)
     """
 
@@ -354,6 +357,8 @@ class Watch:
             self._next_s = silence_s + ANSWER_S
             return
         kind = FIRST if culprit.compiles else kind_of(culprit.of.told)
+        if self.twice and all(one.between for one in seen):  # so nobody waits for anybody
+            kind = BETWEEN
         if culprit.together:
             kind = max((kind_of(one.told) for one in seen), key=self.learnt.deadline_s)
         deadline_s = self.learnt.deadline_s(kind)

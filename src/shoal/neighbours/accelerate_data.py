@@ -1,4 +1,4 @@
-"""Deals a script's batches to processes as Accelerate does, and gathers what they found.
+"""Deals a script's batches to processes as Accelerate does, and walks through what batches hold.
 
 Process r of n takes the batches r, r + n, … of the script's own sampler, in an order that is drawn
 once and is the first process's. Where the last ones do not suffice for all, samples of the

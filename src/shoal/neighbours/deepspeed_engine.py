@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -98,13 +99,14 @@ def initialize(
         unsaid_clip=1.0,
         brought=[name for name, value in brought.items() if value is not None],
     )
+    compute = _widened(model, settings)
     run = started(
         model,
         _optimizer(settings, optimizer, model_parameters),
         layout=STRATEGIES[settings.stage] if world.size > 1 else "single",
         batch=settings.batch,
         micro_batch=settings.micro_batch,
-        precision=settings.compute,
+        precision=compute,
         world=world,
         **_policies(settings),
     )
@@ -127,6 +129,21 @@ def installed() -> str:
         return version("deepspeed")
     except PackageNotFoundError:
         return ""
+
+
+def _widened(model: nn.Module, settings: Settings) -> str:
+    """Let weights that come in a narrow format be stepped in fp32, as DeepSpeed's masters are.
+
+    Gives the format to compute in: the configuration's, or where that names none, bf16 weights'. At
+    stage 0 without a format DeepSpeed steps such weights themselves.
+    """
+    kinds = (torch.bfloat16, *([torch.float16] if settings.compute != "fp32" else []))
+    narrow = [p for p in model.parameters() if p.requires_grad and p.dtype in kinds]
+    if not narrow or (settings.compute == "fp32" and not settings.stage):
+        return settings.compute
+    for one in narrow:
+        one.data = one.data.float()
+    return "bf16" if settings.compute == "fp32" else settings.compute
 
 
 def _policies(settings: Settings) -> dict[str, Any]:
@@ -214,6 +231,7 @@ class Engine(Carried):
         self.device, self.global_rank, self.world_size = world.device, world.rank, world.size
         self.local_rank, self.dp_world_size = world.local_rank, world.size
         self.mp_world_size = 1
+        self.tput_timer = SimpleNamespace(update_epoch_count=lambda: None)  # steps tell their times
 
     def __getattr__(self, name: str) -> Any:
         if name in TOLD:

@@ -68,8 +68,8 @@ class Drift:
         self._bits = BitSums()
         self._costs_s, self._step_s = deque[float](maxlen=TIMES), math.inf
         self._before_s = self._spent_s = 0.0
-        self._kinds_of: tuple[list[Key], list[list[int]]] = ([], [])
         self.kinds = sorted({self.held_over(*one) for one in self._rows()}) if self.on else []
+        self._kinds_of: tuple[list[Key], list[list[int]]] = ([], [[] for _ in self.kinds])
         self.groups = [_groups(program, kind) for kind in self.kinds]
 
     def take(self, step: int) -> None:

@@ -40,6 +40,8 @@ class OptimizerGuard:
         notice: Callable[[str], None],
     ) -> None:
         self.optimizer, self.program, self.length = optimizer, program, length
+        if program.owed is not None:  # first steps may be a share of the length
+            program.owed.sums.length = length
         self.notice = notice
         self.state_checked = False
         self._movement = MovementCheck()

@@ -46,6 +46,7 @@ def main():
     llama(folder / "HuggingFaceTB" / "SmolLM-360M")
     texts(folder / "wikitext", random.Random(1))  # by its older name
     instructions(folder / "tatsu-lab" / "alpaca", random.Random(2))
+    words().save_pretrained(folder / "roberta-base")
 
 
 def texts(folder, draws):
@@ -71,6 +72,22 @@ def instructions(folder, draws):
             said = [" ".join(draws.choices(WORDS, k=draws.randint(3, 9))) for _ in range(3)]
             row = dict(zip(("instruction", "input", "output"), said, strict=True))
             file.write(json.dumps(row | ({"input": ""} if index % 2 else {})) + "\n")
+
+
+def words():
+    """A tokenizer of WORDS and RoBERTa's five marks, in its order."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    marks = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    known = {word: index for index, word in enumerate([*marks, *WORDS])}
+    plain = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    plain.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, model_max_length=64, bos_token="<s>", cls_token="<s>",
+        eos_token="</s>", sep_token="</s>", pad_token="<pad>", unk_token="<unk>", mask_token="<mask>",
+    )  # fmt: skip
 
 
 def llama(folder):

@@ -92,6 +92,7 @@ def end():
         from transformers.integrations import is_deepspeed_available
         from transformers.utils import is_accelerate_available
 
+        told["transformers"] = installed("transformers")
         told["available"] = {
             "accelerate": bool(is_accelerate_available()),
             "deepspeed": bool(is_deepspeed_available()),

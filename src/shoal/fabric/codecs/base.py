@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -157,6 +158,41 @@ class ScaledBlocks(ABC):
 
     def _code_bytes(self, elements: int) -> int:
         return -(-elements * self.bits // 8)
+
+
+class Pieces:
+    """A codec for a vector in which blocks begin anew in some places, so that each is in one row.
+
+    starts   where, in rising order; a block that would reach over such a place ends there
+    """
+
+    def __init__(self, codec: Codec, starts: Sequence[int]) -> None:
+        self.codec, self.starts = codec, starts
+        self.name, self.dtype, self.gathers = codec.name, codec.dtype, codec.gathers
+
+    def size_bytes(self, elements: int) -> int:
+        """See `Codec.size_bytes`."""
+        ends = [min(place, elements) for place in (*self.starts, elements)]
+        return sum(self.codec.size_bytes(b - a) for a, b in pairwise([0, *ends]))
+
+    def encode(self, numbers: Tensor, out: Tensor) -> None:
+        """See `Codec.encode`."""
+        place = 0
+        for piece in numbers.tensor_split(list(self.starts)):
+            size = self.codec.size_bytes(piece.numel())
+            self.codec.encode(piece, out[place : place + size])
+            place += size
+        out[place:] = 0
+
+    def decode(
+        self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
+    ) -> None:
+        """See `Codec.decode`."""
+        place = 0
+        for piece in out.tensor_split(list(self.starts)):
+            size = self.codec.size_bytes(piece.numel())
+            self.codec.decode(packed[place : place + size], piece, weight=weight, add=add)
+            place += size
 
 
 def aligned(size: int) -> int:

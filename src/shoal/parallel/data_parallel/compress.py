@@ -8,7 +8,8 @@ for the last e: nothing is lost, only late. Per bucket, with n ranks and M eleme
                others a code of the sum, whose own error it keeps as well: 2(n−1)/n · M bytes
                (zero1, zero2, and fsdp unit by unit: the first half only)
     one-bit    the same with signs, and the mean magnitude of every 64: 0.19 M instead of M. The
-               first steps of a run, when gradients change most, may travel in int8: one-bit:STEPS
+               first steps of a run, when gradients change most, travel in int8: one-bit:STEPS of
+               them, a third of the run's where nobody says
     powersgd   a matrix [m, k] is summed as two thin ones: 2(n−1)/n · r(m + k) numbers instead of
                m · k. Vectors, and matrices that this would not make smaller, travel as they are
     topk       each rank's largest numbers with their places go to all: (n−1) · 8 bytes for each
@@ -34,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -45,6 +47,7 @@ from shoal.base.plan import Bucket
 from shoal.base.shards import Shard
 from shoal.fabric import Traffic, World
 from shoal.fabric.coded_sums import (
+    BIT_BLOCK,
     CODES,
     CodedScatter,
     CodedSum,
@@ -52,8 +55,10 @@ from shoal.fabric.coded_sums import (
     LargestSum,
     ScatteredSum,
     Sender,
+    block_starts,
 )
 from shoal.fabric.low_rank import LowRankSum, Matrix
+from shoal.parallel.data_parallel._torch import scattered_sizes
 from shoal.parallel.data_parallel.buckets import places
 from shoal.parallel.program import Part, Program, dtype_of
 
@@ -73,7 +78,9 @@ def apply(program: Program) -> Program:
         return program
     if isinstance(program.reducer, Scatters):
         senders: list[Any] = program.reducer.scatter_by(
-            lambda plain: CodedScatter(plain, policy.method, program.data)
+            lambda plain, unit: CodedScatter(
+                plain, policy.method, program.data, scattered_sizes(unit)
+            )
         )
         sums = CompressedSums(program.data, senders, policy)
     elif isinstance(program.reducer, Sends):
@@ -83,9 +90,10 @@ def apply(program: Program) -> Program:
         program.reducer.worlds = [sums] * len(senders)
     else:
         raise BugError(f"layout.compress met a reducer without buckets: {program.plan.layout}")
+    first = "the first third of the run's steps travels in int8; " if policy.early < 0 else ""
     program.notices.append(
-        f"layout.compress = {compress}: what one step leaves out is added in the next; checkpoints "
-        f"keep it for this layout, and a resume on another starts without it"
+        f"layout.compress = {compress}: {first}what one step leaves out is added in the next; "
+        f"checkpoints keep it for this layout, and a resume on another starts without it"
     )
     return replace(
         program,
@@ -99,7 +107,10 @@ class CompressedSums:
     """Stands before the world where a reducer sums buckets: the same calls, fewer bytes.
 
     policy   how, and in which steps at the start of a run in another code · step  that comes
+    length   of the run, as `start_run` gives it: `total_steps`, 0 where nobody said
     """
+
+    length: Any = None
 
     def __init__(self, world: World, senders: Sequence[Any], policy: Compression) -> None:
         self.world = world
@@ -131,10 +142,12 @@ class CompressedSums:
         """A step begins with the first bucket."""
         self.sent, self.flying = 0, []
         self.step += 1
+        total = self.length.total_steps if self.length else 0
+        early = self.policy.early and self.policy.early_of(total)
         for sender in self.senders:
             sender.begin()
             if self.policy.early:
-                sender.by("int8" if self.step <= self.policy.early else self.policy.method)
+                sender.by("int8" if self.step <= early else self.policy.method)
 
     def commit(self, micro_batches: list[int]) -> None:
         """The step moved the weights: what codes left out of it is valid."""
@@ -166,7 +179,10 @@ class Owed:
         self.own = f"{FEEDBACK}.{program.world.rank}."
         plan = program.plan
         # Buckets are a stage's own, and the record is one for all: their sizes are compared below.
-        self.whose = {"layout": plan.layout.text(), "compress": plan.compress}
+        # What is left fits whenever one bit begins.
+        method = sums.policy.method
+        code = method if method == "one-bit" else plan.compress
+        self.whose = {"layout": plan.layout.text(), "compress": code}
 
     def parts(self) -> dict[str, Part]:
         """What is left, by its name in a checkpoint, each tensor whole on this rank."""
@@ -228,8 +244,8 @@ class Sends(Protocol):
 class Scatters(Protocol):
     """A reducer whose units reduce-scatter by themselves, each by what `make` gives for it."""
 
-    def scatter_by(self, make: Callable[[Any], Any]) -> list[Any]:
-        """Give every unit one of its own, made of the plain one; all of them, in units' order."""
+    def scatter_by(self, make: Callable[[Any, nn.Module], Any]) -> list[Any]:
+        """Give every unit one of its own, of the plain one and the unit; all, in units' order."""
 
 
 @dataclass
@@ -265,8 +281,31 @@ def _sender(
         return LowRankSum(bucket.elements, wide, world, matrices, policy.rank)
     codec = CODES[policy.method](wide)
     if bucket.cuts:
-        return ScatteredSum(bucket.cuts, codec, world)
-    return CodedSum(bucket.elements, codec, world)
+        starts = _starts(bucket, bucket.cuts, parameters)
+        return ScatteredSum(bucket.cuts, codec, world, starts)
+    part = -(-bucket.elements // world.size)
+    cuts = [part * rank for rank in range(world.size + 1)]
+    return CodedSum(bucket.elements, codec, world, _starts(bucket, cuts, parameters))
+
+
+def _starts(
+    bucket: Bucket, cuts: Sequence[int], parameters: Mapping[str, nn.Parameter]
+) -> list[list[int]]:
+    """Of every part of a bucket the places where blocks begin anew, so that they stay in one row.
+
+    Blocks are counted from where a parameter begins, also one of which a part holds the end.
+    """
+    found = []
+    for begin, end in pairwise(cuts):
+        sizes = []
+        for first, last in places(bucket, parameters).values():
+            if first < begin < last:
+                head = min((first - begin) % BIT_BLOCK, last - begin)
+                sizes += [head, min(last, end) - begin - head]
+            elif begin <= first < end:
+                sizes.append(min(last, end) - first)
+        found.append(block_starts(sizes))
+    return found
 
 
 def _matrices(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> list[Matrix]:

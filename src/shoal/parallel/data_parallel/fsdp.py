@@ -342,12 +342,12 @@ class ShardedGradients:
         once = unit.register_forward_pre_hook(first)
         return early, once
 
-    def scatter_by(self, make: Callable[[ScatterGradients], Any]) -> list[Any]:
+    def scatter_by(self, make: Callable[[ScatterGradients, nn.Module], Any]) -> list[Any]:
         """Give every unit a reduce-scatter of its own, made of the plain one; all, in order."""
         made = []
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
-                made.append(make(self.scatters[0]))
+                made.append(make(self.scatters[0], part))
                 part.set_custom_reduce_scatter(made[-1])
         return made
 
