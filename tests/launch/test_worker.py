@@ -132,3 +132,19 @@ def test_a_damaged_report_is_no_report(tmp_path: Path) -> None:
 
 def test_guardian_forgets_what_is_gone() -> None:
     assert guard(["+5\n", "+6\n", "-5\n"]) == {6}
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_who_has_no_supervisor_writes_the_death_down(
+    report_path: Path, monkeypatch: pytest.MonkeyPatch, *, supervised: bool
+) -> None:
+    """Under torchrun; a peer's fault the peer tells itself."""
+    monkeypatch.delenv("SHOAL_STORE", raising=False)
+    if supervised:
+        monkeypatch.setenv("SHOAL_STORE", "/nowhere")
+    for error in (ValueError("mine"), RuntimeError("Connection closed by peer")):
+        assert run_worker(lambda error=error: raising(error)) == 1
+    log = report_path.parents[1] / "events.jsonl"
+    told = [json.loads(line) for line in log.open()] if log.exists() else []
+    assert [(one["event"], one["rank"]) for one in told] == [("worker_died", 3)] * (not supervised)
+    assert all(one["traceback"].endswith("ValueError: mine") for one in told)

@@ -187,6 +187,72 @@ def test_a_group_that_the_script_made_builds_once_per_machine_too(tmp_path: Path
     assert "[['meta']" in told[0]
 
 
+OWN = """
+import sys
+
+def main():
+    import torch, shoal
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    run = shoal.parallelize(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), lambda y, t: (y - t) ** 2,
+        folder="run", layout="ddp", batch=8, micro_batch=2,
+    )
+    run.restore()
+    drawn = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=drawn), torch.ones(64, 2))
+    for _ in run.epochs(2):
+        for batch in run.loader(data):
+            run.step(batch)
+    run.print("ranks:", run.world.size)
+    run.close()
+
+if __name__ == "__main__":
+    if "fabric" in sys.argv:
+        from lightning.fabric import Fabric
+
+        Fabric(accelerator="cpu", devices=2, strategy="ddp").launch()
+        main()
+    elif "accelerate" in sys.argv:
+        from accelerate import debug_launcher
+
+        debug_launcher(main, num_processes=2)
+    else:
+        main()
+"""
+BY: dict[str, tuple[str, list[str]]] = {
+    # what it stands in, the command
+    "nobody": ("shoal", ["loop.py"]),
+    "Lightning Fabric": ("lightning", ["loop.py", "fabric"]),
+    "Accelerate in a notebook": ("accelerate", ["loop.py", "accelerate"]),
+    "accelerate launch": (
+        "accelerate",
+        ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "loop.py"],
+    ),
+}
+
+
+@pytest.mark.proof
+def test_an_own_loop_runs_unchanged_under_launchers_of_others(tmp_path: Path) -> None:
+    """Lightning's and Accelerate's: the group that they make, or their ranks' places, are adopted."""
+    losses = {}
+    for name, (library, words) in BY.items():
+        pytest.importorskip(library)
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        (folder / "loop.py").write_text(OWN)
+        done = subprocess.run(
+            [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (name, done.stderr[-3000:])
+        assert f"ranks: {1 if name == 'nobody' else 2}" in done.stdout, (name, done.stdout)
+        losses[name] = [row["loss"] for row in lines(folder / "run" / "metrics.jsonl")]
+        assert len(losses[name]) == 16
+        assert losses[name] == pytest.approx(losses["nobody"], rel=1e-5), name
+
+
 @pytest.mark.proof  # what a starter does: tests/launch/test_jobs.py; the store: test_attacked.py
 def test_two_nodes_by_our_own_starter_with_a_token_and_again(tmp_path: Path) -> None:
     """As Kubernetes and ssh start them: one starter per node; at a restart the run is resumed."""

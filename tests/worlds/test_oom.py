@@ -41,6 +41,7 @@ def test_half_micro_batches_until_they_fit(tmp_path: Path) -> None:
     assert code == 0, output
     for size, before in ((4, 8), (2, 4)):
         assert f"with train.micro_batch={size} in the place of {before} on all ranks" in output
+    assert "masks of dropout and statistics of BatchNorm" in " ".join(output.split())
     assert len(command.events("restarting")) == 2
     died = command.events("worker_died")
     assert {one["rank"] for one in died} == {1}
