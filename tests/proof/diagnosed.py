@@ -92,6 +92,8 @@ def trials(seed: int) -> list[dict[str, Any]]:
         after = drawn.randrange(24, 34) if at == "forward" else drawn.randrange(40, 80)
         if (layouts and layout not in layouts) or kind in ONCE or not place:
             continue
+        if kind == "loader":
+            after = 10 + after % 15  # of one worker's own samples: an island's has 32 in all
         trial = {"kind": kind, "at": layout, "rank": rank, "place": at, "after": after}
         found.append({"layout": "drawn", "number": len(found) - len(CLEAN), **trial})
     return found

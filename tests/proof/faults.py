@@ -156,6 +156,8 @@ def one(trial: dict[str, Any], unbroken: dict[str, Any]) -> dict[str, Any]:
         died = [one for one in lines(place / "events.jsonl") if one["event"] == "restarting"]
         took = [path.name for path in places if takes_anothers(lines(path / "events.jsonl"))]
         left = [process.pid for process in psutil.process_iter() if in_folder(process, folder)]
+        # Those that a sample or a pass starts leave this file behind.
+        happened = not trial.get("place") or (Path(folder) / "hung").exists()
     told = [[one.kind, one.rank, one.why[:60], one.over] for one in found]
     out: dict[str, Any] = {"code": code, "told": told}
     out |= {"seconds": round(time.monotonic() - began_s, 1), "saved": [e["saved"] for e in died]}
@@ -163,7 +165,10 @@ def one(trial: dict[str, Any], unbroken: dict[str, Any]) -> dict[str, Any]:
     if not kind:
         unbroken[layout] = rows
     blamed = [one for one in elsewhere if not follows(trial, one)]
-    wrong = verdict(trial, code, found, left) or (blamed and f"blamed: {blamed[0].what}") or ""
+    wrong = "" if happened else "its fault never happened"
+    wrong = (
+        wrong or verdict(trial, code, found, left) or (blamed and f"blamed: {blamed[0].what}") or ""
+    )
     wrong = wrong or unlike(trial, rows, unbroken.get(layout), losses=not took)
     return {**out, "wrong": wrong} | ({"output": output[-600:]} if wrong else {})
 
