@@ -80,7 +80,7 @@ proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resuma
 	$(BIN)/python tests/proof/slow_ranks.py
 	$(BIN)/python tests/proof/servers.py
 	$(BIN)/python tests/proof/faults.py
-	$(BIN)/python tests/proof/diagnosed.py --seed 31
+	$(BIN)/python tests/proof/diagnosed.py --seed 35
 	$(BIN)/python tests/proof/poison.py --out docs/proof/poison.json
 	$(BIN)/python tests/proof/equality.py
 	$(BIN)/python tests/proof/formats.py

@@ -1,6 +1,6 @@
 """`shoal diagnose`: silent on twenty clean runs, right on faults that a seed draws?
 
-    python tests/proof/diagnosed.py --seed 31 [--seconds 3000] [--out docs/proof/diagnosed.json]
+    python tests/proof/diagnosed.py --seed 35 [--seconds 3000] [--out docs/proof/diagnosed.json]
                                     [--only clean,drawn]
 
 Clean runs differ in layout, precision, islands, data workers, policies and loop; some are stopped
