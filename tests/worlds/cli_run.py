@@ -16,6 +16,22 @@ from typing import Any
 from forks import Forks
 from shoal.launch.processes import can_fork
 
+OWN_LOOP = """
+import time, torch, shoal
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 4))
+drawn = torch.Generator().manual_seed(1)
+data = torch.utils.data.TensorDataset(
+    torch.randn(200, 8, generator=drawn), torch.randint(0, 4, (200,), generator=drawn))
+run = shoal.parallelize(
+    model, lambda p: torch.optim.AdamW(p, lr=1e-3),
+    lambda y, t: (nn.functional.cross_entropy(y, t, reduction="sum"), len(t)),
+    layout="zero2", batch=16, micro_batch=4, folder="run", precision="fp32")
+"""
+"""The beginning of a script with a loop of its own: 200 samples, a run in `run`."""
+
 TOY = '''
 import time, torch
 from torch import nn

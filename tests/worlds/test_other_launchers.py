@@ -10,22 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from cli_run import final_hashes, trajectory
+from cli_run import OWN_LOOP, final_hashes, trajectory
 
 pytestmark = pytest.mark.proof
-SCRIPT = """
-import torch, shoal
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 4))
-drawn = torch.Generator().manual_seed(1)
-data = torch.utils.data.TensorDataset(
-    torch.randn(200, 8, generator=drawn), torch.randint(0, 4, (200,), generator=drawn))
-run = shoal.parallelize(
-    model, lambda p: torch.optim.AdamW(p, lr=1e-3),
-    lambda y, t: (nn.functional.cross_entropy(y, t, reduction="sum"), len(t)),
-    layout="zero2", batch=16, micro_batch=4, folder="run", precision="fp32")
+SCRIPT = (
+    OWN_LOOP
+    + """
 for _ in range(2):
     for batch in run.loader(data):
         run.step(batch)
@@ -33,6 +23,7 @@ print(f"ranks {run.world.size}")
 run.save()
 run.close()
 """
+)
 AROUND = {
     # Both begin the processes and their group; the script finds them there.
     "fabric": """

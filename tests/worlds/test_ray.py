@@ -12,23 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from cli_run import final_hashes, trajectory
+from cli_run import OWN_LOOP, final_hashes, trajectory
 
 pytestmark = pytest.mark.proof
 HERE = Path(__file__).resolve().parent
-SCRIPT = """
-import time, torch, shoal
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 4))
-drawn = torch.Generator().manual_seed(1)
-data = torch.utils.data.TensorDataset(
-    torch.randn(200, 8, generator=drawn), torch.randint(0, 4, (200,), generator=drawn))
-run = shoal.parallelize(
-    model, lambda p: torch.optim.AdamW(p, lr=1e-3),
-    lambda y, t: (nn.functional.cross_entropy(y, t, reduction="sum"), len(t)),
-    layout="zero2", batch=16, micro_batch=4, folder="run", precision="fp32")
+SCRIPT = (
+    OWN_LOOP
+    + """
 run.restore()
 loader = run.loader(data)
 while run.step_count < 60:
@@ -41,6 +31,7 @@ while run.step_count < 60:
             break
 run.close()
 """
+)
 
 
 @pytest.fixture

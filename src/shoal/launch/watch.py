@@ -356,9 +356,11 @@ class Watch:
         if culprit is None:  # somebody looks at a rank with a debugger
             self._next_s = silence_s + ANSWER_S
             return
-        kind = FIRST if culprit.compiles else kind_of(culprit.of.told)
+        kind = kind_of(culprit.of.told)
         if self.twice and all(one.between for one in seen):  # so nobody waits for anybody
             kind = BETWEEN
+        if culprit.compiles:
+            kind = FIRST
         if culprit.together:
             kind = max((kind_of(one.told) for one in seen), key=self.learnt.deadline_s)
         deadline_s = self.learnt.deadline_s(kind)

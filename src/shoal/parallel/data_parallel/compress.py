@@ -73,7 +73,8 @@ def apply(program: Program) -> Program:
         return program
     if program.data.size == 1:
         program.notices.append(
-            f"layout.compress = {compress}: one process sends no gradients, so none is compressed"
+            f"layout.compress = {compress}: one data-parallel rank sends no gradients, so none is "
+            f"compressed"
         )
         return program
     if isinstance(program.reducer, Scatters):
