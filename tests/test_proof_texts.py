@@ -82,7 +82,7 @@ def test_a_name_of_ours_is_seen(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "nearest: layout.tp=1, or layout.dp_shard=1",
+        "try: layout.tp=1, or layout.dp_shard=1",
         "build the optimizer after shoal.parallelize",
         "report it with proof.json (shoal prove run.toml --json > proof.json)",
         "keep statistics in torch.nn.BatchNorm layers",

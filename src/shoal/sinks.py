@@ -109,4 +109,4 @@ class WandB:
 
 def _missing(package: str, what: str) -> str:
     """The line for a library that is not installed."""
-    return f"{what}: needs {package}, which is not installed; nearest: pip install 'shoal[sinks]'"
+    return f"{what}: needs {package}, which is not installed; try: pip install 'shoal[sinks]'"

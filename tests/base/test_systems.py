@@ -19,7 +19,7 @@ MACOS = (
 )
 WINDOWS = (
     "Windows: never tried; missing here: locks of run folders (fcntl), process groups to end "
-    "workers by, the parent-death signal, sockets handed to workers; nearest: WSL 2, which is Linux"
+    "workers by, the parent-death signal, sockets handed to workers; try: WSL 2, which is Linux"
 )
 
 

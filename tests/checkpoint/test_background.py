@@ -226,7 +226,7 @@ def test_what_is_wrong_with_the_state_is_an_outcome(
     assert again is not None
     assert again.saved is not None
     assert_same(loaded(root / "step-6"), state(6))
-    with pytest.raises(ConfigError, match=r"checkpoint.keep = 0: at least 1; nearest"):
+    with pytest.raises(ConfigError, match=r"checkpoint.keep = 0: at least 1; try"):
         saver.start(root, 7, [], {}, keep=0)
 
 

@@ -292,7 +292,7 @@ def test_all_damaged_is_an_error_not_a_fresh_start(broken: Path) -> None:
 
 def test_the_only_one_that_may_be_read_is_damaged(broken: Path) -> None:
     """Islands go on from a round that all hold, so no older one is taken in silence."""
-    said = r"up.weight .* hash .*; nearest: move checkpoints/step-5 away, and go on from"
+    said = r"up.weight .* hash .*; try: move checkpoints/step-5 away, and go on from"
     with pytest.raises(WantedDamaged, match=said):
         read.open_newest(broken, wanted_all, alone(), Heard(), 5)
 

@@ -114,7 +114,7 @@ def test_what_an_export_may_replace(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         export_folder(path, out)
     assert str(caught.value) == (
-        f"{out}: holds notes.md, which no export wrote, and would be replaced whole; nearest: a "
+        f"{out}: holds notes.md, which no export wrote, and would be replaced whole; try: a "
         f"folder that is new, empty or an earlier export"
     )
     (out / "notes.md").unlink()
@@ -125,7 +125,7 @@ def test_what_an_export_may_replace(tmp_path: Path) -> None:
     (out / "config.json").touch()
     with pytest.raises(ConfigError, match=r"holds config\.json, which no export wrote"):
         export_folder(path, out)
-    with pytest.raises(ConfigError, match="is a file; nearest: .*config.json.safetensors"):
+    with pytest.raises(ConfigError, match="is a file; try: .*config.json.safetensors"):
         export_folder(path, out / "config.json")
 
 
@@ -221,7 +221,7 @@ def test_averages_stand_for_the_weights_that_have_one(tmp_path: Path) -> None:
         export_folder(without, tmp_path / "none", average=True)
     assert str(caught.value).endswith(
         "step-2: holds no averaged weights, which a run keeps where optimizer.average (average= of "
-        "parallelize) is above 0; nearest: the same without --average"
+        "parallelize) is above 0; try: the same without --average"
     )
 
 

@@ -102,7 +102,7 @@ def test_the_model_among_other_things(how: str, tmp_path: Path) -> None:
 
 def test_what_could_be_two_models_is_asked(tmp_path: Path) -> None:
     torch.save({"gan": {"generator": tied(), "critic": tied()}}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=r"each be the model; nearest: --key gan.generator"):
+    with pytest.raises(CheckpointError, match=r"each be the model; try: --key gan.generator"):
         import_weights(tmp_path / "w.pt", tmp_path / "out")
     with pytest.raises(CheckpointError, match="nothing is under gan.judge; what it holds: gan"):
         import_weights(tmp_path / "w.pt", tmp_path / "out", "gan.judge")
@@ -243,18 +243,18 @@ def test_what_is_no_source_or_no_folder_is_one_line(tmp_path: Path) -> None:
     torch.save(tied(), good)
     torch.save(tied(), old, _use_new_zipfile_serialization=False)
     assert "no such file or folder" in refusal(tmp_path / "none", out)
-    assert f"holds no weights; nearest: {good}" in refusal(good.parent, out)
-    assert f"holds no weights; nearest: {old}" in refusal(tmp_path, out)
-    assert "since torch 1.6; nearest, where it can be trusted" in refusal(old, out)
+    assert f"holds no weights; try: {good}" in refusal(good.parent, out)
+    assert f"holds no weights; try: {old}" in refusal(tmp_path, out)
+    assert "since torch 1.6; try, where it can be trusted" in refusal(old, out)
     save_step(tmp_path / "run" / "checkpoints", 5)
-    assert "nearest: shoal checkpoint export" in refusal(tmp_path / "run", out)
+    assert "try: shoal checkpoint export" in refusal(tmp_path / "run", out)
     torch.save(torch.ones(3), tmp_path / "one.pt")
     assert "holds no tensors by name" in refusal(tmp_path / "one.pt", out)
     torch.save({"w": torch.ones(1).expand(1 << 40)}, tmp_path / "vast.pt")
     assert "have 4398046511104 bytes by their shapes" in refusal(tmp_path / "vast.pt", out)
     many = torch.randn(1000)
     torch.save({str(k): many[: 999 - k] for k in range(99)}, tmp_path / "many.pt")
-    assert "nearest: save each tensor once" in refusal(tmp_path / "many.pt", out)
+    assert "try: save each tensor once" in refusal(tmp_path / "many.pt", out)
     torch.save({"w": torch.ones(9), "s": torch.ones(4).to_sparse()}, tmp_path / "sparse.pt")
     assert "s is no plain tensor but one of torch._utils._rebuild_sparse_tensor" in refusal(
         tmp_path / "sparse.pt", out
@@ -271,7 +271,7 @@ def test_what_is_no_source_or_no_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "two" / "global_step3").mkdir()
     (tmp_path / "two" / "latest").write_text("global_step3")
     shutil.copy(good, tmp_path / "two" / "pytorch_model.bin")
-    assert "holds pytorch_model.bin and global_step3/*_states.pt; nearest: " in refusal(
+    assert "holds pytorch_model.bin and global_step3/*_states.pt; try: " in refusal(
         tmp_path / "two", out
     )
 
@@ -305,7 +305,7 @@ def test_the_command_says_what_it_did_and_how_to_go_on(tmp_path: Path) -> None:
         "shoal.parallelize",
     ]
     assert shoal("w.pt", "out") == (
-        2, "shoal: out: has model.safetensors already; nearest: a new folder\n",
+        2, "shoal: out: has model.safetensors already; try: a new folder\n",
     )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def test_what_does_not_add_up_is_one_line(tmp_path: Path) -> None:
         assert "layers of a pipeline, or experts" in broken(
             stage, lambda f: (f / "layer_01-model_00-model_states.pt").write_bytes(b"")
         )
-    assert "which are not there; nearest: copy those of all ranks" in broken(
+    assert "which are not there; try: copy those of all ranks" in broken(
         2, lambda f: [optim(f, rank).unlink() for rank in range(3)]
     )
     assert "holds no flat fp32 weights" in broken(

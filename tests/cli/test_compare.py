@@ -48,11 +48,11 @@ def refused(*arguments: str) -> str:
     ("arguments", "said"),
     [
         ("--layouts ddp,fsdpp", "--layouts = fsdpp: not one of single, dp, ddp"),
-        ("--layouts ,", "--layouts: is empty; nearest: --layouts single,ddp"),
+        ("--layouts ,", "--layouts: is empty; try: --layouts single,ddp"),
         ("--processes 2,x", "--processes = 2,x: whole numbers from 1 are wanted"),
         ("--processes 0", "--processes = 0: whole numbers from 1 are wanted"),
         ("layout.dp_shard=2", "layout.dp_shard = 2: shoal compare takes layouts by name"),
-        ("data.source=stdlb", "nearest: stdlib"),
+        ("data.source=stdlb", "try: stdlib"),
         ("model.build=nowhere:build", "there is no module nowhere"),
         ("train.batch=10 train.micro_batch=4", "train.batch = 10: not divisible"),
         ("a.toml b.toml", "b.toml: one run.toml at most"),
@@ -72,7 +72,7 @@ def test_more_processes_than_memory_is_refused(
     said = refused("--layouts", "ddp", "--processes", "1,65536", "train.batch=65536")
     assert "--processes = 65536: the states of " in said
     assert " under ddp, this machine has " in said
-    assert "; nearest: --processes " in said
+    assert "; try: --processes " in said
 
 
 def test_inside_a_launcher_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_the_nearest_count_fits() -> None:
     with pytest.raises(shoal.PlanError, match=r"--processes = 4: .* under ddp.*--processes 3$"):
         check_memory(rows, MIB, machine)
     check_memory([row for row in rows if row.strategy != "ddp"], MIB, machine)  # one copy in all
-    with pytest.raises(shoal.PlanError, match=r"^single: .*nearest: a smaller model$"):
+    with pytest.raises(shoal.PlanError, match=r"^single: .*try: a smaller model$"):
         check_memory(rows, 4 * MIB, machine)
 
 
@@ -111,7 +111,7 @@ def test_rows_that_cannot_run_say_why() -> None:
     assert "train.batch = 8: not divisible" in reasons["ddp", 3]
     assert "at least 2 × 2 processes" in reasons["hsdp", 2]
     (alone,) = plan_rows(["ddp"], [1], batch=8, micro_batch=1)
-    assert alone.reason == "on one process it is single; nearest: --processes 1,2"
+    assert alone.reason == "on one process it is single; try: --processes 1,2"
 
 
 def test_every_state_counts_once() -> None:

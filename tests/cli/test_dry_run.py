@@ -35,10 +35,10 @@ def test_islands_with_one_checkpoint_are_refused_before_the_start() -> None:
     said = ["islands.method=diloco", "islands.count=2", "checkpoint.keep=1"]
     done = CliRunner().invoke(app, ["train", "--dry-run", *said])
     assert "checkpoint.keep = 1: " in str(done.exception)
-    assert "nearest: checkpoint.keep=2" in str(done.exception)
+    assert "try: checkpoint.keep=2" in str(done.exception)
 
 
 def test_what_is_wrong_is_said_as_in_a_real_start() -> None:
     done = CliRunner().invoke(app, ["train", "--dry-run", "islands.count=3"])
     assert isinstance(done.exception, ConfigError)
-    assert "nearest: islands.method=diloco" in str(done.exception)
+    assert "try: islands.method=diloco" in str(done.exception)

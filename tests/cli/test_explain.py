@@ -91,7 +91,7 @@ def test_the_layout_is_the_runs() -> None:
     assert layout("layout.tp=2", "layout.pp=2").processes == 4
     assert layout("layout.strategy=3d", on="8xH100-80GB").processes == 8
     assert layout("layout.strategy=dp").threads == 2
-    with pytest.raises(PlanError, match="nearest legal: layout.dp_replicate=2"):
+    with pytest.raises(PlanError, match="try: layout.dp_replicate=2"):
         layout("layout.tp=2", "launch.processes=4")
     with pytest.raises(PlanError, match="more stages than the 3 blocks"):
         rows("layout.pp=4")

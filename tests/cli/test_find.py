@@ -87,7 +87,7 @@ def test_what_is_drawn() -> None:
 def test_a_range_that_is_none_is_one_line(ends: tuple[str, str]) -> None:
     done = CliRunner().invoke(main.app, ["find", "lr", "--from", ends[0], "--to", ends[1]])
     assert isinstance(done.exception, ConfigError)
-    assert str(done.exception).endswith("nearest: --from 1e-07 --to 10")
+    assert str(done.exception).endswith("try: --from 1e-07 --to 10")
 
 
 def test_a_layout_is_left_out_with_a_line(bowl: None) -> None:

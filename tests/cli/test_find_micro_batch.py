@@ -107,7 +107,7 @@ def test_the_search_tries_no_size_twice() -> None:
 
 @pytest.mark.parametrize("word", ["2", "0GiB", "GiB", "two GiB"])
 def test_a_size_that_is_none_is_one_line(word: str) -> None:
-    with pytest.raises(ConfigError, match="nearest: 2GiB"):
+    with pytest.raises(ConfigError, match="try: 2GiB"):
         read_bytes(word)
 
 

@@ -61,5 +61,5 @@ def test_a_line_break_in_a_word_is_refused_in_one_line(tmp_path: Path) -> None:
     told = mutations.prepared(path, resumed=False)
     assert told == (
         f"{path}: layout.compress = 'a\\nb': holds a line break or another control character; "
-        f"nearest: 'a b'"
+        f"try: 'a b'"
     )

@@ -158,7 +158,7 @@ def test_the_plan_becomes_a_run(tmp_path: Path) -> None:
     assert config.launch.processes == 8
     again = plan(*words, "--write", "run.toml", folder=tmp_path)
     assert again.returncode == 2
-    assert "exists; nearest: another name" in again.stderr
+    assert "exists; try: another name" in again.stderr
 
 
 def test_a_pipeline_becomes_a_run_too(tmp_path: Path) -> None:
@@ -224,22 +224,22 @@ def test_tables(tmp_path: Path) -> None:
     [
         (("--on", "8xH1000"), '"H1000" is no device'),
         (("--on", "8x"), "then expected"),
-        (("model.name=llama-3-80b",), "nearest: llama-3-8b"),
-        (("--table", "speed"), "nearest: speedup"),
+        (("model.name=llama-3-80b",), "try: llama-3-8b"),
+        (("--table", "speed"), "try: speedup"),
         (("--table", "memory", "--models", "7x"), "no published model"),
         (("--table", "memory", "--gpus", "2,x"), "--gpus x"),
         (
             ("layout.tp=3", "model.name=llama-3-8b", "--on", "8xH100"),
-            "3 devices, but there are 8; nearest legal: layout.tp=2",
+            "3 devices, but there are 8; try: layout.tp=2",
         ),
         (("model.name=hf:nowhere",), "nowhere"),
         (("layout.tp=-1", "model.name=llama-3-8b", "--on", "8xH100"), "at least 1"),
         (("layout.zero=7", "model.name=llama-3-8b", "--on", "8xH100"), "a stage is 0, 1, 2 or 3"),
         (("precision.compute=fp16",), "a CPU has no fast fp16"),
         (("--on", "8xH100 + 8xcpu", "model.name=llama-3-8b"), "cannot share one run"),
-        (("model.dims=3",), "nearest: model.dim"),
-        (("model.nam=gpt",), "nearest: model.name"),
-        (("layout.tp=2", "layout.strategy=single"), "nearest: leave layout.strategy out"),
+        (("model.dims=3",), "try: model.dim"),
+        (("model.nam=gpt",), "try: model.name"),
+        (("layout.tp=2", "layout.strategy=single"), "try: leave layout.strategy out"),
     ],
 )
 def test_wrong_input_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:

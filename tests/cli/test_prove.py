@@ -167,7 +167,7 @@ def test_what_the_user_must_mend_is_exit_2(tmp_path: Path, prove: Prove) -> None
     assert "shoal: loss returned a mean: " in err
     code, _, err = prove("model.build=user:build", "train.batch=17")
     assert code == 2
-    assert "nearest legal: train.batch=16" in err
+    assert "try: train.batch=16" in err
     assert not (tmp_path / "runs").exists()
 
 

@@ -77,7 +77,7 @@ def test_a_run_without_a_checkpoint() -> None:
     ("toml", "line"),
     [
         ("", "runs/mine: has no run.toml, so it is no run of `shoal train`, and nothing here builds "
-             "its model; nearest: shoal checkpoint export runs/mine FOLDER"),
+             "its model; try: shoal checkpoint export runs/mine FOLDER"),
         ("[data]\nsource = 'digits'\n[model]\nname = 'mlp'\n",
          "runs/mine: trained on digits, which is not text; `shoal sample` is for "
          "data.source=stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB and hf:FOLDER"),
@@ -85,7 +85,7 @@ def test_a_run_without_a_checkpoint() -> None:
          "runs/mine: trained on my.data:make, which is not text; `shoal sample` is for "
          "data.source=stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB and hf:FOLDER"),
         ("[data]\nsource = 'tokens:some'\n",
-         "runs/mine: trained on tokens:some, tokens whose tokenizer is not known here; nearest: "
+         "runs/mine: trained on tokens:some, tokens whose tokenizer is not known here; try: "
          "shoal checkpoint export runs/mine FOLDER"),
     ],
 )  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_run_without_a_tokenizer() -> None:
 def test_a_prompt_without_tokens_and_a_checkpoint_of_another_model() -> None:
     folder = run_folder(TEXT)
     assert said("sample", "runs/mine", "--prompt", "") == (
-        "--prompt: is empty, and there is nothing to go on from; nearest: 'The'"
+        "--prompt: is empty, and there is nothing to go on from; try: 'The'"
     )
     (folder / "run.toml").write_text(TEXT.replace("layers = 1", "layers = 2"))
     assert said("sample", "runs/mine", "--prompt", "a").endswith(
@@ -168,7 +168,7 @@ def test_checkpoints_of_tags_are_seen() -> None:
     (line,) = listed.stdout.splitlines()
     assert line.startswith("runs/mine/tags/best/checkpoints/step-1  step 1  ")
     assert said("checkpoint", "export", "runs/mine", "out") == (
-        "runs/mine: no complete checkpoint there; nearest: runs/mine/tags/best"
+        "runs/mine: no complete checkpoint there; try: runs/mine/tags/best"
     )
     done = CliRunner().invoke(app, ["checkpoint", "export", "runs/mine/tags/best", "out"])
     assert done.exit_code == 0, done.output
@@ -196,10 +196,10 @@ def test_averages_that_are_not_there() -> None:
     run_folder(TEXT)
     assert said("sample", "runs/mine", "--prompt", "b", "--average") == (
         "checkpoints/step-1: holds no averaged weights, which a run keeps where optimizer.average "
-        "(average= of parallelize) is above 0; nearest: the same without --average"
+        "(average= of parallelize) is above 0; try: the same without --average"
     )
     assert said("checkpoint", "export", "runs/mine", "out", "--average") == (
         "checkpoints/step-1: holds no averaged weights, which a run keeps where optimizer.average "
-        "(average= of parallelize) is above 0; nearest: the same without --average"
+        "(average= of parallelize) is above 0; try: the same without --average"
     )
     assert not Path("out").exists()

@@ -116,32 +116,32 @@ def test_the_table_of_puzzles_holds_the_scores() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("rnig", "shoal simulate rnig: there is no such thing; nearest: shoal simulate ring"),
+        ("rnig", "shoal simulate rnig: there is no such thing; try: shoal simulate ring"),
         ("xxyyzz", "shoal simulate xxyyzz: there is no such thing; shoal simulate lists them all"),
-        ("ring --ranks 1", "nearest: --ranks 2"),
-        ("ring --ranks 0", "--ranks = 0: must be at least 1; nearest: --ranks 1"),
-        ("ring --ranks 40", "nearest: --ranks 16"),
+        ("ring --ranks 1", "try: --ranks 2"),
+        ("ring --ranks 0", "--ranks = 0: must be at least 1; try: --ranks 1"),
+        ("ring --ranks 40", "try: --ranks 16"),
         ("ring --chunks 3", "--chunks: shoal simulate ring takes --ranks, --bytes"),
         ("ring --bytes nan", "--bytes = nan: must be at least 1"),
         ("ring 4", "shoal simulate ring 4: ring takes options only"),
-        ("halving --ranks 6", "nearest: --ranks 4 or --ranks 8"),
+        ("halving --ranks 6", "try: --ranks 4 or --ranks 8"),
         ("1f1b --forward -1", "--forward = -1: seconds are 0 or more"),
         ("1f1b --weight inf", "--weight = inf: seconds are 0 or more"),
         ("1f1b --forward 0 --backward 0 --weight 0", "nothing takes any time"),
         ("1f1b --micro-batches 99999999", "too much to draw"),
-        ("dualpipe --ranks 3", "--ranks 3 and --micro-batches 8; nearest: --ranks 4"),
+        ("dualpipe --ranks 3", "--ranks 3 and --micro-batches 8; try: --ranks 4"),
         (
             "interleaved --micro-batches 6",
-            "got --micro-batches 6; nearest: --micro-batches 8, or shoal",
+            "got --micro-batches 6; try: --micro-batches 8, or shoal",
         ),
         ("puzzle", "one number from 0 to 7 is wanted, got nothing"),
         ("puzzle six", "one number from 0 to 7 is wanted, got six"),
-        ("puzzle 8", "nearest: 7"),
+        ("puzzle 8", "try: 7"),
         ("puzzles --svg a.svg", "--svg: shoal simulate puzzles is a table, not a drawing"),
         ("zero --trace a.json", "--trace: shoal simulate zero has no timeline"),
         ("amdahl --ranks 4", "--ranks: shoal simulate amdahl takes NAME=VALUE instead"),
         ("amdahl --trace a.json", "--trace: shoal simulate amdahl has no timeline"),
-        ("amdahl gpu=4", "nearest: gpus"),
+        ("amdahl gpu=4", "try: gpus"),
     ],
 )
 def test_mistakes_are_one_line_and_two(typed: str, said: str) -> None:
@@ -192,9 +192,9 @@ def test_it_is_light(arguments: list[str]) -> None:
     ("words", "says"),
     [
         (["dualpipe", "--ranks", "4", "--micro-batches", "7"],
-         "got --ranks 4 and --micro-batches 7; nearest: --ranks 4 and --micro-batches 8"),
+         "got --ranks 4 and --micro-batches 7; try: --ranks 4 and --micro-batches 8"),
         (["interleaved", "--ranks", "4", "--micro-batches", "6"],
-         "got --micro-batches 6; nearest: --micro-batches 8, or shoal simulate 1f1b"),
+         "got --micro-batches 6; try: --micro-batches 8, or shoal simulate 1f1b"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_option_that_was_typed(words: list[str], says: str) -> None:

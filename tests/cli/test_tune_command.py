@@ -86,7 +86,7 @@ def test_adapters_on_no_layer_are_refused(place: Path, command: str) -> None:
     assert said.returncode == 2
     (line,) = [line for line in said.stderr.splitlines() if line.startswith("shoal: ")]
     assert line.endswith(
-        "tune.targets: q_porj is the end of no layer's name in LlamaForCausalLM; nearest: q_proj"
+        "tune.targets: q_porj is the end of no layer's name in LlamaForCausalLM; try: q_proj"
     )
 
 

@@ -15,15 +15,15 @@ from shoal.config.load import load
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("tune.rank=4", "tune.rank = 4: no adapter is asked for; nearest: tune.adapter=lora"),
+        ("tune.rank=4", "tune.rank = 4: no adapter is asked for; try: tune.adapter=lora"),
         ("tune.targets=a,b", "tune.targets = a,b: no adapter is asked for"),
-        ("tune.adapter=qlora", "tune.adapter = qlora: not one of none, lora, dora; nearest: lora"),
+        ("tune.adapter=qlora", "tune.adapter = qlora: not one of none, lora, dora; try: lora"),
         ("tune.adapter=lora tune.rank=0", "tune.rank = 0: at least 1 is wanted"),
         ("tune.adapter=lora tune.dropout=1", "tune.dropout = 1.0: less than 1 is wanted"),
         (
             "tune.adapter=dora",
             "tune.adapter = dora: model.name = llama starts from random weights, and frozen ones "
-            "learn nothing; nearest: model.name=hf:FOLDER",
+            "learn nothing; try: model.name=hf:FOLDER",
         ),
         (
             "tune.adapter=lora model.name=hf:base",

@@ -68,7 +68,7 @@ def test_a_language_model_on_images_is_refused(
         build_model(Config(ModelSection(arguments=small), data=of_images), images)
     assert str(caught.value) == (
         "model.name = llama: reads tokens, data.source = my_samples:images gives images; "
-        "nearest: model.name=resnet or model.name=vit"
+        "try: model.name=resnet or model.name=vit"
     )
     assert build_model(Config(ModelSection(name="resnet"), data=of_images), images)
     assert build_model(Config(ModelSection(arguments=small), data=of_ids), ids), (
@@ -80,7 +80,7 @@ def test_a_builder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         import_object("model.build", "json:laods")
-    assert str(caught.value) == "model.build = json:laods: json has no laods; nearest: json:loads"
+    assert str(caught.value) == "model.build = json:laods: json has no laods; try: json:loads"
     (tmp_path / "my_broken.py").write_text("import nowhere_at_all\n")
     with pytest.raises(ConfigError) as caught:
         import_object("model.build", "my_broken:build")
@@ -104,12 +104,12 @@ def raises(): return helper()
     ("builder", "arguments", "line"),
     [
         ("build", {"dimm": 3}, "model.dimm: my_builders:build() takes no argument dimm; "
-                               "nearest: model.dim=3"),
+                               "try: model.dim=3"),
         ("build", {"xyz": 3}, "model.xyz: my_builders:build() takes no argument xyz; "
                                 "it takes dim, depth"),
         ("raises", {"width": 3}, "model.width: my_builders:raises() takes no argument width; "
                                  "it takes none"),
-        ("needs", {}, "model.dim: my_builders:needs() needs it; nearest: model.dim=…"),
+        ("needs", {}, "model.dim: my_builders:needs() needs it; try: model.dim=…"),
         ("build", {"dim": "x"}, None),
         ("raises", {}, "model.build = my_builders:raises: my_builders.py:6: RuntimeError: "
                        "broken on purpose"),

@@ -33,122 +33,122 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("train.micro_bach=3", "train.micro_bach: no such key; nearest: train.micro_batch"),
-        ("trian.batch=3", "trian.batch: no such section; nearest: train.batch"),
-        ("train.lr=3", "train.lr: no such key; nearest: optimizer.lr"),
-        ("train.steps", "train.steps: has no value; nearest: train.steps=…"),
-        ("train.seed=99999999999999999999", "more than 2^63 − 1; nearest: train.seed=0"),
-        ("optimizer.lr=inf", "optimizer.lr = inf: a finite number is wanted; nearest: optimizer.lr=0.001"),
-        ("run.name=../../evil", "run.name = ../../evil: leads out of run.folder = runs; nearest: "
+        ("train.micro_bach=3", "train.micro_bach: no such key; try: train.micro_batch"),
+        ("trian.batch=3", "trian.batch: no such section; try: train.batch"),
+        ("train.lr=3", "train.lr: no such key; try: optimizer.lr"),
+        ("train.steps", "train.steps: has no value; try: train.steps=…"),
+        ("train.seed=99999999999999999999", "more than 2^63 − 1; try: train.seed=0"),
+        ("optimizer.lr=inf", "optimizer.lr = inf: a finite number is wanted; try: optimizer.lr=0.001"),
+        ("run.name=../../evil", "run.name = ../../evil: leads out of run.folder = runs; try: "
                                 "run.name=evil, or another run.folder"),
         ("run.name=/evil", "run.name = /evil: leads out of run.folder"),
         ("train.batch=abc", "train.batch = 'abc': a whole number is wanted, got text"),
         ("train.batch=2.5", "train.batch = 2.5: a whole number is wanted, got a number"),
         ("optimizer.betas=[1]", "optimizer.betas = [1]: a list of two numbers is wanted"),
-        ("batch=3", "batch=3: overrides are written section.key=value; nearest: train.batch=3"),
+        ("batch=3", "batch=3: overrides are written section.key=value; try: train.batch=3"),
         ("precision.compute=fp23", "precision.compute = fp23: not one of auto, fp64, fp32, bf16, fp16"),
-        ("optimizer.schedule=cosin", "nearest: cosine"),
+        ("optimizer.schedule=cosin", "try: cosine"),
         ("layout.strategy=dpp", "layout.strategy = dpp: not one of auto, single, dp, ddp, zero1"),
         ("layout.strategy=dualpipe launch.processes=3",
-         "so layout.pp is even, got 3; nearest: layout.pp=2, or layout.pp=4"),
+         "so layout.pp is even, got 3; try: layout.pp=2, or layout.pp=4"),
         ("layout.pp=2 layout.schedule=zbv memory.recompute=full launch.processes=2",
-         "nearest: memory.recompute=none, or layout.schedule=1f1b"),
+         "try: memory.recompute=none, or layout.schedule=1f1b"),
         ("train.compile=blocks memory.recompute=selective",
-         "which a compiled block no longer has; nearest: memory.recompute=full"),
+         "which a compiled block no longer has; try: memory.recompute=full"),
         ("layout.strategy=fsdp optimizer.name=lamb launch.processes=2",
          "layout.strategy = fsdp: cuts every parameter by rows, and optimizer.name = lamb scales a "
-         "parameter's step by norms of all of it; nearest: layout.strategy=zero2, or "),
+         "parameter's step by norms of all of it; try: layout.strategy=zero2, or "),
         ("layout.tp=2 optimizer.name=muon launch.processes=2",
          "layout.tp = 2: cuts weights inside, and optimizer.name = muon turns whole matrices"),
         ("layout.ep=2 layout.dp_replicate=2 optimizer.name=Adafactor launch.processes=2",
          "layout.ep = 2: cuts stacks of experts by rows, and optimizer.name = Adafactor keeps sums"),
-        ("layout.strategy=diloco", "nearest: islands.method=diloco islands.count=2"),
+        ("layout.strategy=diloco", "try: islands.method=diloco islands.count=2"),
         ("checkpoint.remote=backup", "checkpoint.remote = backup: an address is wanted, as s3://bucket/run; "
-         "nearest: file:///"),
+         "try: file:///"),
         ("checkpoint.remote=memory://far islands.method=diloco islands.count=2",
          "checkpoint.remote = memory://far: is one run's, and each island has checkpoints of its own; "
-         "nearest: leave checkpoint.remote out"),
-        ("layout.strategy=3d launch.processes=2", "nearest legal: launch.processes=4"),
-        ("layout.strategy=tp layout.zero=1", "nearest: degrees, layout.tp=2 layout.dp_shard=2"),
+         "try: leave checkpoint.remote out"),
+        ("layout.strategy=3d launch.processes=2", "try: launch.processes=4"),
+        ("layout.strategy=tp layout.zero=1", "try: degrees, layout.tp=2 layout.dp_shard=2"),
         ("layout.zero=1 layout.dp_replicate=2", "layout.zero = 1: splits over layout.dp_shard"),
         ("layout.strategy=hsdp", "layout.strategy = hsdp: is at least 2 × 2 processes"),
         ("layout.strategy=ddp layout.threads=2", "only layout.strategy=dp runs replicas in threads"),
         ("layout.cp=2 layout.context=rings", "layout.context = rings: not one of auto, ring, ulysses"),
         ("layout.tp=2 layout.context=ring", "says how attention is computed over layout.cp"),
         ("layout.ep=2", "layout.ep = 2: deals experts to data-parallel ranks, of which there are "
-         "dp_replicate 1 × dp_shard 1, whole shards or whole groups of them; nearest: "
+         "dp_replicate 1 × dp_shard 1, whole shards or whole groups of them; try: "
          "layout.dp_replicate=2, or layout.ep=1"),
-        ("layout.dp_replicate=2 layout.dp_shard=3 layout.ep=2", "nearest: layout.ep=1"),
-        ("layout.dp_shard=4 layout.ep=3", "nearest: layout.ep=2"),
+        ("layout.dp_replicate=2 layout.dp_shard=3 layout.ep=2", "try: layout.ep=1"),
+        ("layout.dp_shard=4 layout.ep=3", "try: layout.ep=2"),
         ("layout.ep=2 layout.tp=2 launch.processes=4", "layout: tp 2 = 2 processes (ep "
-         "multiplies nothing), but launch.processes = 4; nearest legal: layout.dp_replicate=2"),
-        ("layout.ep=2 launch.processes=2", "nearest legal: layout.dp_replicate=2"),
-        ("layout.tp=3 launch.processes=4", "nearest legal: layout.tp=2 layout.dp_replicate=2"),
-        ("layout.tp=2 launch.processes=4", "nearest legal: layout.dp_replicate=2"),
+         "multiplies nothing), but launch.processes = 4; try: layout.dp_replicate=2"),
+        ("layout.ep=2 launch.processes=2", "try: layout.dp_replicate=2"),
+        ("layout.tp=3 launch.processes=4", "try: layout.tp=2 layout.dp_replicate=2"),
+        ("layout.tp=2 launch.processes=4", "try: layout.dp_replicate=2"),
         ("layout.schedule=1f1", "layout.schedule = 1f1: not one of gpipe, 1f1b, interleaved"),
         ("layout.schedule=1f1b launch.processes=2", "layout.schedule = 1f1b: is about the stages of a "
-         "pipeline, and layout.pp is 1; nearest: layout.pp=2"),
-        ("layout.pp=2 layout.dp_shard=2 layout.schedule=zbv", "nearest: layout.schedule=1f1b, or "
+         "pipeline, and layout.pp is 1; try: layout.pp=2"),
+        ("layout.pp=2 layout.dp_shard=2 layout.schedule=zbv", "try: layout.schedule=1f1b, or "
          "layout.zero=2"),
         ("layout.strategy=interleaved launch.processes=2 train.batch=6 train.micro_batch=2",
-         "nearest: train.micro_batch=3, or train.batch=8, or layout.schedule=1f1b"),
-        ("layout.split=*.q.weight=whole launch.processes=2", "nearest: layout.tp=2, or leave "
+         "try: train.micro_batch=3, or train.batch=8, or layout.schedule=1f1b"),
+        ("layout.split=*.q.weight=whole launch.processes=2", "try: layout.tp=2, or leave "
          "layout.split out"),
         ("layout.sequence_parallel=on launch.processes=2", "layout.tp, which is 1"),
         ("layout.chunks=-1", "layout.chunks = -1: at least 0 is wanted"),
         ("layout.split=*.q.weight=colum", "layout.split: *.q.weight = colum: not one of whole, "
-         "column, row; nearest: column"),
-        ("layout.split=*.q.weight", "nearest: layout.split=*.q.weight=column"),
+         "column, row; try: column"),
+        ("layout.split=*.q.weight", "try: layout.split=*.q.weight=column"),
         ("layout.sequence_parallel=of", "layout.sequence_parallel = of: not one of auto, on, off"),
         ("layout.strict=yes", "layout.strict = 'yes': true or false is wanted"),
-        ("layout.dp_replicate=3 launch.processes=4", "nearest legal: layout.dp_replicate=4"),
-        ("layout.strategy=single launch.processes=2", "nearest legal: launch.processes=1"),
-        ("train.batch=10 train.micro_batch=4 launch.processes=2", "nearest legal: train.batch=8"),
-        ("train.batch=10 train.accumulate=3 launch.processes=2", "nearest legal: train.batch=12"),
+        ("layout.dp_replicate=3 launch.processes=4", "try: layout.dp_replicate=4"),
+        ("layout.strategy=single launch.processes=2", "try: launch.processes=1"),
+        ("train.batch=10 train.micro_batch=4 launch.processes=2", "try: train.batch=8"),
+        ("train.batch=10 train.accumulate=3 launch.processes=2", "try: train.batch=12"),
         ("memory.recompute=some", "memory.recompute = some: not one of none, selective, full"),
         ("memory.offload=disk", "memory.offload = disk: not one of none, optimizer, parameters"),
-        ("optimizer.average=1.5", "less than 1 is wanted; nearest: optimizer.average=0.999"),
+        ("optimizer.average=1.5", "less than 1 is wanted; try: optimizer.average=0.999"),
         ("train.prove=slow", "train.prove = slow: not one of quick, off"),
         ("precision.reduce=int8", "precision.reduce = int8: not one of auto, fp32, bf16"),
         ("precision.loss_scale=128", "only fp16 has a loss scale"),
-        ("model.dmi=3", "model.dmi: no such argument of llama; nearest: model.dim"),
-        ("model.name=lama", "nearest: model.name=llama"),
-        ("model.dim=250 model.heads=4", "nearest legal: model.dim=2"),
+        ("model.dmi=3", "model.dmi: no such argument of llama; try: model.dim"),
+        ("model.name=lama", "try: model.name=llama"),
+        ("model.dim=250 model.heads=4", "try: model.dim=2"),
         ("model.name=llama-3-8b", "8.0B parameters take"),
         ("model.name=llama-3-70b", "the guide says 3d"),
         ("model.build=nowhere:build", "model.build = nowhere:build: there is no module nowhere"),
-        ("model.build=my_modle:build", "there is no module my_modle; nearest: my_model"),
+        ("model.build=my_modle:build", "there is no module my_modle; try: my_model"),
         ("model.build=json", "model.build = json: must be pkg.mod:function"),
         ("model.loss=json.nowhere:f", "model.loss = json.nowhere:f: there is no module json.no"),
         ("train.on=[\"nowhere:f\"]", "train.on = nowhere:f: there is no module nowhere"),
         ("model.seq_len=128", "model.seq_len: no such argument of llama"),
         ("data.source=digits", "model.name = llama: reads tokens, data.source = digits gives "
-         "images; nearest: model.name=resnet"),
-        ("data.source=digits model.name=llama-3-8b", "nearest: model.name=resnet"),
+         "images; try: model.name=resnet"),
+        ("data.source=digits model.name=llama-3-8b", "try: model.name=resnet"),
         ("model.name=resnet", "model.name = resnet: reads images, data.source = stdlib gives "
-         "tokens; nearest: model.name=llama, or data.source=digits"),
+         "tokens; try: model.name=llama, or data.source=digits"),
         ("model.name=mlp", "model.name = mlp: reads numbers"),
         ("data.source=text:missing/*.txt", "text:missing/*.txt"),
         ("data.source=tokens:missing", "tokens:missing"),
-        ("data.source=stdlb", "nearest: stdlib"),
+        ("data.source=stdlb", "try: stdlib"),
         ("data.source=nowhere:make", "nowhere"),
         ("train.steps=-1", "train.steps = -1: at least 0 is wanted"),
         ("train.steps=5 train.epochs=1", "one of them decides the length"),
-        ("optimizer.learnrate=3", "optimizer.learnrate: no such key; nearest: optimizer.lr"),
-        ("precision.compute=fp8", "not one of auto, fp64, fp32, bf16, fp16; nearest: bf16"),
-        ("train.batch=-4", "train.batch = -4: at least 0 is wanted; nearest: train.batch=16"),
-        ("train.batch=9223372036854775806", "no number that a run could have; nearest: "
+        ("optimizer.learnrate=3", "optimizer.learnrate: no such key; try: optimizer.lr"),
+        ("precision.compute=fp8", "not one of auto, fp64, fp32, bf16, fp16; try: bf16"),
+        ("train.batch=-4", "train.batch = -4: at least 0 is wanted; try: train.batch=16"),
+        ("train.batch=9223372036854775806", "no number that a run could have; try: "
          "train.batch=16"),
         ("train.batch=45 launch.processes=2", "train.batch = 45: does not divide over 2 "
-         "data-parallel ranks; nearest legal: train.batch=44"),
+         "data-parallel ranks; try: train.batch=44"),
         ("train.batch=12 launch.processes=3", "train.batch = 12: is 4 micro-batches of 3 where "
-         "nobody says train.micro_batch, which do not divide over 3 data-parallel ranks; nearest "
-         "legal: train.micro_batch=2"),
-        ("train.batch=1073741789 launch.processes=2", "nearest legal: train.batch=1073741788"),
+         "nobody says train.micro_batch, which do not divide over 3 data-parallel ranks; try:"
+         " train.micro_batch=2"),
+        ("train.batch=1073741789 launch.processes=2", "try: train.batch=1073741788"),
         ("launch.processes=3000", "launch.processes = 3000: this machine has"),
         ("launch.processes=3", "3 data-parallel ranks do not divide the default of 16 samples per "
-         "step; nearest legal: train.batch=24 train.micro_batch=1"),
-        ("layout.zero=4", "layout.zero = 4: a stage is 0, 1, 2 or 3; nearest: layout.zero=3"),
+         "step; try: train.batch=24 train.micro_batch=1"),
+        ("layout.zero=4", "layout.zero = 4: a stage is 0, 1, 2 or 3; try: layout.zero=3"),
         ("layout.threads=2 layout.zero=1", "layout.zero = 1: layout.strategy = dp is stage 0"),
         ("optimizer.name=" + "x" * 5000 + " optimizer.lr=" + "y" * 5000, "y… (5002 characters)"),
         ("launch.nodes=2", "torchrun"),
@@ -305,19 +305,19 @@ def test_a_file_is_not_a_module() -> None:
     Path("pkg/mine.py").touch()
     code, text = shoal("train", "model.build=./pkg/mine.py:build")
     assert code == 2
-    assert text.endswith("is a file, a module is wanted; nearest: pkg.mine:build")
+    assert text.endswith("is a file, a module is wanted; try: pkg.mine:build")
 
 
 @pytest.mark.parametrize(
     ("out", "said"),
     [
         ("best.pt", "best.pt: a safetensors file is written, which torch.load does not open; "
-                    "nearest: best.safetensors, for safetensors.torch.load_file"),
-        ("pytorch_model.bin", "nearest: pytorch_model.safetensors"),
+                    "try: best.safetensors, for safetensors.torch.load_file"),
+        ("pytorch_model.bin", "try: pytorch_model.safetensors"),
         ("exported", "exported: holds README.md, which no export wrote, and would be replaced whole; "
-                     "nearest: a folder that is new, empty or an earlier export"),
-        ("exported/README.md", "exported/README.md: is a file; nearest: exported/README.md.safetensors"),
-        ("my out/model.safetensors", "model.safetensors: there is no folder my out; nearest: mkdir -p 'my out'"),
+                     "try: a folder that is new, empty or an earlier export"),
+        ("exported/README.md", "exported/README.md: is a file; try: exported/README.md.safetensors"),
+        ("my out/model.safetensors", "model.safetensors: there is no folder my out; try: mkdir -p 'my out'"),
     ],
 )  # fmt: skip
 def test_an_export_is_not_written_where_it_would_mislead(out: str, said: str) -> None:
@@ -374,7 +374,7 @@ def test_the_real_program_prints_one_line_on_standard_error(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=20)
     assert done.returncode == 2
     assert done.stderr == (
-        "shoal: command line: train.micro_bach: no such key; nearest: train.micro_batch\n"
+        "shoal: command line: train.micro_bach: no such key; try: train.micro_batch\n"
     )
 
 

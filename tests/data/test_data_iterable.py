@@ -265,6 +265,6 @@ def test_ranks_that_each_read_all_of_a_stream_are_told(degree: int) -> None:
         feed.open(stream, 0, None)
     assert said == ([] if degree == 1 else [
         "data.source: Stream can only be iterated, so each of 2 ranks reads all of it and keeps "
-        "its own micro-batches; nearest: a dataset with __getitem__ and __len__, or a streaming "
+        "its own micro-batches; try: a dataset with __getitem__ and __len__, or a streaming "
         "dataset of the library datasets, whose files are dealt"
     ])  # fmt: skip

@@ -379,7 +379,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"batch": 0}, "train.batch = 0: must be at least 1; nearest: train.batch=1"),
+        ({"batch": 0}, "train.batch = 0: must be at least 1; try: train.batch=1"),
         ({"micro_batch": 0}, "train.micro_batch = 0: must be at least 1"),
         ({"workers": -1}, "data.workers = -1: must be at least 0"),
         ({"rank": 2, "degree": 2}, "rank = 2: must be 0 … 1, the data-parallel degree"),

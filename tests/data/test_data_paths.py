@@ -51,38 +51,38 @@ def test_what_is_there_passes(source: str) -> None:
     ("source", "text"),
     [
         ("stdlb", "data.source = stdlb: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
-         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: stdlib"),
+         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; try: stdlib"),
         ("digit:3", "data.source = digit:3: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
-         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: digits"),
+         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; try: digits"),
         ("txt:books/*.txt", "data.source = txt:books/*.txt: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
-         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: text:books/*.txt"),
+         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; try: text:books/*.txt"),
         ("text:", "data.source = text:: names no files; write text:GLOB"),
         ("tokens", "data.source = tokens: names no files; write tokens:FOLDER"),
         ("jsonl:", "data.source = jsonl:: names no files; write jsonl:GLOB"),
         ("jsnl:a.jsonl", "data.source = jsnl:a.jsonl: not one of stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, "
-         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; nearest: jsonl:a.jsonl"),
-        ("jsonl:books", "data.source = jsonl:books: no file matches; it is a folder; nearest: "
+         "hf:FOLDER, tokens:FOLDER, images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, pkg.mod:function; try: jsonl:a.jsonl"),
+        ("jsonl:books", "data.source = jsonl:books: no file matches; it is a folder; try: "
          "jsonl:books/**/*.jsonl"),
         ("jsonl:books/*.jsonl", "data.source = jsonl:books/*.jsonl: no file matches; nearest "
          "existing folder: books (has a.txt, old)"),
-        ("text:boks/*.txt", "data.source = text:boks/*.txt: no file matches; nearest: books"),
-        ("text:books/*.tex", "data.source = text:books/*.tex: no file matches; nearest: "
+        ("text:boks/*.txt", "data.source = text:boks/*.txt: no file matches; try: books"),
+        ("text:books/*.tex", "data.source = text:books/*.tex: no file matches; try: "
          "books/a.txt"),
-        ("text:books", "data.source = text:books: no file matches; it is a folder; nearest: "
+        ("text:books", "data.source = text:books: no file matches; it is a folder; try: "
          "text:books/**/*.txt"),
         ("text:empty/deep/er/*.md", "data.source = text:empty/deep/er/*.md: no file matches; "
          "nearest existing folder: empty (empty)"),
-        ("tokens:token", "data.source = tokens:token: no such folder; nearest: tokens"),
+        ("tokens:token", "data.source = tokens:token: no such folder; try: tokens"),
         ("tokens:empty", "data.source = tokens:empty: no train*.npy or train*.bin there (empty); "
          "name the training files so"),
         ("tokens:books", "data.source = tokens:books: no train*.npy or train*.bin there (has "
          "a.txt, old); name the training files so"),
-        ("tokens:tokens/train.bin", "data.source = tokens:tokens/train.bin: is a file; nearest: "
+        ("tokens:tokens/train.bin", "data.source = tokens:tokens/train.bin: is a file; try: "
          "tokens:tokens (holding train*.npy or train*.bin)"),
         ("my_package.dta:make", "data.source = my_package.dta:make: there is no module "
-         "my_package.dta; nearest: my_package.data"),
+         "my_package.dta; try: my_package.data"),
         ("my_pakage.data:make", "data.source = my_pakage.data:make: there is no module my_pakage; "
-         "nearest: my_package"),
+         "try: my_package"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_one_line(source: str, text: str) -> None:
@@ -111,11 +111,11 @@ def test_missing_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     ("section", "text"),
     [
         (DataSection(tokenizer="bpe:100"), "data.tokenizer = bpe:100: the vocabulary is a whole "
-         "number of at least 257 (256 bytes, end of text); nearest: bpe:257"),
+         "number of at least 257 (256 bytes, end of text); try: bpe:257"),
         (DataSection(tokenizer="bpe:many"), "data.tokenizer = bpe:many: the vocabulary is a whole "
-         "number of at least 257 (256 bytes, end of text); nearest: bpe:257"),
+         "number of at least 257 (256 bytes, end of text); try: bpe:257"),
         (DataSection(tokenizer="books/b.txt"), "data.tokenizer = books/b.txt: no such file, and "
-         "not bpe:VOCABULARY; nearest: books/a.txt"),
+         "not bpe:VOCABULARY; try: books/a.txt"),
         (DataSection(validation="text:nowhere*"), "data.validation = text:nowhere*: no file "
          "matches; nearest existing folder: . (has books, empty, my_package, …)"),
         (DataSection(sequence=0), "data.sequence = 0: must be at least 1 token"),

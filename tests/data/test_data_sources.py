@@ -115,7 +115,7 @@ def test_a_function_giving_both_parts_and_a_collate() -> None:
     [
         ("def make():\n    raise OSError('gone')", r"my_bad\d:make\(\) raises OSError: gone"),
         ("def make():\n    pass", "gives None, not a dataset or an iterable"),
-        ("def mate():\n    pass", r"my_bad\d has no make; nearest: my_bad\d:mate"),
+        ("def mate():\n    pass", r"my_bad\d has no make; try: my_bad\d:mate"),
         ("make = 3", "is int, not a function"),
         ("import no_such_thing", "importing my_bad.* raises ModuleNotFoundError: No module named"),
     ],
@@ -148,11 +148,11 @@ def test_a_second_source_for_validation(tmp_path: Path) -> None:
     [
         ({"validation": "digits"}, "data.validation = digits: gives samples, .* gives tokens"),
         ({"validation": "stdlib"}, "data.validation = stdlib: text needs the tokenizer"),
-        ({"validation": "1.5"}, "a share is at least 0 and below 1; nearest: data.validation=0.5"),
-        ({"validation": "-0.1"}, "nearest: data.validation=0$"),
+        ({"validation": "1.5"}, "a share is at least 0 and below 1; try: data.validation=0.5"),
+        ({"validation": "-0.1"}, "try: data.validation=0$"),
         ({"validation": "nan"}, "a share is at least 0 and below 1"),
         ({"validation": "5%"}, "data.validation = 5%: neither a share such as 0.05 nor a source"),
-        ({"source": "stdlb"}, "data.source = stdlb: not one of .*; nearest: stdlib"),
+        ({"source": "stdlb"}, "data.source = stdlb: not one of .*; try: stdlib"),
         ({"sequence": 0}, "data.sequence = 0: must be at least 1 token"),
     ],
 )

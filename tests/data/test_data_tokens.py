@@ -145,7 +145,7 @@ def test_files_that_are_not_tokens(folder: Path, array: np.ndarray, text: str) -
     [
         ("{", r"meta.json: must be like \{"),
         ("[]", r"meta.json: must be like \{"),
-        ('{"dtype": "uint61"}', "meta.json: dtype = uint61: not one of .*; nearest: uint16"),
+        ('{"dtype": "uint61"}', "meta.json: dtype = uint61: not one of .*; try: uint16"),
         ('{"vocabulary": "many"}', r"meta.json: vocabulary = many: must be 1 …"),
         ('{"dtype": "uint32"}', r"train.bin: cannot be read as uint32 tokens"),
     ],
@@ -170,7 +170,7 @@ def test_too_few_tokens_for_one_sample(folder: Path) -> None:
         open_source(section, 0)
     assert str(caught.value) == (
         "data.sequence = 256: a sample takes 257 tokens, the train part has 200; "
-        "nearest: data.sequence=199"
+        "try: data.sequence=199"
     )
 
 

@@ -175,7 +175,7 @@ def test_other_shards_are_refused_after_a_resume() -> None:
             DealtLoader(Shards([9, 9], digest="xyz"), **given).restore(other)
         assert str(caught.value) == (
             f"data.source: the checkpoint was made {was}, so samples would come twice or not at "
-            f"all; nearest: the same files, a shuffle(seed=…) with a seed, or a new run"
+            f"all; try: the same files, a shuffle(seed=…) with a seed, or a new run"
         )
     second = DealtLoader(Shards([1, 1], has_places=False), **given)
     second.restore(state)

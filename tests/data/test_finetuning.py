@@ -129,7 +129,7 @@ def test_a_template_that_writes_answers_anew_is_refused(tmp_path: Path, letters:
         opened(path, letters)
     assert str(caught.value) == (
         f"{tmp_path}/a.jsonl:2: the tokenizer's chat template writes earlier turns anew once "
-        f"others follow, so turn 2 is no answer to what was asked; nearest: a line for each "
+        f"others follow, so turn 2 is no answer to what was asked; try: a line for each "
         f"answer, its last turn"
     )
 
@@ -171,7 +171,7 @@ def test_what_is_too_long_is_cut_or_left_out_and_told(tmp_path: Path, letters: P
         opened(lines(tmp_path / "b.jsonl", rows[1]), letters, sequence=4)
     assert str(caught.value) == (
         "data.sequence = 4: no example of the train part has an answer within its first 5 tokens; "
-        "nearest: data.sequence=9"
+        "try: data.sequence=9"
     )
 
 
@@ -204,7 +204,7 @@ def texts(source: Any, rows: Any) -> list[str]:
         ({"messages": [{"role": "user", "content": None}]},
          "message 1: content is NoneType, a text is wanted"),
         ({"messages": [{"role": "asistant", "content": "a"}]}, "message 1: role = asistant: not "
-         "one of system, user, assistant, tool, developer; nearest: assistant"),
+         "one of system, user, assistant, tool, developer; try: assistant"),
         ({"messages": [HI]}, "no message is of role assistant, so there is nothing to learn"),
     ],
 )  # fmt: skip
@@ -224,7 +224,7 @@ def test_a_pair_lacks_a_key(tmp_path: Path) -> None:
 def test_packing_needs_examples(tmp_path: Path) -> None:
     wanted = (
         "data.packing = on: packs the examples of jsonl:, parquet: or hf: rows with messages, or "
-        "with prompt and completion; data.source = {} has none; nearest: data.packing=off"
+        "with prompt and completion; data.source = {} has none; try: data.packing=off"
     )
     with pytest.raises(ConfigError) as caught:
         check_data(DataSection(packing="on"))
@@ -244,7 +244,7 @@ def test_a_second_source_without_answers(tmp_path: Path) -> None:
         opened(path, validation=other)
     assert str(caught.value) == (
         f"data.validation = {other}: has no answers, on which data.source = {path} is trained; "
-        f"nearest: rows like those, or a share such as data.validation=0.05"
+        f"try: rows like those, or a share such as data.validation=0.05"
     )
 
 
@@ -267,10 +267,10 @@ def test_a_loop_of_ones_own_opens_the_same(tmp_path: Path) -> None:
     assert all(str(own.train[n]) == str(ours.train[n]) for n in range(len(own.train)))
     for wrong, line in (
         ({"lenght": 3}, "open_data has no argument lenght; "),
-        ({"sequense": 3}, "open_data has no argument sequense; nearest: sequence"),
-        ({"workers": 2}, r"open_data has no argument workers; nearest: run.loader\(…, workers=…\)"),
+        ({"sequense": 3}, "open_data has no argument sequense; try: sequence"),
+        ({"workers": 2}, r"open_data has no argument workers; try: run.loader\(…, workers=…\)"),
         ({"sequence": "long"}, r"open_data: Expected `int`, got `str` - at `\$.sequence`"),
-        ({"sequence": 0}, "sequence = 0: at least 1 is wanted; nearest: sequence=1"),
+        ({"sequence": 0}, "sequence = 0: at least 1 is wanted; try: sequence=1"),
         ({"packing": "yes"}, "packing = yes: not one of off, on"),
     ):
         with pytest.raises(ConfigError, match=f"^{line}"):

@@ -155,7 +155,7 @@ def test_what_cannot_be_dealt_is_one_line(folder: Path) -> None:
         loader = open_dealt(data, alone, lines.append, {**given, "degree": degree})
         return loader is not None, "".join(lines)
 
-    near = "nearest: the same without it, or with shuffle() before it"
+    near = "try: the same without it, or with shuffle() before it"
     whole = "is read as one: each of 2 ranks reads all of it"
     data = opened(folder)
     assert told(data) == (True, "")
@@ -174,7 +174,7 @@ def test_what_cannot_be_dealt_is_one_line(folder: Path) -> None:
     ))  # fmt: skip
     assert told(data, 3) == (True, (
         "data.source: each of 3 ranks reads all of a stream of 12 files or row groups, which are "
-        "dealt as 8 streams; nearest: more files, or a data-parallel degree that divides 8"
+        "dealt as 8 streams; try: more files, or a data-parallel degree that divides 8"
     ))  # fmt: skip
     single = datasets.load_dataset(
         "json", data_files=str(folder / "part00.jsonl"), split="train", streaming=True,
@@ -182,7 +182,7 @@ def test_what_cannot_be_dealt_is_one_line(folder: Path) -> None:
     )  # fmt: skip
     assert told(single)[1] == (
         "data.source: each of 2 ranks reads all of a stream of 1 file or row group, which are "
-        "dealt as 1 streams; nearest: more files, or a data-parallel degree that divides 1"
+        "dealt as 1 streams; try: more files, or a data-parallel degree that divides 1"
     )
     from datasets.distributed import split_dataset_by_node
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_dealt_is_one_line(folder: Path) -> None:
         told(split_dataset_by_node(data, rank=1, world_size=2))
     assert str(caught.value) == (
         "data.source: the dataset is the share of rank 1 of 2 already (split_dataset_by_node); "
-        "nearest: the dataset before that, which run.loader deals to ranks"
+        "try: the dataset before that, which run.loader deals to ranks"
     )
 
 

@@ -53,7 +53,7 @@ def test_both_sides_have_an_image() -> None:
          "PICS/CLASS/name.jpg"),
         ({"cat": 0, "dog": 0}, "data.source = images:PICS: no image in cat, dog; images end in "),
         ({"train": 1, "val": 1}, "data.source = images:PICS: has train, val, which are parts, not "
-         "classes; nearest: data.source=images:PICS/train data.validation=images:PICS/val"),
+         "classes; try: data.source=images:PICS/train data.validation=images:PICS/val"),
     ],
 )  # fmt: skip
 def test_a_folder_that_is_none_is_one_line(
@@ -70,7 +70,7 @@ def test_classes_are_numbered_as_in_training(tmp_path: Path) -> None:
     at = folder(tmp_path / "val", {"cat": 2})
     found = open_images(str(at), 8, 0.0, "data.validation", ("ant", "cat"))
     assert found["train"].classes == [1, 1]
-    with pytest.raises(ConfigError, match=r"class cat is none of the training data's; nearest: ct"):
+    with pytest.raises(ConfigError, match=r"class cat is none of the training data's; try: ct"):
         open_images(str(at), 8, 0.0, "data.validation", ("ant", "ct"))
 
 
@@ -80,7 +80,7 @@ def test_a_model_for_other_images_is_one_line() -> None:
     with pytest.raises(ConfigError) as caught:
         check_model("vit", wanted, {"classes": 2, "image_channels": 3, "image_size": 8})
     assert str(caught.value) == (
-        "model.name = vit: has classes 2, image_size 8, the data is other; nearest: "
+        "model.name = vit: has classes 2, image_size 8, the data is other; try: "
         "model.classes=3 model.image_size=64"
     )
 
@@ -93,7 +93,7 @@ def test_folders_of_other_classes_do_not_mix(
         folder(tmp_path / name, dict.fromkeys(classes, 4))
     mixed = f"mix:0.5*images:{tmp_path}/a+0.5*images:{tmp_path}/"
     assert len(open_source(DataSection(source=f"{mixed}c", image_size=4), 0).train)
-    with pytest.raises(ConfigError, match=r"has the classes cow, dog, .* has cat, dog; nearest: "):
+    with pytest.raises(ConfigError, match=r"has the classes cow, dog, .* has cat, dog; try: "):
         open_source(DataSection(source=f"{mixed}b", image_size=4), 0)
 
 

@@ -109,7 +109,7 @@ def test_another_key_and_a_second_source(tmp_path: Path) -> None:
         ('{"text": "a"}\n{"text": 3}\n', {}, ":2: text is int, a text is wanted"),
         ('{"text": "a"}\n{"text": null}\n', {}, ":2: text is NoneType, a text is wanted"),
         ('{"id": 3, "content": "a"}\n', {}, ":1: has id, content; text, messages, or prompt and "
-         "completion are wanted; nearest: data.field=content"),
+         "completion are wanted; try: data.field=content"),
         ('{"text": "a"}\n', {"field": "txet"}, ":1: has no txet; nearest key: text"),
     ],
 )  # fmt: skip

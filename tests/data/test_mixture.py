@@ -130,23 +130,23 @@ def test_what_a_user_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("mix:", "mixes nothing; write mix:0.7*SOURCE+0.3*SOURCE"),
         ("mix:stdlib", "stdlib has no weight; write mix:0.7*SOURCE+0.3*SOURCE"),
         ("mix:0.7*stdlib+digits", "digits has no weight; write mix:0.7*SOURCE+0.3*SOURCE"),
-        ("mix:x*jsonl:a+0.5*jsonl:b", "x is no weight of jsonl:a, a number above 0 is; nearest: "
+        ("mix:x*jsonl:a+0.5*jsonl:b", "x is no weight of jsonl:a, a number above 0 is; try: "
          "0.5*jsonl:a"),
-        ("mix:0.5*jsonl:a+x*jsonl:b", "x is no weight of jsonl:b, a number above 0 is; nearest: "
+        ("mix:0.5*jsonl:a+x*jsonl:b", "x is no weight of jsonl:b, a number above 0 is; try: "
          "0.5*jsonl:b"),
-        ("mix:1*stdlib+1/3*text:a+b", "1/3 is no weight of text:a+b, a number above 0 is; nearest: "
+        ("mix:1*stdlib+1/3*text:a+b", "1/3 is no weight of text:a+b, a number above 0 is; try: "
          "0.5*text:a+b"),
-        ("mix:1*stdlib + -1*digits", "-1 is no weight of digits, a number above 0 is; nearest: "
+        ("mix:1*stdlib + -1*digits", "-1 is no weight of digits, a number above 0 is; try: "
          "0.5*digits"),
-        ("mix:*stdlib", "nothing is no weight of stdlib, a number above 0 is; nearest: 0.5*stdlib"),
-        ("mix:0.5jsonl:a", "0.5jsonl:a has no * after its weight; nearest: 0.5*jsonl:a"),
-        ("mix:1*stdlib+0.5jsonl:a", "0.5jsonl:a has no * after its weight; nearest: 0.5*jsonl:a"),
-        ("mix:0.5*jsonl:a", "mixes one source; nearest: data.source=jsonl:a"),
-        ("mix:1*stdlib", "mixes one source; nearest: data.source=stdlib"),
-        ("mix:1*stdlib+0*digits", "a weight of 0 takes nothing; nearest: leave digits out"),
-        ("mix:1*stdlib+1*mix:1*digits", "mixtures do not nest; nearest: one mix: of all sources"),
+        ("mix:*stdlib", "nothing is no weight of stdlib, a number above 0 is; try: 0.5*stdlib"),
+        ("mix:0.5jsonl:a", "0.5jsonl:a has no * after its weight; try: 0.5*jsonl:a"),
+        ("mix:1*stdlib+0.5jsonl:a", "0.5jsonl:a has no * after its weight; try: 0.5*jsonl:a"),
+        ("mix:0.5*jsonl:a", "mixes one source; try: data.source=jsonl:a"),
+        ("mix:1*stdlib", "mixes one source; try: data.source=stdlib"),
+        ("mix:1*stdlib+0*digits", "a weight of 0 takes nothing; try: leave digits out"),
+        ("mix:1*stdlib+1*mix:1*digits", "mixtures do not nest; try: one mix: of all sources"),
         ("mix:0.1234567*stdlib+0.8765433*digits", "weights of this ratio take 10000000 samples to "
-         "be kept exactly, and at most 100000 are counted; nearest: mix:0.123*stdlib+0.877*digits"),
+         "be kept exactly, and at most 100000 are counted; try: mix:0.123*stdlib+0.877*digits"),
     ],
 )  # fmt: skip
 def test_what_is_no_mixture_is_one_line(source: str, text: str) -> None:
@@ -156,11 +156,9 @@ def test_what_is_no_mixture_is_one_line(source: str, text: str) -> None:
 
 
 def test_a_part_that_is_not_there_is_told_as_alone() -> None:
-    with pytest.raises(ConfigError, match=r"^data.source = stdlb: not one of .*; nearest: stdlib$"):
+    with pytest.raises(ConfigError, match=r"^data.source = stdlb: not one of .*; try: stdlib$"):
         check_data_path("mix:1*digits+1*stdlb")
-    with pytest.raises(
-        ConfigError, match=r"^data.source = mux:1\*a: not one of .*nearest: mix:1\*a$"
-    ):
+    with pytest.raises(ConfigError, match=r"^data.source = mux:1\*a: not one of .*try: mix:1\*a$"):
         check_data_path("mux:1*a")
 
 

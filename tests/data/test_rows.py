@@ -76,7 +76,7 @@ def test_hf_datasets_give_what_json_lines_give(as_lines: Path, form: str) -> Non
     parts = section(f"hf:{as_lines}/parts")
     second = replace(parts, validation=f"hf:{as_lines}/parts#rest")
     assert len(open_source(second, 0).validation) < len(plain[0])
-    with pytest.raises(ConfigError, match=r"split = rst: not one of train, rest; nearest: rest"):
+    with pytest.raises(ConfigError, match=r"split = rst: not one of train, rest; try: rest"):
         open_source(section(f"hf:{as_lines}/parts#rst"), 0)
 
 
@@ -88,7 +88,7 @@ def test_rows_of_another_form_are_told_by_file_and_number(as_lines: Path) -> Non
     with pytest.raises(ConfigError, match=r"none\.parquet: row 71: text is NoneType, a text is"):
         open_source(section(f"parquet:{as_lines}/none.parquet"), 0)
     parquet.write_table(arrow.Table.from_pylist([{"txt": "a"}]), as_lines / "key.parquet")
-    with pytest.raises(ConfigError, match=r"row 1: has txt; .*; nearest: data\.field=txt"):
+    with pytest.raises(ConfigError, match=r"row 1: has txt; .*; try: data\.field=txt"):
         open_source(section(f"parquet:{as_lines}/key.parquet"), 0)
     with pytest.raises(ConfigError, match=r"row 1: has no text; nearest key: txt"):
         open_source(section(f"parquet:{as_lines}/key.parquet", field="text"), 0)

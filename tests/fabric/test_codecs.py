@@ -241,7 +241,7 @@ def test_the_names_are_those_that_users_write() -> None:
     ("find", "error", "said"),
     [
         (lambda: find_codec("int4", FP32), ConfigError,
-         "islands.codec = int4: not one of none, bf16, int8, e3m0, top2bit, sign; nearest: int8"),
+         "islands.codec = int4: not one of none, bf16, int8, e3m0, top2bit, sign; try: int8"),
         (lambda: find_codec("int8", torch.bfloat16), BugError,
          "codec int8: numbers travel from float32 or float64, not from torch.bfloat16"),
     ],

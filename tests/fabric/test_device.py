@@ -67,7 +67,7 @@ def test_groups_carry_host_tensors_and_a_devices() -> None:
 
 def test_more_processes_than_devices_are_refused() -> None:
     told = (
-        r"^launch.processes = 3: this machine shows 2 GPUs; nearest legal: launch.processes=2, or "
+        r"^launch.processes = 3: this machine shows 2 GPUs; try: launch.processes=2, or "
         r"CUDA_VISIBLE_DEVICES= to train on the CPU$"
     )
     with pytest.raises(PlanError, match=told):

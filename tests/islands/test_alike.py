@@ -58,21 +58,21 @@ def test_every_key_of_islands_must_be_alike() -> None:
         assert (f"islands.{key}" in own) == (key not in OWN)
     agree(Others(own), own)
     with pytest.raises(ConfigError, match="islands.pace = equal on island 1, speed on island 0: .*"
-                       "nearest: islands.pace=speed on all of them"):  # fmt: skip
+                       "try: islands.pace=speed on all of them"):  # fmt: skip
         agree(Others({**own, "islands.pace": "equal"}), own)
     with pytest.raises(ConfigError, match="train.seed = None on island 2, 1 on island 0"):
         agree(Others(own, {k: v for k, v in own.items() if k != "train.seed"}), own)
 
 
 def test_one_checkpoint_is_too_few() -> None:
-    with pytest.raises(ConfigError, match="checkpoint.keep = 1: .*nearest: checkpoint.keep=2"):
+    with pytest.raises(ConfigError, match="checkpoint.keep = 1: .*try: checkpoint.keep=2"):
         join(run_of(keep=1), ONE)
 
 
 def test_an_island_that_holds_nothing_is_named_on_all() -> None:
     check_donors(Resume(7, (0, 1, 2)))
     with pytest.raises(CheckpointError, match="island 2: holds no round of this run, island 1 holds"
-                       " round 7; nearest: copy checkpoints/ of island 1's run folder"):  # fmt: skip
+                       " round 7; try: copy checkpoints/ of island 1's run folder"):  # fmt: skip
         check_donors(Resume(7, (0, 1, 1)))
 
 

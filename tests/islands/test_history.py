@@ -34,7 +34,7 @@ def test_no_common_round_says_who_holds_what_and_what_to_do() -> None:
     assert str(error.value) == (
         "no round is held by all islands with the same digest: island 0 holds round 8 (bbbbbbbb), "
         "round 9 (cccccccc); island 1 holds round 4 (dddddddd); island 2 holds round 9 (cccccccc); "
-        "nearest: resume islands 0 and 2 alone from round 9, or move the run folder of island 1 "
+        "try: resume islands 0 and 2 alone from round 9, or move the run folder of island 1 "
         "away and take the round from island 0"
     )
 

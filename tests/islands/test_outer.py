@@ -283,7 +283,7 @@ def test_settings_reach_torchs_class() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"outer": "adm"}, "islands.outer = adm: not one of adadelta, .*; nearest: adam"),
+        ({"outer": "adm"}, "islands.outer = adm: not one of adadelta, .*; try: adam"),
         ({"outer": "muon"}, "islands.outer = muon: not one of "),
         ({"outer": "lbfgs"}, "islands.outer = lbfgs: not one of "),
         ({"outer": "adam", "outer_momentum": 1.5}, "islands.outer = adam: Invalid beta"),

@@ -148,9 +148,9 @@ def test_a_layout_for_another_number_of_processes_is_told_before_the_queue(tmp_p
     for words, line in (
         (
             ["slurm", "layout.tp=3", "--nodes", "2", "--processes", "2"],
-            "layout: tp 3 = 3 processes, but launch.processes = 4; nearest legal: layout.tp=2 ",
+            "layout: tp 3 = 3 processes, but launch.processes = 4; try: layout.tp=2 ",
         ),
-        (["slurm", "layout.strateg=ddp"], "layout.strateg: no such key; nearest: layout.strategy"),
+        (["slurm", "layout.strateg=ddp"], "layout.strateg: no such key; try: layout.strategy"),
         (
             ["ssh", "--hosts", str(tmp_path / "none")],
             f"--hosts {tmp_path}/none: No such file or directory; it has a line `HOST slots=N`",

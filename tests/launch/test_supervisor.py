@@ -391,11 +391,11 @@ def test_different_failures_at_start_use_all_restarts(run: Run) -> None:
 def test_what_a_restart_cannot_mend_is_not_restarted(run: Run, error: str, code: int) -> None:
     body = f"""
 def main():
-    raise errors.{error}("train.lr = −1: must be above 0; nearest: train.lr=0.001")
+    raise errors.{error}("train.lr = −1: must be above 0; try: train.lr=0.001")
 sys.exit(run_worker(main))
 """
     outcome = run(body)
-    line = "train.lr = −1: must be above 0; nearest: train.lr=0.001"
+    line = "train.lr = −1: must be above 0; try: train.lr=0.001"
     assert outcome == Outcome("failed", code, 1, line)
     assert run.named("restarting") == []
 

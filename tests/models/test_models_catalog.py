@@ -90,7 +90,7 @@ def test_demo_is_small_and_follows_the_data() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "line"),
     [
-        ("llama", {"dmi": 8}, "model.dmi: no such argument of llama; nearest: model.dim"),
+        ("llama", {"dmi": 8}, "model.dmi: no such argument of llama; try: model.dim"),
         ("mlp", {"zz": 8}, "model.zz: no such argument of mlp; it has inputs, hidden, layers, "
          "classes, dropout"),
         ("llama", {"dim": "wide"}, "model.dim = 'wide': needs a whole number, got text; "
@@ -102,36 +102,36 @@ def test_demo_is_small_and_follows_the_data() -> None:
         ("llama", {"hidden": "x"}, "model.hidden = 'x': needs a whole number, got text; left out: "
          "8/3 · dim, rounded up to 64"),
         ("llama", {"tied": 1}, "model.tied = 1: needs true or false; default: true"),
-        ("llama", {"layers": 0}, "model.layers = 0: at least 1; nearest legal: model.layers=1"),
-        ("llama", {"dropout": 1.5}, "model.dropout = 1.5: a share below 1; nearest legal: "
+        ("llama", {"layers": 0}, "model.layers = 0: at least 1; try: model.layers=1"),
+        ("llama", {"dropout": 1.5}, "model.dropout = 1.5: a share below 1; try: "
          "model.dropout=0.9"),
-        ("llama", {"dropout": float("nan")}, "model.dropout = nan: at least 0; nearest legal: "
+        ("llama", {"dropout": float("nan")}, "model.dropout = nan: at least 0; try: "
          "model.dropout=0"),
         ("llama", {"heads": 6, "kv_heads": 4, "dim": 96}, "model.kv_heads = 4: does not divide "
-         "model.heads = 6; nearest legal: model.kv_heads=3"),
-        ("llama", {"dim": 250}, "model.dim = 250: not divisible by model.heads = 4; nearest legal: "
+         "model.heads = 6; try: model.kv_heads=3"),
+        ("llama", {"dim": 250}, "model.dim = 250: not divisible by model.heads = 4; try: "
          "model.dim=248"),
         ("llama", {"dim": 36, "heads": 12}, "model.dim = 36: gives an odd head size (rotary pairs) "
-         "with model.heads = 12; nearest legal: model.dim=24"),
+         "with model.heads = 12; try: model.dim=24"),
         ("llama", {"vocabulary": 100}, "model.vocabulary = 100: less than the 512 of the "
-         "tokenizer; nearest legal: model.vocabulary=512"),
+         "tokenizer; try: model.vocabulary=512"),
         ("llama", {"sequence": 16}, "model.sequence = 16: less than the 64 of data.sequence; "
-         "nearest legal: model.sequence=64"),
-        ("moe", {"experts": 4, "top_k": 5}, "model.top_k = 5: more than model.experts = 4; nearest "
-         "legal: model.top_k=4"),
-        ("moe", {"balance": -1.0}, "model.balance = -1.0: at least 0; nearest legal: "
+         "try: model.sequence=64"),
+        ("moe", {"experts": 4, "top_k": 5}, "model.top_k = 5: more than model.experts = 4; try:"
+         " model.top_k=4"),
+        ("moe", {"balance": -1.0}, "model.balance = -1.0: at least 0; try: "
          "model.balance=0"),
-        ("gpt", {"dim": 250}, "model.dim = 250: not divisible by model.heads = 4; nearest legal: "
+        ("gpt", {"dim": 250}, "model.dim = 250: not divisible by model.heads = 4; try: "
          "model.dim=248"),
-        ("gpt", {"kv_heads": 2}, "model.kv_heads: no such argument of gpt; nearest: model.heads"),
+        ("gpt", {"kv_heads": 2}, "model.kv_heads: no such argument of gpt; try: model.heads"),
         ("gpt", {"sequence": 16}, "model.sequence = 16: less than the 64 of data.sequence; "
-         "nearest legal: model.sequence=64"),
-        ("vit", {"patch": 3}, "model.patch = 3: does not divide model.image_size = 8; nearest "
-         "legal: model.patch=2"),
-        ("vit", {"dim": 30}, "model.dim = 30: not divisible by model.heads = 4; nearest legal: "
+         "try: model.sequence=64"),
+        ("vit", {"patch": 3}, "model.patch = 3: does not divide model.image_size = 8; try:"
+         " model.patch=2"),
+        ("vit", {"dim": 30}, "model.dim = 30: not divisible by model.heads = 4; try: "
          "model.dim=28"),
         ("lama", {}, f"model.name = lama: not one of {', '.join([*FAMILIES, *PUBLISHED])}; "
-         "nearest: model.name=llama; any other model: hf:PATH of a config.json, or "
+         "try: model.name=llama; any other model: hf:PATH of a config.json, or "
          "model.build=pkg.mod:function"),
     ],
 )  # fmt: skip

@@ -195,7 +195,7 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_told(tmp_path: Path) -
     for kind, line in {
         "llama": "",
         "qwen2": "tokenizer: AutoTokenizer is Qwen2Tokenizer for this model, and cuts text "
-        "otherwise; nearest: transformers.PreTrainedTokenizerFast.from_pretrained"
+        "otherwise; try: transformers.PreTrainedTokenizerFast.from_pretrained"
         f'("{tmp_path}/hub")',
         "no such kind": "",
     }.items():

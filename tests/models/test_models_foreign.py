@@ -154,7 +154,7 @@ def test_too_many_stages_are_refused_before_anything_is_imported(tmp_path: Path)
         prepare(asked, None)
     assert str(caught.value) == (
         f"layout.pp = 2 × 4 stages per rank (layout.schedule = interleaved) = 8: more stages than "
-        f"the 2 blocks of {name}; nearest legal: layout.schedule=1f1b"
+        f"the 2 blocks of {name}; try: layout.schedule=1f1b"
     )
 
 
@@ -189,16 +189,16 @@ def test_mistakes_that_are_found_before_the_start(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     assert refusal(f"hf:{tmp_path}/mime") == (
         f"model.name = hf:{tmp_path}/mime: there is no file {tmp_path}/mime/config.json; "
-        f"nearest: hf:{folder}"
+        f"try: hf:{folder}"
     )
     assert refusal(name, {"layers": 2}) == (
-        f"model.layers: {name} takes its arguments from {folder}/config.json; nearest: change "
+        f"model.layers: {name} takes its arguments from {folder}/config.json; try: change "
         f"them there"
     )
     (folder / "pytorch_model.bin").write_bytes(b"")
     assert refusal(name) == (
         f"model.name = {name}: pytorch_model.bin is a pickle, which runs code when it is read; "
-        f"nearest: shoal checkpoint import {folder} {folder}, which runs none, or "
+        f"try: shoal checkpoint import {folder} {folder}, which runs none, or "
         f"{name}/config.json for new weights"
     )
     build(f"{name}/config.json", {})
@@ -220,7 +220,7 @@ def test_transformers_missing_names_the_extra(
     )
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert refusal(name) == (
-        f"model.name = {name}: needs transformers, which is not installed; nearest: "
+        f"model.name = {name}: needs transformers, which is not installed; try: "
         f"pip install 'shoal[hf]'"
     )
 
@@ -228,16 +228,15 @@ def test_transformers_missing_names_the_extra(
 def test_data_that_do_not_fit(tmp_path: Path) -> None:
     name = write(tmp_path / "m", {**LLAMA, "vocab_size": 300})
     assert refusal(name, vocabulary=2048) == (
-        f"model.name = {name}: vocab_size 300 is less than the 2048 of the tokenizer; nearest: "
+        f"model.name = {name}: vocab_size 300 is less than the 2048 of the tokenizer; try: "
         f"data.tokenizer=bpe:300"
     )
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
     assert refusal(name, vocabulary=2048).endswith(
-        f"nearest: data.tokenizer={tmp_path}/m/tokenizer.json"
+        f"try: data.tokenizer={tmp_path}/m/tokenizer.json"
     )
     assert refusal(name, vocabulary=300, sequence=65) == (
-        f"data.sequence = 65: longer than the 64 positions of {name}; nearest legal: "
-        f"data.sequence=64"
+        f"data.sequence = 65: longer than the 64 positions of {name}; try: data.sequence=64"
     )
 
 

@@ -157,7 +157,7 @@ def test_wrong_shapes_get_one_line() -> None:
     with pytest.raises(ConfigError) as caught:
         images()(torch.zeros(1, 3, 32, 32, dtype=torch.float64))
     assert str(caught.value) == (
-        "model.image_size = 8: the data's samples are [3, 32, 32], not [1, 8, 8]; nearest: "
+        "model.image_size = 8: the data's samples are [3, 32, 32], not [1, 8, 8]; try: "
         "model.image_size=32 model.image_channels=3"
     )
     with pytest.raises(ConfigError, match="square images are needed"):

@@ -109,7 +109,7 @@ def test_a_loader_that_gives_every_rank_everything_is_refused() -> None:
             opened(loader, 2)
         assert str(failure.value) == (
             f"run.steps: the DataLoader has a {kind}, so each of 2 ranks would train on the whole "
-            f"dataset; nearest: run.steps(loader.dataset), or a DistributedSampler in the loader"
+            f"dataset; try: run.steps(loader.dataset), or a DistributedSampler in the loader"
         )
 
     class OwnOrder(BatchSampler):

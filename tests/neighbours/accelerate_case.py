@@ -54,7 +54,7 @@ def local_sgd(accelerator, rank, size, made):
     accelerator.backward(model(ROWS[rank : rank + 1]).square().mean())
     optimizer.step()
     assert len(set(accelerator.gather(model.weight.detach()).flatten().tolist())) == 1
-    refuses = pytest.raises(shoal.ConfigError, match="not answered by Shoal; nearest: accelerator")
+    refuses = pytest.raises(shoal.ConfigError, match="not answered by Shoal; try: accelerator")
     with refuses:
         accelerator.register_save_state_pre_hook(print)
 
@@ -111,12 +111,12 @@ def what_they_tell(accelerator, rank):
         accelerator.join_uneven_inputs([], even_batches=False).__enter__()
     with pytest.raises(shoal.ConfigError, match="dispatch_batches"):
         DataLoaderConfiguration(False, True)
-    with pytest.raises(shoal.ConfigError, match="nearest: split_batches"):
+    with pytest.raises(shoal.ConfigError, match="try: split_batches"):
         Accelerator(split_batch=True)
     with pytest.raises(shoal.ConfigError, match="deepspeed_plugin = mine"):
         Accelerator(True, False, None, 1, False, None, "mine")
     assert Accelerator(gradient_accumulation_steps=3).gradient_state.num_steps == 3
-    with pytest.raises(shoal.ConfigError, match="batch_size = 3 .* nearest: 2"):
+    with pytest.raises(shoal.ConfigError, match="batch_size = 3 .* try: 2"):
         Accelerator(split_batches=True).prepare(DataLoader(ROWS, batch_size=3))
     foreign = SimpleNamespace(step=print, state_dict=dict)
     assert accelerator.prepare(foreign) is foreign, "no schedule of torch's: its steps stay its own"

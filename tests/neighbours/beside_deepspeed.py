@@ -158,7 +158,7 @@ def main() -> None:
         if draws.random() < 0.75:
             config.setdefault("train_batch_size", draws.choice([8, 16, 32, 64]))
         word, why = compare(theirs, config, ranks)
-        kind = why.split("nearest")[0].split(": ", 2)[-1][:40] if word.endswith("refuses") else ""
+        kind = why.split("try: ")[0].split(": ", 2)[-1][:40] if word.endswith("refuses") else ""
         counts[f"{word}: {kind}" if kind else word] += 1
         examples.setdefault(word, (config, ranks, why))
     for word, count in counts.most_common():

@@ -133,7 +133,7 @@ def test_told_keys_change_nothing_and_are_told(path: str, tmp_path: Path) -> Non
 def test_refused_keys_raise_with_the_nearest_unless_harmless(path: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as failure:
         imported(tmp_path, with_key(path, "other"))
-    assert f"nearest: {TABLE[path].words}" in str(failure.value)
+    assert f"try: {TABLE[path].words}" in str(failure.value)
     for one in TABLE[path].values:
         imported(tmp_path, with_key(path, json.loads(one)))
 
@@ -247,19 +247,19 @@ def test_several_machines_and_other_forms_of_old(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("distributed_type: FSPD\nnum_processes: 2", "nearest: FSDP"),
-        ("distributed_type: NO\nnum_process: 2", "num_process: no such key; nearest: num_processes"),
+        ("distributed_type: FSPD\nnum_processes: 2", "try: FSDP"),
+        ("distributed_type: NO\nnum_process: 2", "num_process: no such key; try: num_processes"),
         ("distributed_type: MULTI_GPU", "num_processes is not said"),
         ("distributed_type: MULTI_GPU\nnum_processes: -1", "num_processes = -1: a whole number"),
         ("distributed_type: NO\nmixed_precision: fp8", "mixed_precision = fp8"),
-        ("distributed_type: NO\ndebug: no\ndebug: yes", "debug: stands twice; nearest"),
+        ("distributed_type: NO\ndebug: no\ndebug: yes", "debug: stands twice; try"),
         ("distributed_type: XLA\nnum_processes: 8", "distributed_type = XLA"),
         ("distributed_type: NO\ngradient_accumulation_steps: 2",
-         "no such key; nearest: deepspeed_config.gradient_accumulation_steps"),
+         "no such key; try: deepspeed_config.gradient_accumulation_steps"),
         ("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2", "num_machines = 2"),
         ("distributed_type: FSDP\nnum_processes: 8\n"
-         "parallelism_config: {parallelism_config_tp_size: 2}", "nearest: num_processes = 2"),
-        ("distributed_type: NO\ndynamo_config: {dynamo_backend: TENSORRT}", "nearest: INDUCTOR"),
+         "parallelism_config: {parallelism_config_tp_size: 2}", "try: num_processes = 2"),
+        ("distributed_type: NO\ndynamo_config: {dynamo_backend: TENSORRT}", "try: INDUCTOR"),
         ("- a list", "a table of keys is wanted"),
         ("a: [", "while parsing"),
         ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),

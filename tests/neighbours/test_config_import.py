@@ -179,15 +179,15 @@ def test_what_differs_is_said() -> None:
         (
             {},
             "",
-            "0.0 (none) before 0.19.3, and 1.0 from it on; nearest: the key in the file, or --era",
+            "0.0 (none) before 0.19.3, and 1.0 from it on; try: the key in the file, or --era",
         ),
-        ({}, "0.19", "nearest: 0.19.3"),
-        ({"scheduler": {"type": "LRRangeTest", "params": {}}}, "0.19.8", "nearest: shoal find lr"),
-        ({"scheduler": {"type": "StepLR", "params": {}}}, "0.19.8", "nearest: optimizer.schedule="),
+        ({}, "0.19", "try: 0.19.3"),
+        ({"scheduler": {"type": "LRRangeTest", "params": {}}}, "0.19.8", "try: shoal find lr"),
+        ({"scheduler": {"type": "StepLR", "params": {}}}, "0.19.8", "try: optimizer.schedule="),
         ({"optimizer": {"type": "RMSprop"}}, "0.19.8", "optimizer.params.lr"),
         ({"elasticity": {"enabled": True}}, "0.19.7", "elasticity = "),
         ({"elasticity": {"enabled": False}}, "0.19.8", "DeepSpeed 0.19.8 took it away"),
-        ({"train_batch_size": 9}, "0.19.8", "nearest: train_batch_size"),
+        ({"train_batch_size": 9}, "0.19.8", "try: train_batch_size"),
     ],
 )
 def test_what_is_refused_writes_nothing(

@@ -80,11 +80,11 @@ def test_the_peak_of_earlier_versions() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "line"),
     [
-        ("WarmupLr", {}, "nearest: WarmupLR"),
-        ("WarmupLR", {"warmup_steps": 4}, "nearest: warmup_num_steps"),
+        ("WarmupLr", {}, "try: WarmupLR"),
+        ("WarmupLR", {"warmup_steps": 4}, "try: warmup_num_steps"),
         ("WarmupLR", {"warmup_num_steps": 0}, "from 1 on"),
         ("WarmupLR", {"warmup_num_steps": "auto"}, "only the trainer"),
-        ("WarmupLR", {"warmup_type": "cosine"}, "nearest: log"),
+        ("WarmupLR", {"warmup_type": "cosine"}, "try: log"),
         ("WarmupDecayLR", {}, "total_num_steps is not said"),
         ("OneCycle", {"cycle_min_lr": 0.1}, "cycle_max_lr is not said"),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "above 0"),

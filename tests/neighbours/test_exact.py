@@ -209,7 +209,7 @@ def test_what_a_loss_is_the_mean_of(loss: Any, count: float) -> None:
     ],
 )
 def test_what_nobody_knows_is_refused(loss: Any) -> None:
-    with pytest.raises(ConfigError, match="nearest: loss = nn"):
+    with pytest.raises(ConfigError, match="try: loss = nn"):
         exact.count_of(loss())
 
 

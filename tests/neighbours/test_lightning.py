@@ -167,13 +167,13 @@ for attempt in (
 """
 SAID = [
     "ConfigError LightningModule.automatic_optimization = False: a run makes each step whole",
-    "ConfigError configure_optimizers: no optimizer that steps a weight; nearest: one",
+    "ConfigError configure_optimizers: no optimizer that steps a weight; try: one",
     "ConfigError LightningModule.backward is overridden",
-    "ConfigError Trainer(precision='bf16-true'): weights are stepped in fp32; nearest: bf16-mixed",
+    "ConfigError Trainer(precision='bf16-true'): weights are stepped in fp32; try: bf16-mixed",
     "ConfigError ShoalStrategy(layout='pp')",
     "ConfigError ShoalStrategy(layout={'tp': 2})",
-    "ConfigError ShoalStrategy: find_unused_parameters is no argument of it; nearest: leave it out",
-    "ConfigError ShoalStrategy: recomput is no argument of it; nearest: recompute",
+    "ConfigError ShoalStrategy: find_unused_parameters is no argument of it; try: leave it out",
+    "ConfigError ShoalStrategy: recomput is no argument of it; try: recompute",
     "fit",
 ]
 

@@ -23,18 +23,18 @@ def test_it_inserts_the_line(programs: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--as", "deepsped", "--", "mine.py"), "nearest: deepspeed"),
+        (("--as", "deepsped", "--", "mine.py"), "try: deepspeed"),
         (
             ("--as", "lightning", "--", "mine.py"),
-            'nearest: Trainer(strategy="shoal"), after import',
+            'try: Trainer(strategy="shoal"), after import',
         ),
         (
             ("--as", "deepspeed", "--", "mein.py"),
-            "mein.py: there is no such script; nearest: mine.py",
+            "mein.py: there is no such script; try: mine.py",
         ),
         (
             ("--as", "deepspeed", "--", "mine.py"),
-            "PipelineModule is not answered by Shoal; nearest:",
+            "PipelineModule is not answered by Shoal; try:",
         ),
     ],
 )
@@ -55,7 +55,7 @@ def test_the_trainer_of_transformers_is_told_where_to_go(programs: Any, tmp_path
     ended = programs.run("-m", "shoal", "run", "--as", "accelerate", "--", "mine.py", cwd=tmp_path)
     assert ended.returncode == 2
     assert "transformers.Trainer steps through Accelerate's inside" in ended.stderr
-    assert "nearest: a loop of your own with accelerator.prepare" in ended.stderr
+    assert "try: a loop of your own with accelerator.prepare" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1, ended.stderr
 
 

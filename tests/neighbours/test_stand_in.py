@@ -158,7 +158,7 @@ def _lines(programs: Any, folder: Path, text: str) -> tuple[list[str], str]:
 
 def test_what_deepspeeds_scripts_lean_on(programs: Any, tmp_path: Path) -> None:
     found, said = _lines(programs, tmp_path, DEEPSPEED)
-    pipe = "deepspeed.pipe.PipelineModule is not answered by Shoal; nearest: the module as it is"
+    pipe = "deepspeed.pipe.PipelineModule is not answered by Shoal; try: the module as it is"
     assert found[0].startswith(pipe)
     assert found[1].startswith(pipe), "a class that inherits from it"
     assert "split_params_into_different_moe_groups_for_optimizer is not answered" in found[2]
@@ -166,7 +166,7 @@ def test_what_deepspeeds_scripts_lean_on(programs: Any, tmp_path: Path) -> None:
     assert "OffloadStateTypeEnum is not answered" in found[4] or "offload_config" in found[4]
     assert found[5] == "False None", "is it installed: as without us"
     assert found[6] == "0 1 cpu", "one process has a group, too"
-    lacks = "deepspeed: engine.train_batch is not answered by Shoal; nearest: engine(batch), "
+    lacks = "deepspeed: engine.train_batch is not answered by Shoal; try: engine(batch), "
     lacks += "backward and step False"
     assert found[7:10] == [lacks, lacks, "True"], "loss.backward() is the engine's"
     assert found[10] == "[[2.0, 2.0]]", "of two engines, one takes two losses in a step"
@@ -180,21 +180,19 @@ def test_what_deepspeeds_scripts_lean_on(programs: Any, tmp_path: Path) -> None:
     )
     assert found[18] == "torch.bfloat16 torch.int64"
     assert found[19] == "torch.float32 empty"
-    assert found[16].endswith(
-        'nearest: "zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
-    )
+    assert found[16].endswith('try: "zero_optimization": {"offload_optimizer": {"device": "cpu"}}')
     assert said.count("no CUDA device is here") == 1
 
 
 def test_what_accelerates_scripts_lean_on(programs: Any, tmp_path: Path) -> None:
     found, said = _lines(programs, tmp_path, ACCELERATE)
-    assert found[0].startswith("accelerate.utils.DummyOptim is not answered by Shoal; nearest:")
+    assert found[0].startswith("accelerate.utils.DummyOptim is not answered by Shoal; try:")
     assert "comm_hook" in found[1]
     assert found[2:7] == [
         "False 0",
         "True False",
         "True False",
-        "Accelerator.prepare_pippy is not answered by Shoal; nearest: shoal.parallelize(…, "
+        "Accelerator.prepare_pippy is not answered by Shoal; try: shoal.parallelize(…, "
         'layout="pp", sample=…) False',
         "[10, 9, 8]",
     ]

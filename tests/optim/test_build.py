@@ -72,17 +72,17 @@ def test_every_named_optimizer_takes_a_step(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("adam_w", "optimizer.name = adam_w: no such optimizer; nearest: adamw"),
+        ("adam_w", "optimizer.name = adam_w: no such optimizer; try: adamw"),
         ("best", "optimizer.name = best: no such optimizer; there are adadelta, adafac"),
         ("optimizer", "optimizer.name = optimizer: no such optimizer"),
-        ("sparseadam", "optimizer.name = sparseadam: no such optimizer; nearest: "),
+        ("sparseadam", "optimizer.name = sparseadam: no such optimizer; try: "),
         ("lbfgs", "optimizer: LBFGS evaluates the model itself through a closure"),
         ("torch.optim:LBFGS", "optimizer: LBFGS evaluates the model itself through a closure"),
         ("torch.optim:Lion", "optimizer.name = torch.optim:Lion: does not import: module"),
         ("nowhere.at:All", "optimizer.name = nowhere.at:All: does not import: No module named"),
         (":Adam", "optimizer.name = :Adam: does not import: "),
         ("json:dumps", "optimizer.name = json:dumps: is no subclass of torch.optim.Optimizer"),
-        ("collections:OrderedDict", "is no subclass of torch.optim.Optimizer; nearest: adamw"),
+        ("collections:OrderedDict", "is no subclass of torch.optim.Optimizer; try: adamw"),
         ("torch.optim:Muon", "optimizer.name = torch.optim:Muon: Muon only supports 2D parameters"),
     ],
 )

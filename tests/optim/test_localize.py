@@ -157,7 +157,7 @@ def test_what_cannot_be_cut_is_one_line_and_changes_nothing() -> None:
     assert str(failure.value) == (
         "optimizer: Adafactor has stepped already and keeps row_var of shape [6, 1] for a parameter "
         "of shape [6, 5], which cannot be cut with it; hand over an optimizer that has not stepped; "
-        "nearest: layout ddp"
+        "try: layout ddp"
     )
     assert optimizer.param_groups[0]["params"] == list(whole.values())
     assert set(optimizer.state) == set(whole.values())

@@ -126,7 +126,7 @@ def test_wrong_code_is_found_in_the_first_step(monkeypatch, wrong, what: str) ->
     line = str(failure.value)
     assert line.startswith(f"train.compile = blocks: layers.0: the {what} of its compiled code")
     assert line.endswith(
-        f"torch {torch.__version__} makes wrong code of it; nearest: train.compile=none"
+        f"torch {torch.__version__} makes wrong code of it; try: train.compile=none"
     )
 
 

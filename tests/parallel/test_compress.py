@@ -205,14 +205,14 @@ def test_low_rank_of_zeros_recovers() -> None:
     ("text", "said"),
     [
         ("int4", "layout.compress = int4: not one of none, int8, one-bit, powersgd, topk; "
-         "nearest: int8"),
-        ("one-bit:x", "layout.compress = one-bit:x: a number of steps is wanted; nearest: "
+         "try: int8"),
+        ("one-bit:x", "layout.compress = one-bit:x: a number of steps is wanted; try: "
          "layout.compress=one-bit:100"),
-        ("int8:3", "layout.compress = int8:3: int8 takes no number; nearest: layout.compress=int8"),
-        ("powersgd:0", "layout.compress = powersgd:0: a rank of at least 1 is wanted; nearest: "
+        ("int8:3", "layout.compress = int8:3: int8 takes no number; try: layout.compress=int8"),
+        ("powersgd:0", "layout.compress = powersgd:0: a rank of at least 1 is wanted; try: "
          "layout.compress=powersgd:1"),
         ("powersgd:x", "a rank of at least 1 is wanted"),
-        ("topk:0", "layout.compress = topk:0: a share above 0 and up to 1 is wanted; nearest: "
+        ("topk:0", "layout.compress = topk:0: a share above 0 and up to 1 is wanted; try: "
          "layout.compress=topk:0.01"),
         ("topk:2", "a share above 0 and up to 1"),
         ("topk:nan", "a share above 0 and up to 1"),
@@ -229,14 +229,14 @@ def test_a_text_that_is_none(text: str, said: str) -> None:
     ("text", "strategy", "formats", "said"),
     [
         ("one-bit", "hsdp", {}, "layout.compress = one-bit: hsdp sums its parts over replicas "
-         "inside fully_shard, which cannot encode; nearest: layout.strategy=fsdp, or "
+         "inside fully_shard, which cannot encode; try: layout.strategy=fsdp, or "
          "layout.compress=none"),
-        ("topk", "hsdp", {}, "nearest: layout.strategy=ddp, or layout.compress=none"),
+        ("topk", "hsdp", {}, "try: layout.strategy=ddp, or layout.compress=none"),
         ("powersgd", "zero1", {}, "layout.compress = powersgd: zero1 cuts gradients where no "
          "matrix ends and gives each rank its part only, which codes number by number carry; "
-         "nearest: layout.compress=int8, or layout.strategy=ddp"),
-        ("int8", "ddp", {"precision": "fp16"}, "nearest: precision.compute=bf16"),
-        ("int8", "ddp", {"reduce": "bf16"}, "nearest: precision.reduce=auto"),
+         "try: layout.compress=int8, or layout.strategy=ddp"),
+        ("int8", "ddp", {"precision": "fp16"}, "try: precision.compute=bf16"),
+        ("int8", "ddp", {"reduce": "bf16"}, "try: precision.reduce=auto"),
     ],
 )  # fmt: skip
 def test_what_a_layout_cannot_carry(text, strategy, formats, said) -> None:

@@ -201,7 +201,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError) as caught, mmap_init():
         torch.empty(2**20)
     assert str(caught.value) == (
-        f"{tmp_path}: no room for 4.0 MiB of initial weights (No space left on device); nearest: "
+        f"{tmp_path}: no room for 4.0 MiB of initial weights (No space left on device); try: "
         f"TMPDIR=… names a folder on a larger disk"
     )
     assert list(tmp_path.iterdir()) == []

@@ -61,7 +61,7 @@ def test_a_run_on_the_cpu_has_everything_on_the_host_already() -> None:
 
 
 def test_a_policy_that_cannot_hold_is_refused_before_the_model_is_recorded() -> None:
-    nothing = "with memory.offload = {} there is nothing to put there; nearest: memory."
+    nothing = "with memory.offload = {} there is nothing to put there; try: memory."
     for device, policy, line in (
         ("cpu", "none", nothing.format("none")),
         ("cpu", "activations", nothing.format("activations")),
@@ -80,7 +80,7 @@ def test_parameters_must_be_split() -> None:
             program_of(nn.Linear(2, 2), "cuda", Layout(dp_replicate=2)).but(offload="parameters")
         )
     assert str(failure.value) == (
-        "memory.offload = parameters: ddp needs whole parameters on every device; nearest: "
+        "memory.offload = parameters: ddp needs whole parameters on every device; try: "
         "layout.strategy=fsdp, or memory.offload=optimizer"
     )
     split = program_of(nn.Linear(2, 2), "cuda", Layout(dp_shard=2, zero=3))
@@ -280,6 +280,6 @@ def test_an_optimizer_that_counts_per_group_is_refused() -> None:
         optimizer.step()
     assert str(failure.value) == (
         "memory.offload = optimizer: Counting counts k per group, and its parameters are stepped "
-        "in pieces; nearest: memory.offload=none, or an optimizer of torch.optim"
+        "in pieces; try: memory.offload=none, or an optimizer of torch.optim"
     )
     assert optimizer.param_groups[0]["params"] == [weight]

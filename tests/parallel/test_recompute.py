@@ -356,7 +356,7 @@ def test_a_buffer_that_starts_to_move_later_is_refused() -> None:
         step(program, [numbers(2, 4)] * 3)
     assert str(failure.value) == (
         "memory.recompute = full: blocks.0.between.average changes in some forward passes only, so "
-        "its value before this one was not kept; nearest: memory.recompute=none"
+        "its value before this one was not kept; try: memory.recompute=none"
     )
 
 
@@ -417,7 +417,7 @@ def test_a_second_run_that_does_not_match_is_one_line(policy: str) -> None:
     assert str(failure.value) == (
         f"memory.recompute = {policy}: blocks.0 saved other tensors in its second run than in its "
         "first: it depends on something beside its inputs, its buffers and torch's generators (a "
-        "cache that it fills, Python's random); nearest: memory.recompute=none"
+        "cache that it fills, Python's random); try: memory.recompute=none"
     )
 
 

@@ -59,9 +59,9 @@ def test_spellings(spelling, name):
 
 
 def test_unknown_names_the_nearest():
-    with pytest.raises(PlanError, match="nearest: MI250X-64GB"):
+    with pytest.raises(PlanError, match="try: MI250X-64GB"):
         find_model("MI250X-128GB")
-    with pytest.raises(PlanError, match="nearest: L40S-48GB"):
+    with pytest.raises(PlanError, match="try: L40S-48GB"):
         find_model("L40")
 
 

@@ -17,7 +17,7 @@ def test_what_does_not_fit_is_refused_with_the_figures() -> None:
         choose_layout("auto", {}, 4, 900_000_000, LAPTOP)
     assert str(caught.value) == (
         "layout.strategy = auto: 900.0M parameters take 26.8 GiB of states even with fsdp on 4 "
-        "processes, this machine has 8.0 GiB; nearest: launch.processes=2, or a smaller model"
+        "processes, this machine has 8.0 GiB; try: launch.processes=2, or a smaller model"
     )
     with pytest.raises(PlanError, match="with single on 1 process, this machine has 8.0 GiB"):
         choose_layout("auto", {}, 1, 900_000_000, LAPTOP)
@@ -51,7 +51,7 @@ def test_above_ten_billion_the_degrees_are_the_users() -> None:
     assert "the guide says 3d (tp × pp × dp), whose degrees auto does not choose" in str(
         caught.value
     )
-    assert "nearest: layout.strategy=3d" in str(caught.value)
+    assert "try: layout.strategy=3d" in str(caught.value)
     assert choose_layout("3d", {}, 8, int(70e9), SERVER)[0].processes == 8
 
 
@@ -60,9 +60,9 @@ def test_a_layout_that_is_given_is_not_judged_by_the_guide() -> None:
 
 
 def test_unknown_axes_and_sizes() -> None:
-    with pytest.raises(PlanError, match="layout = dp_replicat: not one of .*; nearest: dp_replica"):
+    with pytest.raises(PlanError, match="layout = dp_replicat: not one of .*; try: dp_replica"):
         choose_layout("auto", {"dp_replicat": 2}, 2, None, LAPTOP)
-    with pytest.raises(PlanError, match="nearest legal: layout.dp_replicate=4"):
+    with pytest.raises(PlanError, match="try: layout.dp_replicate=4"):
         choose_layout("auto", {"dp_replicate": 3}, 4, None, LAPTOP)
 
 
@@ -73,17 +73,17 @@ def test_stages_and_what_carries_them() -> None:
         return str(caught.value)
 
     assert refused("auto", {"dp_replicate": 2, "dp_shard": 2}, 4, zero=2) == (
-        "layout.zero = 2: carries dp_shard alone, got dp_replicate = 2 × dp_shard = 2; nearest: "
+        "layout.zero = 2: carries dp_shard alone, got dp_replicate = 2 × dp_shard = 2; try: "
         "layout.zero=3 (hsdp), or layout.dp_shard=4"
     )
-    assert "nearest: layout.dp_shard=2" in refused("auto", {"dp_replicate": 2}, 2, zero=1)
+    assert "try: layout.dp_shard=2" in refused("auto", {"dp_replicate": 2}, 2, zero=1)
     assert "a stage is 0, 1, 2 or 3" in refused("auto", {"dp_shard": 2}, 2, zero=4)
-    assert "nearest: layout.zero=3, or layout.dp_replicate=2" in refused(
+    assert "try: layout.zero=3, or layout.dp_replicate=2" in refused(
         "auto", {"dp_shard": 2}, 2, zero=0
     )
-    assert "nearest: layout.strategy=fsdp" in refused("zero2", {}, 2, zero=3)
-    assert "nearest legal: launch.processes=4, or layout.strategy=fsdp" in refused("hsdp", {}, 2)
-    assert "nearest: launch.processes=4" in refused("ddp", {}, 2, threads=4)
+    assert "try: layout.strategy=fsdp" in refused("zero2", {}, 2, zero=3)
+    assert "try: launch.processes=4, or layout.strategy=fsdp" in refused("hsdp", {}, 2)
+    assert "try: launch.processes=4" in refused("ddp", {}, 2, threads=4)
     assert "is one process, got launch.processes = 2" in refused("dp", {}, 2)
     assert "the degrees given with it are fsdp (dp_shard = 2)" in refused("ddp", {"dp_shard": 2}, 2)
 

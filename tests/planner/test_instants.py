@@ -54,7 +54,7 @@ def test_a_module_that_every_rank_builds_whole_does_not_fit_a_host() -> None:
     assert whole.verdict.text.endswith("missing; its steps: fits")
     assert starting(whole) == (
         "while building, each of a node's 8 ranks holds all 70.6B weights: 2.1 TiB in a node's "
-        "1.8 TiB; nearest: give a function that builds the model, which then runs once per "
+        "1.8 TiB; try: give a function that builds the model, which then runs once per "
         "machine, in files"
     )
 
@@ -172,7 +172,7 @@ def test_resharding_trades_memory_for_bytes() -> None:
     ],
 )
 def test_what_gathers_no_blocks_cannot_keep_them(layout: Layout, nearest: str) -> None:
-    with pytest.raises(PlanError, match=f"nearest: {nearest}$"):
+    with pytest.raises(PlanError, match=f"try: {nearest}$"):
         check_together(Plan(layout, 8, 1, reshard="no"))
 
 

@@ -90,5 +90,5 @@ def test_ways_say_what_typing_them_gives() -> None:
 
 def test_targets_are_shares() -> None:
     for function in (smallest_period, needed_bytes_per_s, ways):
-        with pytest.raises(PlanError, match=r"target = 1: .*nearest: target=0.95"):
+        with pytest.raises(PlanError, match=r"target = 1: .*try: target=0.95"):
             function(DILOCO, FACTS, 1.0)

@@ -107,33 +107,33 @@ def test_what_a_schedule_makes_is_what_its_name_promises() -> None:
 @pytest.mark.parametrize(
     ("degrees", "processes", "given", "said"),
     [
-        ({"tp": 3}, 4, {}, "nearest legal: layout.tp=2 layout.dp_replicate=2, or launch.processes=3"),
-        ({"tp": 2}, 4, {}, "nearest legal: layout.dp_replicate=2, or launch.processes=2"),
-        ({"tp": 2, "pp": 3}, 8, {}, "nearest legal: layout.pp=2 layout.dp_replicate=2"),
-        ({"tp": 2, "dp_shard": 2}, 8, {}, "nearest legal: layout.dp_replicate=2"),
+        ({"tp": 3}, 4, {}, "try: layout.tp=2 layout.dp_replicate=2, or launch.processes=3"),
+        ({"tp": 2}, 4, {}, "try: layout.dp_replicate=2, or launch.processes=2"),
+        ({"tp": 2, "pp": 3}, 8, {}, "try: layout.pp=2 layout.dp_replicate=2"),
+        ({"tp": 2, "dp_shard": 2}, 8, {}, "try: layout.dp_replicate=2"),
         ({"islands": 2}, 2, {}, "layout.islands = 2: islands are runs of their own, each with a layout"),
-        ({"tp": -2}, 2, {}, "layout.tp = -2: at least 1; nearest: layout.tp=1"),
+        ({"tp": -2}, 2, {}, "layout.tp = -2: at least 1; try: layout.tp=1"),
         ({"tp": 2}, 2, {"threads": 2}, "layout.threads = 2: replicas in threads are one process"),
         ({"tp": 2}, 2, {"zero": 1}, "layout.zero = 1: splits over layout.dp_shard, which is 1"),
         ({"tp": 2, "dp_shard": 2}, 4, {"zero": 0}, "layout.zero=3, or layout.dp_replicate=2"),
         ({"dp_replicate": 2}, 2, {"schedule": "1f1b"},
-         "layout.schedule = 1f1b: is about the stages of a pipeline, and layout.pp is 1; nearest: "
+         "layout.schedule = 1f1b: is about the stages of a pipeline, and layout.pp is 1; try: "
          "layout.pp=2, or leave layout.schedule out"),
         ({"tp": 2}, 2, {"chunks": 2}, "layout.chunks = 2: is about the stages of a pipeline"),
         ({"pp": 2}, 2, {"schedule": "1f1"}, "layout.schedule = 1f1: not one of gpipe, 1f1b"),
         ({"pp": 3}, 3, {"schedule": "dualpipe"},
          "layout.schedule = dualpipe: is fed from both ends, with two stages on every rank, so "
-         "layout.pp is even, got 3; nearest: layout.pp=2, or layout.pp=4, or layout.schedule=zbv"),
+         "layout.pp is even, got 3; try: layout.pp=2, or layout.pp=4, or layout.schedule=zbv"),
         ({"pp": 2, "dp_shard": 2}, 4, {"schedule": "dualpipe"},
-         "nearest: layout.schedule=1f1b, or layout.zero=2"),
-        ({"pp": 2}, 2, {"chunks": 2}, "1f1b gives every rank one stage; nearest: layout.schedule=int"),
+         "try: layout.schedule=1f1b, or layout.zero=2"),
+        ({"pp": 2}, 2, {"chunks": 2}, "1f1b gives every rank one stage; try: layout.schedule=int"),
         ({"pp": 2}, 2, {"schedule": "zbv", "chunks": 3}, "zbv gives every rank 2 stages"),
-        ({"pp": 2}, 2, {"schedule": "interleaved", "chunks": 1}, "nearest: layout.chunks=2"),
+        ({"pp": 2}, 2, {"schedule": "interleaved", "chunks": 1}, "try: layout.chunks=2"),
         ({"pp": 2, "dp_shard": 2}, 4, {"schedule": "zbv"},
          "layout.schedule = zbv: runs a backward in two halves, and fsdp frees the gathered "
-         "parameters between them; nearest: layout.schedule=1f1b, or layout.zero=2"),
+         "parameters between them; try: layout.schedule=1f1b, or layout.zero=2"),
         ({"pp": 2, "dp_shard": 2, "dp_replicate": 2}, 8, {"schedule": "zero-bubble"},
-         "and hsdp frees the gathered parameters between them; nearest: layout.schedule=1f1b"),
+         "and hsdp frees the gathered parameters between them; try: layout.schedule=1f1b"),
     ],
 )  # fmt: skip
 def test_degrees_that_cannot_be(
@@ -145,17 +145,17 @@ def test_degrees_that_cannot_be(
 @pytest.mark.parametrize(
     ("strategy", "processes", "given", "said"),
     [
-        ("3d", 2, {}, "nearest legal: launch.processes=4, or degrees: layout.tp, layout.pp"),
-        ("3d", 6, {}, "nearest legal: launch.processes=4"),
-        ("tp", 2, {"zero": 1}, "nearest: degrees, layout.tp=2 layout.dp_shard=2 layout.zero=1"),
+        ("3d", 2, {}, "try: launch.processes=4, or degrees: layout.tp, layout.pp"),
+        ("3d", 6, {}, "try: launch.processes=4"),
+        ("tp", 2, {"zero": 1}, "try: degrees, layout.tp=2 layout.dp_shard=2 layout.zero=1"),
         ("tp", 2, {"threads": 2}, "only layout.strategy=dp runs replicas in threads"),
         ("ddp", 2, {"schedule": "1f1b"}, "layout.schedule = 1f1b: is about the stages"),
         ("auto", 2, {"schedule": "1f1b"}, "layout.schedule = 1f1b: is about the stages"),
         ("dp", 1, {"schedule": "1f1b"}, "layout.schedule = 1f1b: is about the stages"),
         ("1f1b", 2, {"schedule": "gpipe"}, "layout.strategy = 1f1b names another"),
-        ("dualpipe", 3, {}, "so layout.pp is even, got 3; nearest: layout.pp=2, or layout.pp=4"),
+        ("dualpipe", 3, {}, "so layout.pp is even, got 3; try: layout.pp=2, or layout.pp=4"),
         ("dualpipe", 2, {"chunks": 3}, "dualpipe gives every rank 2 stages"),
-        ("cp", 2, {"zero": 1}, "nearest: degrees, layout.cp=2 layout.dp_shard=2 layout.zero=1"),
+        ("cp", 2, {"zero": 1}, "try: degrees, layout.cp=2 layout.dp_shard=2 layout.zero=1"),
     ],
 )
 def test_names_that_cannot_be(
@@ -167,10 +167,10 @@ def test_names_that_cannot_be(
 def test_a_name_that_says_something_else_than_the_degrees() -> None:
     assert refused("pp", {"pp": 2, "dp_replicate": 2}, 4) == (
         "layout.strategy = pp: the degrees given with it are ddp + pp (pp = 2, dp_replicate = 2, "
-        "schedule = 1f1b); nearest: leave layout.strategy out, or leave the degrees out"
+        "schedule = 1f1b); try: leave layout.strategy out, or leave the degrees out"
     )
-    assert "nearest: layout.strategy=tp" in refused("pp", {"tp": 2}, 2)
-    assert "nearest: layout.strategy=pp" in refused("1f1b", {"pp": 2}, 2, schedule="gpipe")
+    assert "try: layout.strategy=tp" in refused("pp", {"tp": 2}, 2)
+    assert "try: layout.strategy=pp" in refused("1f1b", {"pp": 2}, 2, schedule="gpipe")
 
 
 def test_a_name_gives_its_schedule_to_degrees() -> None:
@@ -197,7 +197,7 @@ def test_micro_batches_of_a_pipeline() -> None:
         check_micro_batches(layout, 24, 4)
     assert str(caught.value) == (
         "layout.schedule = interleaved: needs micro-batches per step in a multiple of layout.pp = "
-        "4, got 6 per data-parallel rank (train.batch 24, train.micro_batch 4); nearest: "
+        "4, got 6 per data-parallel rank (train.batch 24, train.micro_batch 4); try: "
         "train.micro_batch=6, or train.batch=32, or layout.schedule=1f1b"
     )
     # What it names is legal.
@@ -226,7 +226,7 @@ def test_micro_batches_that_feed_both_ends(batch: int, micro_batch: int) -> None
         f"(twice layout.pp), got {batch // micro_batch} per data-parallel rank"
     )
     # What it names is legal.
-    for word in said.partition("nearest: ")[2].split(", or ")[:-1]:
+    for word in said.partition("try: ")[2].split(", or ")[:-1]:
         key, _, value = word.partition("=")
         changed = {"train.batch": batch, "train.micro_batch": micro_batch, key: int(value)}
         check_micro_batches(layout, *changed.values())
@@ -240,7 +240,7 @@ def test_halves_of_a_backward_recompute_nothing(schedule: str, recompute: str) -
     assert str(caught.value) == (
         f"memory.recompute = {recompute}: layout.schedule = {schedule} runs a backward in two "
         "halves, so a block would be computed again for every weight in it (2.5 times the work); "
-        "nearest: memory.recompute=none, or layout.schedule=1f1b"
+        "try: memory.recompute=none, or layout.schedule=1f1b"
     )
     check_recompute(schedule, "none")
     check_recompute("1f1b", recompute)
@@ -259,15 +259,15 @@ def test_what_a_user_says_of_parameters() -> None:
     policy = TensorPolicy(split=("blocks.*.gate.weight=column", "head.weight = whole"))
     assert policy.overrides == {"blocks.*.gate.weight": "column", "head.weight": "whole"}
     for texts, said in [
-        (("gate.weight",), "is written PATTERN=WORD; nearest: layout.split=gate.weight=column"),
+        (("gate.weight",), "is written PATTERN=WORD; try: layout.split=gate.weight=column"),
         (("*.weight=colum",), "layout.split: *.weight = colum: not one of whole, column, row; "
-         "nearest: column"),
+         "try: column"),
         (("a=row", "a=whole"), "layout.split: a is both row and whole"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             TensorPolicy(split=texts).check_split()
         assert said in str(caught.value)
-    with pytest.raises(ConfigError, match="nearest: layout.tp=2, or leave layout.split out"):
+    with pytest.raises(ConfigError, match="try: layout.tp=2, or leave layout.split out"):
         policy.check_split(tp=1)
     with pytest.raises(ConfigError, match="splits the sequence over layout.tp, which is 1"):
         TensorPolicy(sequence_parallel="on").check_split(tp=1)

@@ -144,7 +144,7 @@ def test_a_tied_head_on_another_stage_holds_a_copy_of_the_table() -> None:
 
 
 def test_more_stages_than_blocks_is_refused(llama: ModelFacts) -> None:
-    with pytest.raises(PlanError, match=r"nearest legal: layout\.pp=32"):
+    with pytest.raises(PlanError, match=r"try: layout\.pp=32"):
         peak(case(llama, Layout(pp=33)))
 
 
@@ -161,7 +161,7 @@ def test_more_stages_than_blocks_is_refused(llama: ModelFacts) -> None:
 def test_unknown_policies_name_the_nearest(
     llama: ModelFacts, key: str, value: str, hint: str
 ) -> None:
-    with pytest.raises(PlanError, match=f"nearest: {hint}"):
+    with pytest.raises(PlanError, match=f"try: {hint}"):
         peak(case(llama, Layout(), **{key: value}))
 
 

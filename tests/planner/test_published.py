@@ -37,7 +37,7 @@ def test_every_name_gives_facts_that_add_up(name: str) -> None:
 def test_names_are_forgiving_and_the_unknown_gets_the_nearest() -> None:
     assert published("Meta-Llama-3-8B") is published("llama-3-8b")
     assert published("gpt3-175b").layers == 96
-    with pytest.raises(ConfigError, match=r"nearest: llama-3\.1-405b"):
+    with pytest.raises(ConfigError, match=r"try: llama-3\.1-405b"):
         published("llama-3.1-450b")
 
 
@@ -137,7 +137,7 @@ DECODER = {"model_type": "other", "num_hidden_layers": 2, "hidden_size": 64, "vo
     ],
 )
 def test_what_is_no_stack_of_equal_blocks_is_refused(key: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"model_type other {said}.*nearest: model.build="):
+    with pytest.raises(ConfigError, match=f"model_type other {said}.*try: model.build="):
         from_config({**DECODER, key: 8})
 
 

@@ -153,13 +153,13 @@ def test_an_uneven_stage_sets_the_pace() -> None:
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        (("1f1bb", 2, 2, 1), "nearest: 1f1b"),
-        (("interleaved", 4, 6, 2), "multiple of layout.pp = 4, got 6; nearest: 8"),
-        (("interleaved", 4, 8, 1), "at least 2 chunks per rank, got 1; nearest: 2"),
+        (("1f1bb", 2, 2, 1), "try: 1f1b"),
+        (("interleaved", 4, 6, 2), "multiple of layout.pp = 4, got 6; try: 8"),
+        (("interleaved", 4, 8, 1), "at least 2 chunks per rank, got 1; try: 2"),
         (("1f1b", 4, 8, 2), "holds 1 stage per rank, got 2 chunks"),
         (("zbv", 4, 8, 3), "holds 2 stages per rank, got 3 chunks"),
-        (("dualpipe", 3, 8, 1), "nearest: layout.pp=4 and 8"),
-        (("dualpipe", 4, 6, 1), "nearest: layout.pp=4 and 8"),
+        (("dualpipe", 3, 8, 1), "try: layout.pp=4 and 8"),
+        (("dualpipe", 4, 6, 1), "try: layout.pp=4 and 8"),
         (("gpipe", 0, 8, 1), "at least 1 rank"),
     ],
 )

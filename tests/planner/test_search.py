@@ -104,7 +104,7 @@ def test_a_batch_that_nothing_divides_is_told() -> None:
     ):
         search(run_of(LLAMA, NODE, batch=13), SearchSpace(built=True))
     served = with_servers(8)
-    with pytest.raises(PlanError, match=r"divides it over 7 workers; nearest: train\.batch=14"):
+    with pytest.raises(PlanError, match=r"divides it over 7 workers; try: train\.batch=14"):
         search(run_of(LLAMA, NODE, batch=13), SearchSpace(layout=served))
 
 

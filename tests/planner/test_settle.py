@@ -49,14 +49,14 @@ def test_words_of_a_layout_win_over_the_plans_own() -> None:
     [
         ("ddp", {"compile": "blocks", "recompute": "selective"},
          "train.compile = blocks: memory.recompute = selective looks at single operations, which a "
-         "compiled block no longer has; nearest: memory.recompute=full"),
-        ("zbv", {"recompute": "full"}, "nearest: memory.recompute=none, or layout.schedule=1f1b"),
-        ("fsdp", {"compress": "topk"}, "nearest: layout.compress=int8, or layout.strategy=ddp"),
+         "compiled block no longer has; try: memory.recompute=full"),
+        ("zbv", {"recompute": "full"}, "try: memory.recompute=none, or layout.schedule=1f1b"),
+        ("fsdp", {"compress": "topk"}, "try: layout.compress=int8, or layout.strategy=ddp"),
         ("ep", {"compress": "int8"}, "layout.compress = int8: sums over all data-parallel ranks, and "
-         "layout.ep = 4 sums experts over some; nearest: layout.compress=none"),
-        ("ddp", {"compress": "int8", "compute": "fp16"}, "nearest: precision.compute=bf16"),
-        ("ddp", {"split": ("*.q=row",)}, "nearest: layout.tp=2, or leave layout.split out"),
-        ("ddp", {"context": "ring"}, "nearest: layout.cp=2, or layout.context=auto"),
+         "layout.ep = 4 sums experts over some; try: layout.compress=none"),
+        ("ddp", {"compress": "int8", "compute": "fp16"}, "try: precision.compute=bf16"),
+        ("ddp", {"split": ("*.q=row",)}, "try: layout.tp=2, or leave layout.split out"),
+        ("ddp", {"context": "ring"}, "try: layout.cp=2, or layout.context=auto"),
         ("ddp", {"batch": 47}, "train.batch = 47"),
     ],
 )  # fmt: skip

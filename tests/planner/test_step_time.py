@@ -230,9 +230,9 @@ def test_which_calibration_counts() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"framework": "megatron-deepspede"}, "nearest: megatron-deepspeed"),
+        ({"framework": "megatron-deepspede"}, "try: megatron-deepspeed"),
         ({"recompute": "sel"}, "memory.recompute = sel"),
-        ({"layout": Layout(pp=4, schedule="1f2b")}, "nearest: 1f1b"),
+        ({"layout": Layout(pp=4, schedule="1f2b")}, "try: 1f1b"),
         ({"compute": "fp64"}, "precision.compute = fp64"),
     ],
 )

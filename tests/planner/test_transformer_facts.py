@@ -156,5 +156,5 @@ def test_the_first_blocks_of_deepseek_are_dense() -> None:
 
 @pytest.mark.parametrize(("sequence", "width"), [(0, 2), (16, 3)])
 def test_impossible_sequences_and_formats_are_refused(sequence: int, width: int) -> None:
-    with pytest.raises(PlanError, match=r"nearest"):
+    with pytest.raises(PlanError, match=r"try: "):
         model_facts(published("gpt-2"), sequence, width)

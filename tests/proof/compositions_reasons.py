@@ -24,7 +24,7 @@ HALVES = ("zero-bubble", "zbv", "dualpipe")
 
 @dataclass(frozen=True)
 class Reason:
-    """One reason: the line's pattern up to "; nearest", and whether it is true of the words."""
+    """One reason: the line's pattern up to "; try", and whether it is true of the words."""
 
     name: str
     line: str
@@ -34,7 +34,7 @@ class Reason:
 def reason_of(line: str, words: Words) -> tuple[str, bool]:
     """(name of the reason that a refusal gives, whether it is true); ("", False) if none is it."""
     for reason in REASONS:
-        if found := re.match(reason.line + r"; nearest( legal)?: ", line):
+        if found := re.match(reason.line + r"; (?:nearest(?: legal)?|try): ", line):
             return reason.name, reason.is_true(words, found)
     return "", False
 

@@ -218,7 +218,7 @@ def refused(world: World) -> list[float]:
             world=world, offload="parameters",
         )  # fmt: skip
     except shoal.ShoalError as failure:
-        asked = "ddp needs whole parameters on every device; nearest: layout.strategy=fsdp"
+        asked = "ddp needs whole parameters on every device; try: layout.strategy=fsdp"
         return [float(asked in str(failure))]
     return [float(not is_accelerator(world.device))]
 

@@ -171,7 +171,7 @@ def a_buffer_that_changes_late_ends_the_run() -> None:
 def too_many_replicas_are_refused() -> None:
     told = (
         r"^layout.threads = 5: dp has a replica on each of so many devices, and this process sees "
-        r"4; nearest legal: layout.threads=4$"
+        r"4; try: layout.threads=4$"
     )
     with pytest.raises(PlanError, match=told):
         run_of({"threads": 5})

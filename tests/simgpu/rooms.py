@@ -73,7 +73,7 @@ def a_device_tells_what_it_is() -> None:
     assert devices.own_device(0, 1, bound=False) == HERE
     assert devices.pick_device(0, 2, devices=1, bound=True) == HERE
     assert devices.pick_device(0, 1, devices=0, bound=False) == devices.HOST
-    with pytest.raises(PlanError, match="nearest legal: launch.processes=4, or CUDA_VISIBLE"):
+    with pytest.raises(PlanError, match="try: launch.processes=4, or CUDA_VISIBLE"):
         devices.own_device(0, 5, bound=False)
     assert devices.backends(HERE) == "cpu:gloo,cuda:nccl"
     assert devices.device_name(HERE) == "simulated"

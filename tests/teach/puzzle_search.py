@@ -118,7 +118,7 @@ def found_timeline(number: int, place: int = 0, sample: str = "start") -> Timeli
     if not 0 <= place < len(solutions):
         raise PlanError(
             f"puzzle {number}: solution {place} does not exist, the search found "
-            f"{len(solutions)}; nearest: {min(max(place, 0), len(solutions) - 1)}"
+            f"{len(solutions)}; try: {min(max(place, 0), len(solutions) - 1)}"
         )
     found = solutions[place]
     models = puzzle.play(found.program, found.mailbox)

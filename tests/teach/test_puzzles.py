@@ -78,11 +78,11 @@ def test_timelines_can_be_drawn() -> None:
     assert (line.ranks, line.held_unit) == (4, "numbers")
     assert line.facts["score"] == "32.9 steps, memory 2,752,512"
     assert found_timeline(7).facts["score"].startswith("13.1 steps")
-    with pytest.raises(PlanError, match=r"puzzles are 0 to 7; nearest: 7"):
+    with pytest.raises(PlanError, match=r"puzzles are 0 to 7; try: 7"):
         puzzle_timeline(8)
-    with pytest.raises(PlanError, match="nearest: ours"):
+    with pytest.raises(PlanError, match="try: ours"):
         puzzle_timeline(1, "our")
-    with pytest.raises(PlanError, match="the search found 1; nearest: 0"):
+    with pytest.raises(PlanError, match="the search found 1; try: 0"):
         found_timeline(2, 4)
 
 

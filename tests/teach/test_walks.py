@@ -109,12 +109,12 @@ def test_wrong_bytes_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "ranks", "said"),
     [
-        (collectives.ring, 1, "nearest: --ranks 2"),
-        (collectives.ring, 17, "nearest: --ranks 16"),
-        (collectives.halving, 6, "nearest: --ranks 4 or --ranks 8"),
-        (collectives.halving, 12, "nearest: --ranks 8 or --ranks 16"),
-        (fsdp.fsdp, 1, "nearest: --ranks 2"),
-        (zero.zero, 99, "nearest: --ranks 16"),
+        (collectives.ring, 1, "try: --ranks 2"),
+        (collectives.ring, 17, "try: --ranks 16"),
+        (collectives.halving, 6, "try: --ranks 4 or --ranks 8"),
+        (collectives.halving, 12, "try: --ranks 8 or --ranks 16"),
+        (fsdp.fsdp, 1, "try: --ranks 2"),
+        (zero.zero, 99, "try: --ranks 16"),
     ],
 )
 def test_ranks_that_cannot_be_shown(make, ranks: int, said: str) -> None:
@@ -270,7 +270,7 @@ def test_a_formula_that_is_shown_is_what_the_drawing_shows(name, p, m, seconds) 
 
 
 def test_too_much_to_draw_is_said() -> None:
-    with pytest.raises(PlanError, match="too much to draw; nearest: --micro-batches"):
+    with pytest.raises(PlanError, match="too much to draw; try: --micro-batches"):
         pipeline("1f1b", Pipeline(ranks=16, micro_batches=100_000))
 
 

@@ -52,11 +52,11 @@ def test_blocks_are_named_by_name_or_class(wished: tuple[str, ...], names: list[
 @pytest.mark.parametrize(
     ("wished", "line"),
     [
-        (("Layr",), "layout.blocks = Layr: matches no module of Net, by name or class; nearest: "
+        (("Layr",), "layout.blocks = Layr: matches no module of Net, by name or class; try: "
          "Layer"),
         (("again", "Linear"), "layout.blocks = again, Linear: again.down lies inside of again, "
-         "which is a block too; nearest: layout.blocks=again"),
-        (("body",), "layout.blocks = body: body is a ModuleList, which is never called; nearest: "
+         "which is a block too; try: layout.blocks=again"),
+        (("body",), "layout.blocks = body: body is a ModuleList, which is never called; try: "
          "layout.blocks=body.*"),
     ],
 )  # fmt: skip

@@ -28,35 +28,35 @@ def told(**arguments: Any) -> str:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({"batch": -4}, "batch = -4: a whole number of at least 1 is wanted; nearest: batch=32"),
-        ({"batch": "x"}, "batch = x: a whole number of at least 1 is wanted; nearest: batch=32"),
-        ({"batch": 2.5}, "batch = 2.5: a whole number of at least 1 is wanted; nearest: batch=32"),
-        ({"micro_batch": 0}, "micro_batch = 0: a whole number of at least 1 is wanted; nearest: micro_batch=4"),
-        ({"seed": "a"}, "seed = a: a whole number of at least 0 is wanted; nearest: seed=0"),
-        ({"keep": 0}, "keep = 0: a whole number of at least 1 is wanted; nearest: keep=2"),
-        ({"skip_limit": True}, "skip_limit = True: a whole number of at least 1 is wanted; nearest: skip_limit=5"),
-        ({"total_steps": -1}, "total_steps = -1: a whole number of at least 0 is wanted; nearest: total_steps=0"),
-        ({"clip": -1}, "clip = -1: at least 0 is wanted; nearest: clip=1.0"),
-        ({"clip": None}, "clip = None: a number of at least 0 is wanted; nearest: clip=1.0"),
-        ({"clip": float("nan")}, "clip = nan: at least 0 is wanted; nearest: clip=1.0"),
-        ({"average": "ema"}, "average = ema: a number of at least 0 is wanted; nearest: average=0.999"),
-        ({"loss_scale": 8.0}, 'loss_scale = 8.0: only fp16 has a loss scale, precision = auto; nearest: precision="fp16"'),
-        ({"schedule": "cosine"}, 'schedule = cosine: an OptimizerPolicy, or None is wanted; nearest: schedule=shoal.OptimizerPolicy(schedule="cosine") with total_steps'),
-        ({"precision": torch.bfloat16}, "precision = torch.bfloat16: not one of auto, fp64, fp32, bf16, fp16; nearest: bf16"),
-        ({"precision": "fp8"}, "precision = fp8: not one of auto, fp64, fp32, bf16, fp16; nearest: bf16"),
-        ({"recompute": True}, "recompute = True: not one of none, selective, full; nearest: full"),
-        ({"compile": True}, "compile = True: not one of none, blocks; nearest: blocks"),
-        ({"call": "args"}, "call = args: not one of single, kwargs; nearest: single"),
-        ({"layout": ["tp"]}, "layout = ['tp']: the name of a layout, or its degrees, is wanted; nearest: layout={\"tp\": 2}"),
-        ({"layout": None}, 'layout = None: the name of a layout, or its degrees, is wanted; nearest: layout="auto"'),
-        ({"layout": {"tp": "x"}}, "layout.tp = x: a whole number is wanted; nearest: layout.tp=2"),
-        ({"loss": "mse"}, 'loss = mse: a function (outputs, targets) → (sum, count) or unreduced values is wanted; nearest: loss=torch.nn.CrossEntropyLoss(reduction="none")'),
-        ({"learning_rate": 1e-3}, "shoal.parallelize has no argument learning_rate; nearest: torch.optim.AdamW(model.parameters(), lr=…) as the optimizer"),
-        ({"num_epochs": 3}, "shoal.parallelize has no argument num_epochs; nearest: for epoch in run.epochs(…)"),
-        ({"remote": "memory://far"}, 'remote = memory://far: copies what is written into the run folder; nearest: folder="runs/mine"'),
-        ({"remote": Path("/mnt/far"), "folder": "runs/x"}, "checkpoint.remote = /mnt/far: an address is wanted, as s3://bucket/run; nearest: file:///mnt/far"),
-        ({"remote": "s4://far", "folder": "runs/x"}, "checkpoint.remote = s4://far: Protocol not known: s4; nearest: s3://…"),
-        ({"layuot": "ddp"}, "shoal.parallelize has no argument layuot; nearest: layout"),
+        ({"batch": -4}, "batch = -4: a whole number of at least 1 is wanted; try: batch=32"),
+        ({"batch": "x"}, "batch = x: a whole number of at least 1 is wanted; try: batch=32"),
+        ({"batch": 2.5}, "batch = 2.5: a whole number of at least 1 is wanted; try: batch=32"),
+        ({"micro_batch": 0}, "micro_batch = 0: a whole number of at least 1 is wanted; try: micro_batch=4"),
+        ({"seed": "a"}, "seed = a: a whole number of at least 0 is wanted; try: seed=0"),
+        ({"keep": 0}, "keep = 0: a whole number of at least 1 is wanted; try: keep=2"),
+        ({"skip_limit": True}, "skip_limit = True: a whole number of at least 1 is wanted; try: skip_limit=5"),
+        ({"total_steps": -1}, "total_steps = -1: a whole number of at least 0 is wanted; try: total_steps=0"),
+        ({"clip": -1}, "clip = -1: at least 0 is wanted; try: clip=1.0"),
+        ({"clip": None}, "clip = None: a number of at least 0 is wanted; try: clip=1.0"),
+        ({"clip": float("nan")}, "clip = nan: at least 0 is wanted; try: clip=1.0"),
+        ({"average": "ema"}, "average = ema: a number of at least 0 is wanted; try: average=0.999"),
+        ({"loss_scale": 8.0}, 'loss_scale = 8.0: only fp16 has a loss scale, precision = auto; try: precision="fp16"'),
+        ({"schedule": "cosine"}, 'schedule = cosine: an OptimizerPolicy, or None is wanted; try: schedule=shoal.OptimizerPolicy(schedule="cosine") with total_steps'),
+        ({"precision": torch.bfloat16}, "precision = torch.bfloat16: not one of auto, fp64, fp32, bf16, fp16; try: bf16"),
+        ({"precision": "fp8"}, "precision = fp8: not one of auto, fp64, fp32, bf16, fp16; try: bf16"),
+        ({"recompute": True}, "recompute = True: not one of none, selective, full; try: full"),
+        ({"compile": True}, "compile = True: not one of none, blocks; try: blocks"),
+        ({"call": "args"}, "call = args: not one of single, kwargs; try: single"),
+        ({"layout": ["tp"]}, "layout = ['tp']: the name of a layout, or its degrees, is wanted; try: layout={\"tp\": 2}"),
+        ({"layout": None}, 'layout = None: the name of a layout, or its degrees, is wanted; try: layout="auto"'),
+        ({"layout": {"tp": "x"}}, "layout.tp = x: a whole number is wanted; try: layout.tp=2"),
+        ({"loss": "mse"}, 'loss = mse: a function (outputs, targets) → (sum, count) or unreduced values is wanted; try: loss=torch.nn.CrossEntropyLoss(reduction="none")'),
+        ({"learning_rate": 1e-3}, "shoal.parallelize has no argument learning_rate; try: torch.optim.AdamW(model.parameters(), lr=…) as the optimizer"),
+        ({"num_epochs": 3}, "shoal.parallelize has no argument num_epochs; try: for epoch in run.epochs(…)"),
+        ({"remote": "memory://far"}, 'remote = memory://far: copies what is written into the run folder; try: folder="runs/mine"'),
+        ({"remote": Path("/mnt/far"), "folder": "runs/x"}, "checkpoint.remote = /mnt/far: an address is wanted, as s3://bucket/run; try: file:///mnt/far"),
+        ({"remote": "s4://far", "folder": "runs/x"}, "checkpoint.remote = s4://far: Protocol not known: s4; try: s3://…"),
+        ({"layuot": "ddp"}, "shoal.parallelize has no argument layuot; try: layout"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     line = told(folder=tmp_path / "notes")
     assert line == (
-        f"folder = {tmp_path}/notes: is a file, a folder is wanted; nearest: {tmp_path}/notes-run"
+        f"folder = {tmp_path}/notes: is a file, a folder is wanted; try: {tmp_path}/notes-run"
     )
     assert (tmp_path / "notes").read_text() == "mine"
 
@@ -76,9 +76,9 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({"batch_size": 4}, "run.loader has no argument batch_size; nearest: shoal.parallelize(…, batch=…)"),
-        ({"num_workers": 4}, "run.loader has no argument num_workers; nearest: workers"),
-        ({"shuffle": True}, "run.loader has no argument shuffle; nearest: the order is drawn anew every epoch, by the seed of shoal.parallelize"),
+        ({"batch_size": 4}, "run.loader has no argument batch_size; try: shoal.parallelize(…, batch=…)"),
+        ({"num_workers": 4}, "run.loader has no argument num_workers; try: workers"),
+        ({"shuffle": True}, "run.loader has no argument shuffle; try: the order is drawn anew every epoch, by the seed of shoal.parallelize"),
         ({"pin_memory": True}, "run.loader has no argument pin_memory; there are dataset, workers, collate"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -93,4 +93,4 @@ def test_what_a_dataloader_takes_is_said_elsewhere(arguments: dict[str, Any], li
 def test_epochs_want_a_count(count: Any) -> None:
     with started() as run, pytest.raises(shoal.ConfigError) as failure:
         list(run.epochs(count))
-    assert str(failure.value) == f"run.epochs({count!r}): a count of epochs is wanted; nearest: 1"
+    assert str(failure.value) == f"run.epochs({count!r}): a count of epochs is wanted; try: 1"

@@ -72,7 +72,7 @@ def test_a_state_is_named(name: str) -> None:
     assert line.startswith(
         f"model: {where} is computed in one pass and read in the next: every rank carries its own "
         "from batch to batch, every micro-batch meets the one before it, and no checkpoint has it; "
-        "nearest: begin each forward pass with a fresh one, or bring it with the batch"
+        "try: begin each forward pass with a fresh one, or bring it with the batch"
     )
     assert told(build(), ranks=1, micro_batches=2) == [line]
     assert told(build(), ranks=1) == [], "one process, whole batches: what was written is meant"

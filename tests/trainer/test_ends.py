@@ -71,7 +71,7 @@ def test_samples_of_text_are_one_line(run: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         run("data.source=my_ends:strings")
     assert str(caught.value) == (
-        "batch: holds no tensor whose dim 0 counts samples, but str; nearest: samples of tensors "
+        "batch: holds no tensor whose dim 0 counts samples, but str; try: samples of tensors "
         "or numbers, or a collate function that makes them of these"
     )
 

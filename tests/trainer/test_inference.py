@@ -26,7 +26,7 @@ class Answer:
 @pytest.mark.parametrize("outputs", [Answer(), {"logits": torch.ones(2), "more": Answer()}])
 def test_an_unknown_class_is_refused(outputs: Any) -> None:
     """The other stages would get None in its place, without a word."""
-    with pytest.raises(ConfigError, match="of a class that pytree cannot write; nearest: tensors"):
+    with pytest.raises(ConfigError, match="of a class that pytree cannot write; try: tensors"):
         _from_last_stage(outputs, cast(Any, PIPE))
 
 

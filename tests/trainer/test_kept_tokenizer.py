@@ -47,7 +47,7 @@ def test_what_is_no_tokenizer_is_one_line(tmp_path: Path) -> None:
         shoal.parallelize(nn.Linear(2, 3), sgd, tokenizer="bpe:300")
     assert str(caught.value) == (
         "tokenizer = bpe:300: a tokenizer of the library tokenizers, or of transformers, is "
-        "wanted; nearest: open_data(…).tokenizer, or AutoTokenizer.from_pretrained(…)"
+        "wanted; try: open_data(…).tokenizer, or AutoTokenizer.from_pretrained(…)"
     )
 
 
@@ -91,6 +91,6 @@ def test_a_run_of_ones_own_without_a_tokenizer_says_how_to_keep_one(tmp_path: Pa
     failure = CliRunner().invoke(app, ("sample", str(tmp_path), "--prompt", "b")).exception
     hub = str(tmp_path / "hub")
     assert str(failure) == (
-        f"{tmp_path}: keeps no hub/tokenizer.json; nearest: shoal.parallelize(…, tokenizer=…), or "
+        f"{tmp_path}: keeps no hub/tokenizer.json; try: shoal.parallelize(…, tokenizer=…), or "
         f"tokenizer.save_pretrained({hub!r})"
     )

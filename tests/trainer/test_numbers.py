@@ -172,7 +172,7 @@ def test_a_precision_that_is_not_built() -> None:
     with pytest.raises(ConfigError) as failure:
         run_of(linear(), precision="fp23")
     assert str(failure.value) == (
-        "precision = fp23: not one of auto, fp64, fp32, bf16, fp16; nearest: fp32"
+        "precision = fp23: not one of auto, fp64, fp32, bf16, fp16; try: fp32"
     )
 
 

@@ -98,7 +98,7 @@ def test_closures_are_refused(form: str) -> None:
     with pytest.raises(ConfigError) as failure:
         run_of(model, build(model.parameters()) if form == "instance" else build)
     assert str(failure.value).startswith("optimizer: LBFGS evaluates the model itself")
-    assert "nearest: torch.optim.AdamW" in str(failure.value)
+    assert "try: torch.optim.AdamW" in str(failure.value)
 
 
 def test_what_is_no_optimizer_is_refused() -> None:

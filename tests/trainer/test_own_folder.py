@@ -80,7 +80,7 @@ def test_a_folder_of_somebody_elses_is_one_line(tmp_path: Path) -> None:
     name = pwd.getpwuid(os.geteuid()).pw_name
     assert stranger.as_nobody(asked) == [
         f"folder = {place}: nothing can be written there: Permission denied (it is {name}'s); "
-        f"nearest: another folder, or a copy of this one that is yours"
+        f"try: another folder, or a copy of this one that is yours"
         for place in (folder, shut)
     ]
 

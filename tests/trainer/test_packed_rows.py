@@ -158,5 +158,5 @@ def test_models_that_mix_documents_are_refused(make: Any, why: str) -> None:
         check_packing(model, "mine", SEQUENCE)
     assert str(caught.value) == (
         f"data.packing = on: mine ({type(model).__name__}) cannot keep documents of a packed row "
-        f"apart: {why}; nearest: data.packing=off"
+        f"apart: {why}; try: data.packing=off"
     )

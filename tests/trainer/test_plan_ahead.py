@@ -50,12 +50,12 @@ def test_a_plan_starts_a_run() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"layout": {"tpp": 2}}, "nearest: tp"),
-    ({"layout": 3}, 'nearest: layout={"tp": 2}'),
-    ({"recompute": "ful"}, "recompute = ful: not one of none, selective, full; nearest: full"),
-    ({"recomput": "full"}, "shoal.plan has no argument recomput; nearest: recompute"),
+    ({"layout": {"tpp": 2}}, "try: tp"),
+    ({"layout": 3}, 'try: layout={"tp": 2}'),
+    ({"recompute": "ful"}, "recompute = ful: not one of none, selective, full; try: full"),
+    ({"recomput": "full"}, "shoal.plan has no argument recomput; try: recompute"),
     ({"on": "8xH99"}, '"H99" is no device of the catalogue'),
-    ({"batch": 0}, "batch = 0: a whole number of at least 1 is wanted; nearest: batch=32"),
+    ({"batch": 0}, "batch = 0: a whole number of at least 1 is wanted; try: batch=32"),
     ({"micro_batch": -1}, "micro_batch = -1: a whole number of at least 0 is wanted"),
     ({"layout": {"pp": 16}, "on": "2x8xH100-80GB"}, "layout.pp = 16"),
 ]
@@ -74,7 +74,7 @@ def test_what_fits_nowhere_says_what_would() -> None:
         return nn.Sequential(*[nn.Linear(2**15, 2**15) for _ in range(16)])
 
     sample = (torch.zeros(2, 2**15, device="meta"), torch.zeros(2, 2**15, device="meta"))
-    with pytest.raises(shoal.PlanError, match=r"lacks .* of memory on .*; nearest: "):
+    with pytest.raises(shoal.PlanError, match=r"lacks .* of memory on .*; try: "):
         shoal.plan(huge, sample, on="1xL4")
 
 
@@ -93,7 +93,7 @@ def test_what_would_not_start_says_so() -> None:
         part.bias = nn.Parameter(torch.zeros(()).expand(2**15))
     told = (
         r"its steps would fit, but while building, each of a node's 8 ranks holds all 68.7B "
-        r"weights: 2.0 TiB in a node's 1.8 TiB; nearest: give a function that builds the model"
+        r"weights: 2.0 TiB in a node's 1.8 TiB; try: give a function that builds the model"
     )
     with pytest.raises(shoal.PlanError, match=told):
         shoal.plan(built, sample, on="8x8xH100-80GB", batch=64)
@@ -108,7 +108,7 @@ def test_the_plan_is_one_that_carries_what_was_asked_for() -> None:
     fastest = best({"dp_shard": 4})
     assert (fastest.zero, fastest.dp_replicate) == (3, 2)
     assert best({"dp_shard": 4}, compress="int8").zero in (1, 2)
-    with pytest.raises(shoal.PlanError, match=r"layout\.compress = topk: fsdp .*nearest: "):
+    with pytest.raises(shoal.PlanError, match=r"layout\.compress = topk: fsdp .*try: "):
         best("fsdp", compress="topk")
 
 
@@ -137,10 +137,10 @@ def test_words_beside_a_plan_are_refused() -> None:
     for words, line in (
         ({"plan": 3}, "plan = int: a shoal.Plan is wanted"),
         ({"plan": plan, "batch": 3}, "batch = 3: stands beside a plan, which says it itself; "
-         "nearest: plan=dataclasses.replace(plan, batch=…)"),
+         "try: plan=dataclasses.replace(plan, batch=…)"),
         ({"plan": plan, "precision": "bf16"}, "replace(plan, compute=…)"),
         ({"plan": plan, "clip": 1.0}, "replace(plan, clip=…)"),
-        ({"plan": replace(plan, recompute="ful")}, "nearest: full"),
+        ({"plan": replace(plan, recompute="ful")}, "try: full"),
         ({"plan": replace(plan, layout=shoal.Layout(tp=2))}, "tp 2 = 2 processes"),
     ):  # fmt: skip
         with pytest.raises(shoal.ShoalError) as failure:

@@ -157,7 +157,7 @@ def test_restore_without_a_checkpoint_is_false(tmp_path: Path) -> None:
 
 
 def test_save_without_a_folder_is_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^no run folder; nearest: shoal.parallelize"):
+    with pytest.raises(ConfigError, match=r"^no run folder; try: shoal.parallelize"):
         run_of(linear()).save()
 
 
@@ -191,8 +191,7 @@ def test_another_optimizer_class_is_one_line_and_moves_nothing(tmp_path: Path) -
     with pytest.raises(CheckpointError) as failure:
         other.restore()
     assert str(failure.value) == (
-        "optimizer: the checkpoint was written by SGD, this run has AdamW; nearest: "
-        "optimizer.name=sgd"
+        "optimizer: the checkpoint was written by SGD, this run has AdamW; try: optimizer.name=sgd"
     )
     assert_same_bits(bits(other.model), before)
 

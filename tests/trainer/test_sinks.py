@@ -76,7 +76,7 @@ def test_a_library_that_is_missing_is_one_line(
     with pytest.raises(ConfigError) as caught:
         sink(tmp_path)
     assert str(caught.value) == (
-        f"shoal.sinks.{sink.__name__}: needs {needs}, which is not installed; nearest: "
+        f"shoal.sinks.{sink.__name__}: needs {needs}, which is not installed; try: "
         f"pip install 'shoal[sinks]'"
     )
 

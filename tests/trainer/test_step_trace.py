@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_among_them_traces_what_is_left(
     assert ranges(path, "pass of") == ["pass of 4"] * 4 + ["pass of 5"] * 4
     caplog.clear()
     train(tmp_path, "2:3", until=6)
-    assert "train.trace = 2:3: none of these steps was taken, but 6 to 6; nearest: train." in (
+    assert "train.trace = 2:3: none of these steps was taken, but 6 to 6; try: train." in (
         caplog.text
     )
     assert [p.name for p in sorted((tmp_path / "traces").iterdir())][1:] == [path.name]
@@ -92,7 +92,7 @@ def test_a_run_that_goes_on_among_them_traces_what_is_left(
     [("100", "100:100"), ("4-5", "100:103"), ("5:4", "4:5"), ("0:2", "1:2"), ("1:2:3", "1:3")],
 )
 def test_other_texts_are_one_line(given: str, near: str) -> None:
-    said = f"{given}: FIRST:LAST, two steps from 1 on, is wanted; nearest: "
+    said = f"{given}: FIRST:LAST, two steps from 1 on, is wanted; try: "
     with pytest.raises(ConfigError) as caught:
         load(None, [f"train.trace={given}"])
     assert str(caught.value) == f"train.trace = {said}train.trace={near}"
@@ -103,5 +103,5 @@ def test_other_texts_are_one_line(given: str, near: str) -> None:
 
 def test_without_a_folder_there_is_no_place_for_them() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r'run folder; nearest: folder="runs/mine"'):
+    with pytest.raises(ConfigError, match=r'run folder; try: folder="runs/mine"'):
         shoal.parallelize(model, torch.optim.SGD(model.parameters()), trace="1:2")

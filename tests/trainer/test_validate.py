@@ -174,7 +174,7 @@ def test_a_held_out_stream_that_every_rank_reads_whole_is_told(degree: int) -> N
     reading = Reading(iter(()), None, None, 2, "")
     told = validate._told(run, reading, Config(), None)
     whole = (
-        " of what can only be iterated, so that each of 2 ranks reads all of them (nearest: a "
+        " of what can only be iterated, so that each of 2 ranks reads all of them (try: a "
         "dataset with __getitem__ and __len__)"
     )
     more = whole if degree > 1 else ""

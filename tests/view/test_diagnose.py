@@ -286,7 +286,7 @@ def test_deaths_of_a_script_are_told_once_with_what_its_loop_may_do(tmp_path: Pa
         (folder / OWNER_FILE).write_text(dead)
         return diagnose(folder)
 
-    raised = {"pid": 1, "how": "exit code 2", "traceback": "layout: no; nearest: ddp"}
+    raised = {"pid": 1, "how": "exit code 2", "traceback": "layout: no; try: ddp"}
     died = [("worker_died", {**raised, "rank": rank}) for rank in (1, 0)]
     (one,) = found("all", *died)
     assert (one.rank, one.over) == (1, False), "owner.json was left by the same end"
@@ -393,5 +393,5 @@ def test_no_run_folder_is_one_line_with_the_nearest(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shoal", "diagnose", str(tmp_path / "logs")]
     told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 2
-    line = f"shoal: {tmp_path}/logs: no run folder; nearest: {tmp_path}\n"
+    line = f"shoal: {tmp_path}/logs: no run folder; try: {tmp_path}\n"
     assert (told.stdout, told.stderr) == ("", line)

@@ -277,7 +277,7 @@ def equal_batches(world: World, layout: str) -> float:
 # ---- the form of a batch
 
 
-@mistake('got tuple of 3; nearest: return (inputs, targets) from the dataset or collate function; '
+@mistake('got tuple of 3; try: return (inputs, targets) from the dataset or collate function; '
          'for a model of several inputs ({"a": a, "b": b}, targets) with call="kwargs"')  # fmt: skip
 def triple(world: World, layout: str) -> None:
     inputs, targets = share(world)
@@ -293,7 +293,7 @@ class TwoInputs(nn.Module):
         return self.inner(a + b)
 
 
-@mistake('model: forward() takes 2 inputs and was given one tuple of them; nearest: a batch '
+@mistake('model: forward() takes 2 inputs and was given one tuple of them; try: a batch '
          '({"a": …, "b": …}, targets) with call="kwargs"')  # fmt: skip
 def pair_of_inputs(world: World, layout: str) -> None:
     inputs, targets = share(world)
@@ -552,7 +552,7 @@ def held(how: str = "data") -> nn.Module:
 @mistake(
     RIGHT,
     "1.0.weight: the model's own forward pass puts it into other memory, and zero1 (dp_shard = 2) "
-    "in fp32 would lose what it wrote; nearest: torch.nn.utils.parametrize, which",
+    "in fp32 would lose what it wrote; try: torch.nn.utils.parametrize, which",
     "1.0.weight: the model's own forward pass puts it into other memory, and fsdp (dp_shard = 2)",
     layouts=("ddp", "zero1", "fsdp"),
 )
@@ -579,7 +579,7 @@ def weight_written_in_forward(world: World, layout: str) -> float:
 
 @mistake(
     "1.0.weight: the model's own forward pass writes it, and ddp (dp_replicate = 2) in bf16 would "
-    "lose what it wrote; nearest: torch.nn.utils.parametrize, which computes a weight from the one "
+    "lose what it wrote; try: torch.nn.utils.parametrize, which computes a weight from the one "
     "that trains, or layout.strategy=ddp with precision.compute=fp32",
     "1.0.weight: the model's own forward pass writes it, and fsdp (dp_shard = 2) in bf16",
 )
@@ -625,7 +625,7 @@ def routed() -> nn.Module:
 
 @mistake(
     "1.0.weight: the model's own forward pass turns it into float32, and ddp (dp_replicate = 2) in "
-    "bf16 would train on without it; nearest: cast values there (weight.to(torch.float32) in the "
+    "bf16 would train on without it; try: cast values there (weight.to(torch.float32) in the "
     "place of module.to(torch.float32)), or precision.compute=fp32",
     "1.0.weight: the model's own forward pass turns it into float32, and fsdp (dp_shard = 2) in",
 )
@@ -729,7 +729,7 @@ def loaded_on_rank_0(world: World, layout: str) -> None:
     run.step(share(world))
 
 
-@mistake(RIGHT, "nearest: run.state_dict(), called on every rank",
+@mistake(RIGHT, "try: run.state_dict(), called on every rank",
          "holds a part of 0.weight only (layout zero1 (dp_shard = 2) in bf16)",
          layouts=("ddp", "fsdp", "zero1"))  # fmt: skip
 def state_dict_in_bf16(world: World, layout: str) -> float:
@@ -923,7 +923,7 @@ def unfrozen_later(world: World, layout: str) -> None:
     run.step(share(world))
 
 
-@mistake("shoal.parallelize has no argument batch_size; nearest: batch")
+@mistake("shoal.parallelize has no argument batch_size; try: batch")
 def unknown_argument(world: World, layout: str) -> None:
     begin(world, layout, batch_size=8)
 
@@ -1268,7 +1268,7 @@ def dropout_changed_on_rank_1(world: World, layout: str) -> None:
     run.step(share(world, 1))
 
 
-@mistake("model: a run trains it already, and two would both sum its gradients; nearest: run.close")
+@mistake("model: a run trains it already, and two would both sum its gradients; try: run.close")
 def parallelized_twice(world: World, layout: str) -> None:
     model = net()
     first = begin(world, layout, model)
@@ -1283,12 +1283,12 @@ def compiled_before(world: World, layout: str) -> float:
     return off_by(run, [whole(world)])
 
 
-@mistake("model: 0.weight has no shape yet, its layer is a lazy one; nearest: one forward pass")
+@mistake("model: 0.weight has no shape yet, its layer is a lazy one; try: one forward pass")
 def lazy_layers(world: World, layout: str) -> None:
     begin(world, layout, nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(2)))
 
 
-@mistake("model: 0.weight is on the meta device and has no values; nearest: a function that builds")
+@mistake("model: 0.weight is on the meta device and has no values; try: a function that builds")
 def built_on_meta(world: World, layout: str) -> None:
     with torch.device("meta"):
         model = net()
@@ -1296,7 +1296,7 @@ def built_on_meta(world: World, layout: str) -> None:
 
 
 @mistake(RIGHT, "optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
-         "fsdp (dp_shard = 2)); nearest: load before shoal.parallelize, or run.restore()",
+         "fsdp (dp_shard = 2)); try: load before shoal.parallelize, or run.restore()",
          "optimizer.load_state_dict(…): this rank steps a part of the weights only (layout zero1",
          layouts=("ddp", "fsdp", "zero1"))  # fmt: skip
 def optimizer_state_loaded_late(world: World, layout: str) -> float:

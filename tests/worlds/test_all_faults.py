@@ -376,7 +376,7 @@ def test_21_memory_that_is_not_there_is_named(tmp_path: Path) -> None:
     code, output = run.finish()
     assert code == 2, output
     assert "train.micro_batch = 2: rank 1, step" in output
-    assert "nearest: train.micro_batch=1" in output
+    assert "try: train.micro_batch=1" in output
     (found,) = wrong(run)
     assert (found.rank, found.over) == (1, False)
     assert found.why == "memory: it asked for more than there is"

@@ -99,7 +99,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(worlds) -> None:
     layout = {"tp": 2, "split": ["blocks.*.nothing=whole"]}
     report = worlds(2).call("any_case:prove", steps=3, model="our gpt", layout=layout)[0]
     assert report["verdict"] == "refused"
-    assert "matches no parameter of GPT; nearest: " in report["reason"]
+    assert "matches no parameter of GPT; try: " in report["reason"]
 
 
 def test_more_stages_than_blocks_is_refused(worlds) -> None:

@@ -87,7 +87,7 @@ def test_too_many_stages_are_told_in_the_users_words(worlds: Any, tmp_path: Path
     told = worlds(2).call("mix_case:fate", folder=str(tmp_path), model="gpt", words=words)
     assert told == 2 * [
         {"refused": "layout.pp = 2 × 2 stages per rank (layout.schedule = interleaved) = 4: more "
-         "stages than the 2 blocks of GPT; nearest legal: layout.schedule=1f1b"}
+         "stages than the 2 blocks of GPT; try: layout.schedule=1f1b"}
     ]  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_a_reason_that_is_not_true_of_a_command_is_none() -> None:
     words = {"layout.strategy": "ddp", "launch.processes": "2", "memory.recompute": "full"}
     line = (
         "memory.recompute = full: layout.schedule = zbv runs a backward in two halves, so a block "
-        "would be computed again for every weight in it (2.5 times the work); nearest: x"
+        "would be computed again for every weight in it (2.5 times the work); try: x"
     )
     assert reason_of(line, words) == ("computed again for each of two halves", False)
-    assert reason_of("layout.compress = int8: is not wanted; nearest: none", words) == ("", False)
+    assert reason_of("layout.compress = int8: is not wanted; try: none", words) == ("", False)

@@ -135,7 +135,7 @@ def test_a_third_of_an_unknown_length_is_refused_on_every_rank(worlds) -> None:
     for told in worlds(2).call("compress_case:endless"):
         assert told == (
             "layout.compress = one-bit: the first third of the run's steps travels in int8, and "
-            "nobody said how many it has; nearest: total_steps=…, or compress=one-bit:100"
+            "nobody said how many it has; try: total_steps=…, or compress=one-bit:100"
         )
 
 
@@ -217,10 +217,10 @@ def test_one_bit_learns_and_lags(worlds, plain: float, layout: str) -> None:
     ("codec", "layout", "said"),
     [
         ("topk", "fsdp", "layout.compress = topk: fsdp cuts gradients where no matrix ends and "
-         "gives each rank its part only, which codes number by number carry; nearest: "
+         "gives each rank its part only, which codes number by number carry; try: "
          "layout.compress=int8, or layout.strategy=ddp"),
         ("int4", "ddp", "layout.compress = int4: not one of none, int8, one-bit, powersgd, topk; "
-         "nearest: int8"),
+         "try: int8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_on_every_rank(worlds, codec: str, layout: str, said: str) -> None:

@@ -175,7 +175,7 @@ def test_strict_refuses_what_would_run_whole(worlds) -> None:
         assert told.startswith(
             "layout.cp = 2 with layout.strict: 1 shares tokens in its parts only"
         )
-        assert told.endswith("nearest: layout.strict=false, or layout.cp=1")
+        assert told.endswith("try: layout.strict=false, or layout.cp=1")
 
 
 def test_products_in_bf16(worlds) -> None:
@@ -188,7 +188,7 @@ def test_models_that_cannot_share_are_refused(worlds, kind: str) -> None:
     layout, line = REFUSED[kind]
     for told in worlds(2).call("context_case:refused", layout=layout, kind=kind):
         assert told.startswith(line)
-        assert "nearest: layout.cp=1" in told
+        assert "try: layout.cp=1" in told
 
 
 BUGS = {

@@ -92,7 +92,7 @@ def test_an_all_reduce_that_adds_wrongly_ends_the_start(worlds) -> None:
     for wrong, right in worlds(2).call("drift_case:wrong_sum"):
         assert wrong == (
             "ClusterError: rank 1: an all-reduce of known numbers gave 40 at place 77, 39 is right "
-            "(wrong on ranks 1 of 2): a link, a card or its library adds wrongly; nearest: leave "
+            "(wrong on ranks 1 of 2): a link, a card or its library adds wrongly; try: leave "
             "that machine out, or another version of the library"
         )
         assert right == "nothing was raised"

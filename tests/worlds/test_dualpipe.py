@@ -69,4 +69,4 @@ def test_blocks_are_not_computed_twice_in_halves(worlds) -> None:
         assert told.startswith(
             "memory.recompute = full: layout.schedule = dualpipe runs a backward"
         )
-        assert told.endswith("nearest: memory.recompute=none, or layout.schedule=1f1b")
+        assert told.endswith("try: memory.recompute=none, or layout.schedule=1f1b")

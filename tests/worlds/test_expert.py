@@ -118,27 +118,27 @@ def test_how_tokens_spread_is_told(worlds) -> None:
 REFUSED = [
     ("dense", {"strategy": "ep"}, {}, "layout.ep = 2: the model has no part whose parameters are "
      "all stacked by expert and that is called with tokens [n, d], chosen experts [n, k] and "
-     "weights [n, k], and no list of equal modules that are called with rows [n, d]; nearest: "
+     "weights [n, k], and no list of equal modules that are called with rows [n, d]; try: "
      "layout.ep=1"),
     ("listed dropout", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts.0 is called like an "
      "expert, but it draws random numbers (dropout), which would depend on where its rows are"),
     ("listed mean", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts.0 is called like an "
      "expert, but its rows see each other: apart they are off by "),
     ("listed three", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0 has 3 experts, which cannot "
-     "be dealt to 2 ranks evenly; nearest: layout.ep=1"),
+     "be dealt to 2 ranks evenly; try: layout.ep=1"),
     ("dropout", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts is called like experts, "
-     "but it draws random numbers (dropout), which would depend on where its tokens are; nearest: "
+     "but it draws random numbers (dropout), which would depend on where its tokens are; try: "
      "layout.ep=1"),
     ("mean", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts is called like experts, but "
      "with its experts apart it is off by "),
     ("three", {"strategy": "ep"}, {}, "layout.ep = 2: layers.0.experts has 3 experts, which cannot "
-     "be dealt to 2 ranks evenly; nearest: layout.ep=1"),
+     "be dealt to 2 ranks evenly; try: layout.ep=1"),
     ("own", {"strategy": "ep"}, {"compress": "int8"}, "layout.compress = int8: sums over all "
-     "data-parallel ranks, and layout.ep = 2 sums experts over some; nearest: "
+     "data-parallel ranks, and layout.ep = 2 sums experts over some; try: "
      "layout.compress=none"),
     ("own", {"strategy": "ep"}, {"optimizer": "Adafactor"}, "layout.ep = 2: cuts stacks of experts "
      "by rows, and Adafactor: a step on some rows"),
-    ("own", {"strategy": "ep"}, {"sample": None}, "nearest: shoal.parallelize(…, sample=batch)"),
+    ("own", {"strategy": "ep"}, {"sample": None}, "try: shoal.parallelize(…, sample=batch)"),
 ]  # fmt: skip
 
 
@@ -152,9 +152,9 @@ def test_refusals(worlds, kind, layout, settings, line) -> None:
     ("layout", "line"),
     [
         ({"dp_shard": 4, "ep": 2}, "whole on a rank, and layout.dp_shard = 4 would share each; "
-         "nearest: layout.ep=4, or layout.zero=2"),
+         "try: layout.ep=4, or layout.zero=2"),
         ({"dp_shard": 2, "ep": 2, "pp": 2}, "which goes with layout.pp = 2 where nothing is "
-         "gathered block by block; nearest: layout.zero=2"),
+         "gathered block by block; try: layout.zero=2"),
     ],
 )  # fmt: skip
 def test_lists_of_experts_under_zero_3(worlds, layout, line) -> None:

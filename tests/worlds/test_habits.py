@@ -91,27 +91,27 @@ def test_hooks_stop_and_save(worlds, tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "log outside": "run.log is for loops over run.micro_batches(batch); nearest: "
+    "log outside": "run.log is for loops over run.micro_batches(batch); try: "
     "shoal.parallelize(…, metrics={…})",
     "log a number": "run.log: hits is float, (sum, count) is wanted, over this micro-batch; "
-    "nearest: hits=(value * n, n)",
+    "try: hits=(value * n, n)",
     "log a vector": "run.log: the sum of hits must be a number or a tensor without dims, got Tensor "
     "of shape [3]",
-    "taken name": "run.evaluate: metrics hold the name loss, which the result has already; nearest: "
+    "taken name": "run.evaluate: metrics hold the name loss, which the result has already; try: "
     "loss_metric",
     "no function": "run.evaluate: metrics['hits'] is float, a function (outputs, targets) → (sum, "
     "count) is wanted",
     "function in extra": "extra.state.by: builtin_function_or_method cannot be saved; plain values "
-    "and objects with state_dict() can; nearest: numbers that it can be made of again",
+    "and objects with state_dict() can; try: numbers that it can be made of again",
     "array in extra": "extra.weights: Tensor cannot be saved; plain values and objects with "
-    "state_dict() can; nearest: its .tolist()",
-    "one rank's own": "extra.best: 0 on rank 0 and 1 on rank 1; nearest: values of run.step's and "
+    "state_dict() can; try: its .tolist()",
+    "one rank's own": "extra.best: 0 on rank 0 and 1 on rank 1; try: values of run.step's and "
     "run.evaluate's results, which all ranks have alike",
     "one rank's failure": "extra.best: builtin_function_or_method cannot be saved",
-    "list as extra": "extra: a dict of names and values is wanted, got list; nearest: "
+    "list as extra": "extra: a dict of names and values is wanted, got list; try: "
     'run.save(extra={"state": …})',
-    "tag": "tag = '../best': a plain name is wanted; nearest: tag='best'",
-    "no average": "run.state_dict: there is no average of the weights; nearest: parallelize(…, "
+    "tag": "tag = '../best': a plain name is wanted; try: tag='best'",
+    "no average": "run.state_dict: there is no average of the weights; try: parallelize(…, "
     "average=0.999)",
 }
 
@@ -124,7 +124,7 @@ def test_a_mistake_is_one_line(worlds, mistake: str) -> None:
 
 def test_outputs_of_parts_of_sequences_are_refused(worlds) -> None:
     wanted = (
-        "run.predict: layout.cp = 2 leaves each rank a part of every sequence; nearest: a metric of "
+        "run.predict: layout.cp = 2 leaves each rank a part of every sequence; try: a metric of "
         "run.evaluate, which sees these parts"
     )
     assert worlds(2).call("habits_case:sequence_parts") == [wanted] * 2

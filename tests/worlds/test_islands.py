@@ -213,7 +213,7 @@ def test_a_flipped_bit_of_the_outer_state_is_never_committed(
     for (island,) in islands(2).call("island_case:train", rounds=9, method=method, **asked):
         assert (island["round"], island["code"]) == (1, 1)
         assert f"2 rounds in a row were discarded, last because {said}" in island["line"]
-        assert "nearest: resume from the last round that all agreed on" in island["line"]
+        assert "try: resume from the last round that all agreed on" in island["line"]
 
 
 def test_what_codes_leave_out_is_kept_per_tier(islands) -> None:
@@ -311,7 +311,7 @@ def test_an_island_that_cannot_save_holds_the_others_back(islands, tmp_path: Pat
     for (island,) in stopped:
         assert island["round"] == 4
         assert "2 rounds in a row were discarded, last because island 1: round 4" in island["line"]
-        assert "No space left on device; nearest: mend that, and resume" in island["line"]
+        assert "No space left on device; try: mend that, and resume" in island["line"]
     again = two.call("island_case:train", rounds=4, **{**asked, "trouble": []})
     assert [island[0]["began"] for island in again] == [3, 3], "the newest that both hold"
 

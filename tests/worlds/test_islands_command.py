@@ -47,7 +47,7 @@ def test_islands_of_one_machine_survive_a_kill_and_grow(tmp_path: Path) -> None:
     code, output = more.finish(DEADLINE_S)
     assert code == 0, output
     assert "3 islands met at" in output
-    with pytest.raises(ConfigError, match="nearest: .*island-0"):
+    with pytest.raises(ConfigError, match="try: .*island-0"):
         checkpoints_of(run)
     assert "round 11: 3 islands merged" in output
     assert same_merged(run, 3)

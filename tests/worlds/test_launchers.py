@@ -89,7 +89,7 @@ def test_under_slurm_and_a_mistake_is_told_once(tmp_path: Path) -> None:
     assert answers[1][1].strip() == ""
     answers = start(*ARGUMENTS, "train.batch=7")
     assert [code for code, _ in answers] == [2, 2]
-    said = [text for _, text in answers if "nearest legal: train.batch=8" in text]
+    said = [text for _, text in answers if "try: train.batch=8" in text]
     assert len(said) == 1, answers
 
 
@@ -137,7 +137,7 @@ def test_a_builder_that_the_module_lacks_is_one_line(tmp_path: Path) -> None:
     code, output = command.finish()
     assert code == 2, output
     said = [line for line in output.splitlines() if line.startswith("shoal: ")]
-    assert said == ["shoal: model.build = json:laods: json has no laods; nearest: json:loads"]
+    assert said == ["shoal: model.build = json:laods: json has no laods; try: json:loads"]
     assert "Traceback" not in output
     assert not command.events("restarting")
 

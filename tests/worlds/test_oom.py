@@ -62,7 +62,7 @@ def test_the_run_ends_with_what_fits(tmp_path: Path, asked: str) -> None:
     assert "train.micro_batch = 8: rank 1, step " in output
     assert "you tried to allocate 1125899906842624 bytes" in output
     assert (
-        "nearest: train.micro_batch=4 (the same batch in more passes), or memory.recompute=full, "
+        "try: train.micro_batch=4 (the same batch in more passes), or memory.recompute=full, "
         "train.on_oom=halve to have that done by itself"
     ) in output
     assert command.events("restarting") == []

@@ -123,7 +123,7 @@ def test_a_gradient_of_a_gradient_is_refused(
     """Under tp torch would take another gradient than one process does, with a warning."""
     wanted = (
         f"a gradient of a gradient (create_graph=True) passes through the model, and {what} can be "
-        f"differentiated once only; nearest: layout.strategy=ddp, zero1 or zero2"
+        f"differentiated once only; try: layout.strategy=ddp, zero1 or zero2"
     )
     for told in worlds(ranks).call("own_passes_case:told", layout=layout, mistake=how, **settings):
         assert wanted in told
@@ -139,22 +139,22 @@ def test_a_gradient_by_the_outputs_is_none_through_the_model(worlds, layout: Any
 
 ONCE = "call it equally often in every micro-batch, on every rank"
 MISTAKES = {
-    "outside": "run.backward is for loops over run.micro_batches(batch); nearest: run.step(batch)",
-    "never": "run.update: run.backward was not called in step 1; nearest: run.backward(loss_sum, "
+    "outside": "run.backward is for loops over run.micro_batches(batch); try: run.step(batch)",
+    "never": "run.update: run.backward was not called in step 1; try: run.backward(loss_sum, "
     "count) in the loop over run.micro_batches(batch)",
     "left out": "run.backward: called 0 times in a micro-batch of rank 1 and 1 times in one of "
     f"rank 0, in step 1; {ONCE}",
     "doubled": "run.backward: called 1 times in a micro-batch of rank 0 and 2 times in one of rank "
     f"1, in step 1; {ONCE}",
-    "dims": "run.backward: a sum with a gradient is wanted, got a tensor of shape [1]; nearest: "
+    "dims": "run.backward: a sum with a gradient is wanted, got a tensor of shape [1]; try: "
     "loss.sum()",
     "detached": "run.backward: a sum with a gradient is wanted, got one without: it is cut off from "
     "the model (by .detach(), .item(), torch.no_grad())",
     "mean": "where (sum, count) is wanted: a mean is divided by the count again, or weighs ranks with "
-    'unequal counts wrongly; nearest: reduction="sum"',
-    "two counts": "whose losses share one; nearest: divide each sum by its run.total(n) of the "
+    'unequal counts wrongly; try: reduction="sum"',
+    "two counts": "whose losses share one; try: divide each sum by its run.total(n) of the "
     "whole step, and give no count",
-    "mixed": "run.backward: some losses of step 1 came with a count and some without; nearest: one "
+    "mixed": "run.backward: some losses of step 1 came with a count and some without; try: one "
     "of both everywhere",
     "break": "run.update: 1 of 2 micro-batches were taken from run.micro_batches; take all of them, "
     "whatever becomes of their losses",
@@ -178,4 +178,4 @@ def test_a_pipeline_runs_its_passes_itself(worlds) -> None:
     wanted = (
         "run.micro_batches: layout.strategy = pp runs the passes of a step in an order of its own"
     )
-    assert all(wanted in line and "nearest: run.step(batch)" in line for line in told)
+    assert all(wanted in line and "try: run.step(batch)" in line for line in told)

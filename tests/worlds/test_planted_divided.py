@@ -157,5 +157,5 @@ def test_a_split_backward_over_resharded_weights_is_refused(schedule, degrees, n
     assert str(refusal.value).startswith(
         f"layout.schedule = {schedule}: runs a backward in two halves, and "
     )
-    assert str(refusal.value).endswith(f"nearest: {nearest}")
+    assert str(refusal.value).endswith(f"try: {nearest}")
     assert check_degrees(degrees, count, zero=3, schedule="1f1b").zero == 3

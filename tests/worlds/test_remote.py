@@ -155,8 +155,8 @@ def test_the_command_goes_on_on_another_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "line"),
     [
-        ("backup/run", "an address is wanted, as s3://bucket/run; nearest: file:///"),
-        ("s4://bucket/run", "Protocol not known: s4; nearest: s3://…"),
+        ("backup/run", "an address is wanted, as s3://bucket/run; try: file:///"),
+        ("s4://bucket/run", "Protocol not known: s4; try: s3://…"),
     ],
 )
 def test_an_address_that_nobody_serves(address: str, line: str) -> None:

@@ -54,7 +54,7 @@ def test_tables_go_on_under_ddp_by_what_the_refusal_says(tmp_path: Path) -> None
     code, output = CommandLine(tmp_path, "--resume", "runs/run", *more).finish()
     assert code == 2
     line = output.splitlines()[-1]
-    assert "has no servers; nearest: layout.strategy=parameter-server, or without: " in line
+    assert "has no servers; try: layout.strategy=parameter-server, or without: " in line
     without = line.rpartition("or without: ")[2].split()
     assert without == ["layout.servers=0", "layout.serves="]
     code, output = CommandLine(tmp_path, "--resume", "runs/run", *more, *without).finish()

@@ -57,9 +57,9 @@ def test_what_servers_cannot_hold_is_said(worlds) -> None:
     lines = worlds(2).call("tables_case:refused")[0]
     for words, line in lines.items():
         assert "\n" not in line
-        assert "nearest: " in line, (words, line)
+        assert "try: " in line, (words, line)
     assert "never_there is no table that servers can hold" in lines["unknown"]
-    assert "nearest: layout.serves=weights" in lines["tied"]
+    assert "try: layout.serves=weights" in lines["tied"]
     assert "max_norm shortens the rows" in lines["max_norm"]
     assert "emb.weight is used in" in lines["read otherwise"]
     assert "outside of a run's calls" in lines["outside"]

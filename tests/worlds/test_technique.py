@@ -118,7 +118,7 @@ def test_help_an_own_loop_and_the_page_know_it(toy: dict[str, str]) -> None:
     lines = said(toy, "-c", SCRIPT).splitlines()
     memory = [sorted(line.split()) for line in lines if line.strip().startswith("[memory]")]
     assert memory == [["[memory]", "offload", "offload_to", "recompute", "toy"]]
-    assert "shoal: memory.toy = copie: not one of none, copies; nearest: copies" in lines
+    assert "shoal: memory.toy = copie: not one of none, copies; try: copies" in lines
     told = [line for line in lines if line.split()[:1] in (["ended"], ["run"], ["plan"], ["page"])]
     assert told == ["ended with 2", "run copies", "plan copies", "page True"]
 

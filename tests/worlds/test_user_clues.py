@@ -43,13 +43,13 @@ PLANTED: list[tuple[int, str, dict[str, Any], str, list[str]]] = [
          "positions.weight, have different gradients", "the loss is right",
          "from blocks.1.mlp.up.weight on all gradients are right",
          "the split of layers over tensor-parallel ranks computes something else in its backward",
-         f"nearest: layout.tp=1; {OURS}"],
+         f"try: layout.tp=1; {OURS}"],
     ),
     (
         2, DIVIDED, {"bug": "joined twice", "model": "gpt", "layout": {"tp": 2}},
         "blocks.0.attention_norm.weight",
         ["like those of 11 other parameters (only what tensor-parallel ranks hold whole), is 2 × "
-         "that of one process, 2 for 2 tensor-parallel ranks", "nearest: layout.tp=1"],
+         "that of one process, 2 for 2 tensor-parallel ranks", "try: layout.tp=1"],
     ),
     (
         2, DIVIDED, {"bug": "dropped", "model": "gpt", "layout": {"pp": 2}},
@@ -61,40 +61,40 @@ PLANTED: list[tuple[int, str, dict[str, Any], str, list[str]]] = [
         2, DIVIDED, {"bug": "averaged", "model": "gpt", "layout": {"pp": 2}},
         "embedding.weight",
         ["is 0.166667 × that of one process, 1/6 for 6 micro-batches; the loss is right",
-         "averaged where they should be summed, over micro-batches", "nearest: layout.pp=1"],
+         "averaged where they should be summed, over micro-batches", "try: layout.pp=1"],
     ),
     (
         2, DIVIDED, {"bug": "tie not summed", "model": "gpt", "layout": {"pp": 2}},
         "embedding.weight",
         ["(it is head.weight too) (all of stages 0 and 1)",
          "ranks 0 and 1, which differ along layout.pp only and hold the same part of it, have "
-         "different gradients, whose sum is the right one", f"nearest: layout.pp=1; {OURS}"],
+         "different gradients, whose sum is the right one", f"try: layout.pp=1; {OURS}"],
     ),
     (
         2, DIVIDED, {"bug": "stages exchanged", "model": "untied", "layout": {"pp": 2}},
         "embedding.weight",
         ["the loss is 4.1017569 instead of 4.1019198", "the pipeline computes something else in "
-         "the forward pass", "nearest: layout.pp=1; unless the model looks at its rank, report"],
+         "the forward pass", "try: layout.pp=1; unless the model looks at its rank, report"],
     ),
     (
         2, "context_case:prove",
         {"bug": "not joined", "model": "llama", "layout": {"cp": 2}},
         "embedding.weight",
         ["which differ along layout.cp only", "whose sum is the right one",
-         f"nearest: layout.cp=1; {OURS}"],
+         f"try: layout.cp=1; {OURS}"],
     ),
     (
         2, "context_case:prove",
         {"bug": "all speak", "model": "llama", "layout": {"cp": 2}},
         "",
         ["step 1 counted 176 targets, 2 × the 88 of one process; there are 2 context-parallel "
-         "ranks", f"nearest: layout.cp=1; {OURS}"],
+         "ranks", f"try: layout.cp=1; {OURS}"],
     ),
     (
         4, "expert_case:planted", {"bug": "averaged", "layout": "ddp4 ep2"},
         "blocks.0.mixture.experts.gate",
         ["like those of 5 other parameters (only experts, dealt to 2 ranks), is 0.5 × that of one "
-         "process, 1/2 for 2 expert-parallel ranks", f"nearest: layout.ep=1; {OURS}"],
+         "process, 1/2 for 2 expert-parallel ranks", f"try: layout.ep=1; {OURS}"],
     ),
     (
         4, DATA, {"bug": "factor lost", "case": "mlp"},
@@ -130,7 +130,7 @@ PLANTED: list[tuple[int, str, dict[str, Any], str, list[str]]] = [
         2, DATA, {"bug": "stale shard", "case": "mlp", "layout": "zero1"},
         "sometimes",
         ["16 of 16 elements that should move are still as they were at the start, on rank 0; rank "
-         "0 against rank 1", "nearest: layout.dp_replicate=2 and layout.dp_shard=1; without any"],
+         "0 against rank 1", "try: layout.dp_replicate=2 and layout.dp_shard=1; without any"],
     ),
 ]  # fmt: skip
 
@@ -215,7 +215,7 @@ def test_a_degree_that_two_axes_have_names_both() -> None:
     clue = told(side(dict.fromkeys(NAMES, 0.5), layout=layout))
     assert "1/2 for 2 ranks of the pipeline and 2 data-parallel ranks" in clue.seen
     assert clue.cause.endswith("over ranks of the pipeline or data-parallel ranks")
-    assert clue.advice == f"nearest: layout.pp=1; {OURS}"
+    assert clue.advice == f"try: layout.pp=1; {OURS}"
 
 
 def test_a_loss_that_differs_by_rank_is_the_models_own() -> None:
@@ -270,7 +270,7 @@ def test_an_optimizers_step_on_pieces_has_a_setting_without_them() -> None:
     weights = {**side().weights, "first": side().weights["first"] * 1.5}
     clue = told(side(weights=weights, layout=Layout(dp_shard=2, zero=2)))
     assert clue.name == "optimizer step"
-    assert "nearest: layout.dp_replicate=2 and layout.dp_shard=1; " in clue.advice
+    assert "try: layout.dp_replicate=2 and layout.dp_shard=1; " in clue.advice
 
 
 @pytest.mark.parametrize("drift", [{}, {"count": [[0], [1]]}], ids=["other", "by rank"])

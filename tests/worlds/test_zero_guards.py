@@ -41,13 +41,13 @@ def test_fsdp_refuses_what_it_cannot_cut(worlds) -> None:
     mixed, muon = everywhere(worlds, "refusals")
     assert mixed == (
         "PlanError: layout.strategy = fsdp: gathers parameters of one format, the model has "
-        "float32, float64; nearest: layout.strategy=zero2"
+        "float32, float64; try: layout.strategy=zero2"
     )
     assert muon.startswith(
         "PlanError: layout.strategy = fsdp: cuts every parameter by rows, and MuonWithAdamW: a "
         "step on some rows of a parameter differs"
     )
-    assert muon.endswith("; nearest: layout.strategy=zero2")
+    assert muon.endswith("; try: layout.strategy=zero2")
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "zero2"])
@@ -88,7 +88,7 @@ def test_samples_that_cannot_be_given_to_others_are_told(worlds) -> None:
     assert told == (
         "ConfigError: the first step has no sample for some ranks, which must run the model with "
         "the others, and what others have is more than tensors, numbers and texts in tuples, lists "
-        "and dicts; nearest: a smaller micro_batch, or layout zero2"
+        "and dicts; try: a smaller micro_batch, or layout zero2"
     )
 
 
@@ -157,7 +157,7 @@ def test_evaluation_with_unequal_numbers_of_micro_batches(worlds, layout: str) -
 def test_evaluation_of_less_than_a_sample_per_rank_is_refused(worlds) -> None:
     assert everywhere(worlds, "evaluation", 4, layout="fsdp", samples=3) == (
         "ConfigError: run.evaluate: fewer micro-batches than ranks, and layout fsdp runs the model "
-        "on all ranks at once; nearest: more validation samples, or a smaller micro_batch"
+        "on all ranks at once; try: more validation samples, or a smaller micro_batch"
     )
 
 
@@ -265,7 +265,7 @@ def test_dp_refuses_random_numbers_that_come_late() -> None:
     told = message(lambda: run.step(batch))
     assert told == (
         "PlanError: layout.strategy = dp: the model drew random numbers for the first time after "
-        "its first step; threads share one generator; nearest: layout.strategy=ddp"
+        "its first step; threads share one generator; try: layout.strategy=ddp"
     )
     early = dp_run(DrawsLater(), 2)  # from the first step on: in turn, and allowed
     assert message(lambda: [early.step(batch) for _ in range(2)]) == "nothing was raised"

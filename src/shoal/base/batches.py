@@ -114,7 +114,7 @@ def check_batch(batch: int, micro_batch: int, degree: int, *, derived: bool = Fa
     other = "" if rest else f", or train.micro_batch={nearest_divisor(share, micro_batch)}"
     raise ConfigError(
         f"train.batch = {batch}: not divisible by train.micro_batch {micro_batch} × "
-        f"{degree} data-parallel ranks = {unit}; nearest legal: train.batch={close}{other}"
+        f"{degree} data-parallel ranks = {unit}; try: train.batch={close}{other}"
     )
 
 
@@ -136,7 +136,7 @@ def _undivided(batch: int, micro_batch: int, degree: int) -> str:
     if close % (usual * degree):  # the nearest batch's own default would not go round either
         micro = f"train.micro_batch={nearest_divisor(share, micro_batch)}"
         nearest = f"{nearest} {micro}".strip()
-    return f"train.batch = {batch}: {what}; nearest legal: {nearest}"
+    return f"train.batch = {batch}: {what}; try: {nearest}"
 
 
 def _multiple(number: int, unit: int) -> int:

@@ -50,18 +50,18 @@ class Compression:
         if method == "powersgd":
             if number.isdecimal() and int(number) >= 1:
                 return Compression(method, rank=int(number))
-            wanted = "a rank of at least 1 is wanted; nearest: layout.compress=powersgd:1"
+            wanted = "a rank of at least 1 is wanted; try: layout.compress=powersgd:1"
         elif method == "one-bit":
             if number.isdecimal():
                 return Compression(method, early=int(number))
-            wanted = "a number of steps is wanted; nearest: layout.compress=one-bit:100"
+            wanted = "a number of steps is wanted; try: layout.compress=one-bit:100"
         elif method == "topk":
             share = _number(number)
             if 0 < share <= 1:
                 return Compression(method, share=share)
-            wanted = "a share above 0 and up to 1 is wanted; nearest: layout.compress=topk:0.01"
+            wanted = "a share above 0 and up to 1 is wanted; try: layout.compress=topk:0.01"
         else:
-            wanted = f"{method} takes no number; nearest: layout.compress={method}"
+            wanted = f"{method} takes no number; try: layout.compress={method}"
         raise ConfigError(f"layout.compress = {text}: {wanted}")
 
     def early_of(self, total_steps: int) -> int:
@@ -77,7 +77,7 @@ class Compression:
         if total_steps < 1:
             raise ConfigError(
                 f"layout.compress = {self.method}: the first third of the run's steps travels in "
-                f"int8, and nobody said how many it has; nearest: total_steps=…, or "
+                f"int8, and nobody said how many it has; try: total_steps=…, or "
                 f"compress={self.method}:100"
             )
         return total_steps // WHOLE_SHARE
@@ -101,30 +101,30 @@ def check_compress(
     if ep > 1:
         raise PlanError(
             f"layout.compress = {text}: sums over all data-parallel ranks, and layout.ep = {ep} "
-            f"sums experts over some; nearest: layout.compress=none"
+            f"sums experts over some; try: layout.compress=none"
         )
     if strategy == "hsdp":
         nearest = "fsdp" if method in BY_NUMBER else "ddp"
         raise PlanError(
             f"layout.compress = {text}: hsdp sums its parts over replicas inside fully_shard, "
-            f"which cannot encode; nearest: layout.strategy={nearest}, or layout.compress=none"
+            f"which cannot encode; try: layout.strategy={nearest}, or layout.compress=none"
         )
     if strategy in ("zero1", "zero2", "zero3", "fsdp") and method not in BY_NUMBER:
         raise PlanError(
             f"layout.compress = {text}: {strategy} cuts gradients where no matrix ends and gives "
-            f"each rank its part only, which codes number by number carry; nearest: "
+            f"each rank its part only, which codes number by number carry; try: "
             f"layout.compress=int8, or layout.strategy=ddp"
         )
     if precision == "fp16":
         raise PlanError(
             f"layout.compress = {text}: fp16's loss scale changes between steps, and what one step "
-            f"leaves out would be added in the next in another scale; nearest: "
+            f"leaves out would be added in the next in another scale; try: "
             f"precision.compute=bf16"
         )
     if reduce == "bf16":
         raise PlanError(
             f"layout.compress = {text}: precision.reduce = bf16 would round what error feedback "
-            f"must see whole; nearest: precision.reduce=auto"
+            f"must see whole; try: precision.reduce=auto"
         )
 
 

@@ -47,11 +47,11 @@ def check_degrees(
         if axis not in (*AXES, "ep"):
             raise PlanError(one_of("layout", axis, (*AXES, "ep")))
         if degree < 1:
-            raise PlanError(f"layout.{axis} = {degree}: at least 1; nearest: layout.{axis}=1")
+            raise PlanError(f"layout.{axis} = {degree}: at least 1; try: layout.{axis}=1")
         if degree > 1 and axis not in (*BUILT_AXES, "ep"):
             raise PlanError(
                 f"layout.{axis} = {degree}: islands are runs of their own, each with a layout; "
-                f"nearest: islands.method=diloco islands.count={degree}"
+                f"try: islands.method=diloco islands.count={degree}"
             )
     layout = Layout.of(degrees)
     if layout.processes != processes:
@@ -59,7 +59,7 @@ def check_degrees(
     if threads:
         raise PlanError(
             f"layout.threads = {threads}: replicas in threads are one process, the degrees given "
-            f"with them are {layout.text()}; nearest: layout.strategy=dp without degrees, or leave "
+            f"with them are {layout.text()}; try: layout.strategy=dp without degrees, or leave "
             f"layout.threads out"
         )
     layout = replace(layout, zero=settle_zero(layout, zero))
@@ -80,7 +80,7 @@ def check_together(layout: Layout) -> None:
         lighter = ", or layout.zero=2" if layout.dp_replicate == 1 else ""
         raise PlanError(
             f"layout.schedule = {layout.schedule}: runs a backward in two halves, and "
-            f"{layout.data_strategy} frees the gathered parameters between them; nearest: "
+            f"{layout.data_strategy} frees the gathered parameters between them; try: "
             f"layout.schedule=1f1b{lighter}"
         )
 
@@ -95,7 +95,7 @@ def _check_experts(layout: Layout) -> None:
     raise PlanError(
         f"layout.ep = {layout.ep}: deals experts to data-parallel ranks, of which there are "
         f"dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard}, whole shards or whole "
-        f"groups of them; nearest: {more}layout.ep={nearest}"
+        f"groups of them; try: {more}layout.ep={nearest}"
     )
 
 
@@ -108,7 +108,7 @@ def _product_text(degrees: Mapping[str, int], processes: int) -> str:
     changes = " ".join(f"layout.{axis}={n}" for axis, n in _nearest(degrees, processes).items())
     return (
         f"layout: {named} = {product} processes{aside}, but launch.processes = {processes}; "
-        f"nearest legal: {changes}, or launch.processes={product}"
+        f"try: {changes}, or launch.processes={product}"
     )
 
 
@@ -154,7 +154,7 @@ def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = 
     """
     for axis, degree in degrees.items():
         if degree < 1:
-            raise PlanError(f"layout.{axis} = {degree}: at least 1; nearest: layout.{axis}=1")
+            raise PlanError(f"layout.{axis} = {degree}: at least 1; try: layout.{axis}=1")
     layout = Layout.of(degrees)
     if "dp_replicate" not in degrees and processes % layout.processes == 0:
         layout = replace(layout, dp_replicate=processes // layout.processes)
@@ -165,8 +165,8 @@ def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = 
             changes.pop("dp_replicate", None)  # follows from the others
         nearest = " ".join(f"layout.{axis}={n}" for axis, n in changes.items())
         raise PlanError(
-            f"layout: {named} = {layout.processes} devices, but there are {processes}; nearest "
-            f"legal: {nearest}"
+            f"layout: {named} = {layout.processes} devices, but there are {processes}; try:"
+            f" {nearest}"
         )
     return replace(layout, zero=settle_zero(layout, zero))
 
@@ -177,23 +177,23 @@ def settle_zero(layout: Layout, zero: int | None) -> int:
     Errors   PlanError for a stage that is none, or that these degrees cannot carry
     """
     if zero is not None and zero not in (0, 1, 2, 3):
-        raise PlanError(f"layout.zero = {zero}: a stage is 0, 1, 2 or 3; nearest: layout.zero=3")
+        raise PlanError(f"layout.zero = {zero}: a stage is 0, 1, 2 or 3; try: layout.zero=3")
     if layout.dp_shard == 1:
         if zero:
             raise PlanError(
-                f"layout.zero = {zero}: splits over layout.dp_shard, which is 1; nearest: "
+                f"layout.zero = {zero}: splits over layout.dp_shard, which is 1; try: "
                 f"layout.dp_shard={max(2, layout.dp_replicate)}"
             )
         return 0
     if zero == 0:
         raise PlanError(
-            f"layout.zero = 0: splits nothing over layout.dp_shard = {layout.dp_shard}; nearest: "
+            f"layout.zero = 0: splits nothing over layout.dp_shard = {layout.dp_shard}; try: "
             f"layout.zero=3, or layout.dp_replicate={layout.data_degree}"
         )
     if zero in (1, 2) and layout.dp_replicate > 1:
         raise PlanError(
             f"layout.zero = {zero}: carries dp_shard alone, got dp_replicate = "
-            f"{layout.dp_replicate} × dp_shard = {layout.dp_shard}; nearest: layout.zero=3 (hsdp), "
+            f"{layout.dp_replicate} × dp_shard = {layout.dp_shard}; try: layout.zero=3 (hsdp), "
             f"or layout.dp_shard={layout.data_degree}"
         )
     return 3 if zero is None else zero

@@ -104,10 +104,10 @@ def one_of(
              spelling. Where nothing is near the line ends with the list
 
     >>> one_of("precision.compute", "fp23", ["fp64", "fp32", "bf16"])
-    'precision.compute = fp23: not one of fp64, fp32, bf16; nearest: fp32'
+    'precision.compute = fp23: not one of fp64, fp32, bf16; try: fp32'
     """
     names = list(allowed)
     word = str(got)
     close = (others or {}).get(word.lower()) or nearest(word, names)
-    hint = f"; nearest: {close}" if close else ""
+    hint = f"; try: {close}" if close else ""
     return f"{where} = {short(word)}: not one of {', '.join(names)}{hint}"

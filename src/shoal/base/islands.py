@@ -153,7 +153,7 @@ class IslandsPolicy:
         if self.count > 1 or self.at:
             said = f"count = {self.count}" if self.count > 1 else f"at = {self.at}"
             raise ConfigError(
-                f"islands.{said}: how islands merge is not said; nearest: islands.method=diloco"
+                f"islands.{said}: how islands merge is not said; try: islands.method=diloco"
             )
         return self
 
@@ -169,13 +169,13 @@ class IslandsPolicy:
         for key, least in LEAST.items():
             if getattr(self, key) < least:
                 raise ConfigError(
-                    f"islands.{key} = {getattr(self, key):g}: at least {least:g}; nearest: "
+                    f"islands.{key} = {getattr(self, key):g}: at least {least:g}; try: "
                     f"islands.{key}={least:g}"
                 )
         if not 0 <= self.mixing < 1:
             raise ConfigError(
                 f"islands.mixing = {self.mixing:g}: 0 (take the merged weights) to below 1 (keep "
-                f"the own ones); nearest: islands.mixing={0 if self.mixing < 0 else 0.5}"
+                f"the own ones); try: islands.mixing={0 if self.mixing < 0 else 0.5}"
             )
         self._check_fragments()
         self._check_places()
@@ -184,23 +184,23 @@ class IslandsPolicy:
         if self.fragments > 1 and self.method != "streaming-diloco":
             raise ConfigError(
                 f"islands.fragments = {self.fragments}: {self.method} sends the whole model at "
-                f"once; nearest: islands.method=streaming-diloco"
+                f"once; try: islands.method=streaming-diloco"
             )
         if self.fragments > self.period:
             raise ConfigError(
                 f"islands.fragments = {self.fragments}: more than islands.period = {self.period} "
-                f"inner steps; nearest: islands.fragments={self.period}"
+                f"inner steps; try: islands.fragments={self.period}"
             )
         if self.fragments > 1 and self.regions > 1:
             raise ConfigError(
                 f"islands.regions = {self.regions}: two tiers merge the whole model at once, and "
-                f"{self.method} cuts it into {self.fragments}; nearest: islands.fragments=1"
+                f"{self.method} cuts it into {self.fragments}; try: islands.fragments=1"
             )
         slot = self.period // self.fragments
         if self.overlap >= slot:
             raise ConfigError(
                 f"islands.overlap = {self.overlap}: one part travels at a time and they leave "
-                f"every {slot} steps; nearest: islands.overlap={slot - 1}"
+                f"every {slot} steps; try: islands.overlap={slot - 1}"
             )
 
     def _check_places(self) -> None:
@@ -208,17 +208,17 @@ class IslandsPolicy:
             close = max(0, min(self.index, self.count - 1))
             raise ConfigError(
                 f"islands.index = {self.index}: islands are counted from 0 to islands.count − 1 = "
-                f"{self.count - 1}; nearest: islands.index={close}"
+                f"{self.count - 1}; try: islands.index={close}"
             )
         if self.at and not is_address(self.at):
             raise ConfigError(
-                f"islands.at = {self.at}: HOST:PORT is wanted; nearest: islands.at=10.0.0.1:29400"
+                f"islands.at = {self.at}: HOST:PORT is wanted; try: islands.at=10.0.0.1:29400"
             )
         if self.count % self.regions:
             fits = max(n for n in range(1, self.regions) if self.count % n == 0)
             raise ConfigError(
                 f"islands.regions = {self.regions}: does not divide islands.count = {self.count}; "
-                f"nearest: islands.regions={fits}"
+                f"try: islands.regions={fits}"
             )
 
 
@@ -237,7 +237,7 @@ def check_keep(keep: int) -> None:
     if keep < KEEP:
         raise ConfigError(
             f"checkpoint.keep = {keep}: an island keeps its state before and after a commit, which "
-            f"may have happened for others only; nearest: checkpoint.keep={KEEP}"
+            f"may have happened for others only; try: checkpoint.keep={KEEP}"
         )
 
 

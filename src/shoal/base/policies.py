@@ -65,7 +65,7 @@ class PrecisionPolicy:
         if self.loss_scale and self.compute != "fp16":
             raise ConfigError(
                 f"{name} = {self.loss_scale}: only fp16 has a loss scale, {compute} = "
-                f"{self.compute}; nearest: {compute}={fp16}"
+                f"{self.compute}; try: {compute}={fp16}"
             )
 
 
@@ -239,7 +239,7 @@ class LoopPolicy:
             return ends[0], ends[1]
         first, last = max(1, min(ends, default=100)), max(1, max(ends, default=103))
         wanted = "FIRST:LAST, two steps from 1 on, is wanted"
-        raise ConfigError(f"{name} = {text}: {wanted}; nearest: {name}={first}:{last}")
+        raise ConfigError(f"{name} = {text}: {wanted}; try: {name}={first}:{last}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,14 +323,14 @@ class TensorPolicy:
             pattern, equals, word = (part.strip() for part in text.rpartition("="))
             if not (pattern and equals):
                 raise ConfigError(
-                    f"layout.split = {short(text)}: is written PATTERN=WORD; nearest: "
+                    f"layout.split = {short(text)}: is written PATTERN=WORD; try: "
                     f"layout.split={short(text.strip('='))}=column"
                 )
             if word not in SPLITS:
                 raise ConfigError(one_of(f"layout.split: {pattern}", word, SPLITS))
             if found.setdefault(pattern, word) != word:
                 raise ConfigError(
-                    f"layout.split: {pattern} is both {found[pattern]} and {word}; nearest: "
+                    f"layout.split: {pattern} is both {found[pattern]} and {word}; try: "
                     f"layout.split={pattern}={word}"
                 )
         return found
@@ -345,7 +345,7 @@ class TensorPolicy:
         if self.context != "auto" and cp == 1:
             raise ConfigError(
                 f"layout.context = {self.context}: says how attention is computed over layout.cp, "
-                f"which is 1; nearest: layout.cp=2, or layout.context=auto"
+                f"which is 1; try: layout.cp=2, or layout.context=auto"
             )
         if self.sequence_parallel not in SEQUENCE_PARALLEL:
             raise ConfigError(
@@ -354,12 +354,12 @@ class TensorPolicy:
         if self.overrides and tp == 1:
             raise ConfigError(
                 f"layout.split = {self.split[0]}: says how layers are split over layout.tp, which "
-                f"is 1; nearest: layout.tp=2, or leave layout.split out"
+                f"is 1; try: layout.tp=2, or leave layout.split out"
             )
         if self.sequence_parallel == "on" and tp == 1:
             raise ConfigError(
                 "layout.sequence_parallel = on: splits the sequence over layout.tp, which is 1; "
-                "nearest: layout.tp=2, or layout.sequence_parallel=auto"
+                "try: layout.tp=2, or layout.sequence_parallel=auto"
             )
 
 
@@ -426,7 +426,7 @@ def check_value(name: str, key: Field[Any], value: Any) -> None:
     >>> check_value("memory.recompute", declared["recompute"], "ful")
     Traceback (most recent call last):
     shoal.base.errors.ConfigError: memory.recompute = ful: not one of none, selective, full; \
-nearest: full
+try: full
     """
     said = key.metadata
     if key.name == "trace" and value:
@@ -439,16 +439,16 @@ nearest: full
         return
     low, below, near = said["least"], said["below"], said["usual"]
     if not value >= low:
-        raise ConfigError(f"{name} = {value}: at least {low} is wanted; nearest: {name}={near}")
+        raise ConfigError(f"{name} = {value}: at least {low} is wanted; try: {name}={near}")
     if not value < below:
         wanted = "a finite number" if below == math.inf else f"less than {below}"
-        raise ConfigError(f"{name} = {value}: {wanted} is wanted; nearest: {name}={near}")
+        raise ConfigError(f"{name} = {value}: {wanted} is wanted; try: {name}={near}")
     if key.name == "seed":
         if value > MOST_SEED:
-            raise ConfigError(f"{name} = {value}: more than 2^63 − 1; nearest: {name}={near}")
+            raise ConfigError(f"{name} = {value}: more than 2^63 − 1; try: {name}={near}")
     elif isinstance(value, int) and value > MOST:
         raise ConfigError(
-            f"{name} = {value}: more than {MOST} is no number that a run could have; nearest: "
+            f"{name} = {value}: more than {MOST} is no number that a run could have; try: "
             f"{name}={near}"
         )
 
@@ -463,7 +463,7 @@ def check_compile(policy: str, recompute: str) -> None:
     if policy != "none" and recompute == "selective":
         raise PlanError(
             "train.compile = blocks: memory.recompute = selective looks at single operations, "
-            "which a compiled block no longer has; nearest: memory.recompute=full"
+            "which a compiled block no longer has; try: memory.recompute=full"
         )
 
 
@@ -494,6 +494,6 @@ def check_whole_steps(name: str, strategy: str, tp: int, ep: int) -> None:
     else:
         return
     raise PlanError(
-        f"{what}, and optimizer.name = {name} {why}; nearest: layout.strategy={nearest}, or "
+        f"{what}, and optimizer.name = {name} {why}; try: layout.strategy={nearest}, or "
         f"optimizer.name=adamw"
     )

@@ -30,10 +30,10 @@ def check_reshard(reshard: str, zero: int, pp: int) -> None:
     if zero != 3:
         raise PlanError(
             f"fsdp.reshard = {reshard}: says what becomes of gathered blocks, and only fsdp and "
-            f"hsdp gather any; nearest: layout.strategy=fsdp, or fsdp.reshard=yes"
+            f"hsdp gather any; try: layout.strategy=fsdp, or fsdp.reshard=yes"
         )
     if pp > 1:
         raise PlanError(
             f"fsdp.reshard = {reshard}: a stage runs other micro-batches between a block's passes, "
-            f"so what stays would depend on the schedule; nearest: fsdp.reshard=yes"
+            f"so what stays would depend on the schedule; try: fsdp.reshard=yes"
         )

@@ -88,7 +88,7 @@ def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -
     if stages != pp and pp <= blocks:
         legal.append("layout.schedule=1f1b")
     raise PlanError(
-        f"{asked}: more stages than the {blocks} blocks of {model}; nearest legal: "
+        f"{asked}: more stages than the {blocks} blocks of {model}; try: "
         f"{', or '.join(legal or ['layout.pp=1'])}"
     )
 
@@ -123,7 +123,7 @@ def check_recompute(schedule: str, recompute: str) -> None:
         raise PlanError(
             f"memory.recompute = {recompute}: layout.schedule = {schedule} runs a backward in two "
             f"halves, so a block would be computed again for every weight in it (2.5 times the "
-            f"work); nearest: memory.recompute=none, or layout.schedule=1f1b"
+            f"work); try: memory.recompute=none, or layout.schedule=1f1b"
         )
 
 
@@ -143,7 +143,7 @@ def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
         given = f"layout.schedule = {schedule}" if schedule else f"layout.chunks = {chunks}"
         if known or chunks > 1:
             raise PlanError(
-                f"{given}: is about the stages of a pipeline, and layout.pp is 1; nearest: "
+                f"{given}: is about the stages of a pipeline, and layout.pp is 1; try: "
                 f"layout.pp=2, or leave {given.partition(' ')[0]} out"
             )
         return "", 1
@@ -151,13 +151,13 @@ def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
     if copies(known) > 1 and pp % 2:
         raise PlanError(
             f"layout.schedule = {known}: is fed from both ends, with two stages on every rank, so "
-            f"layout.pp is even, got {pp}; nearest: layout.pp={pp - 1}, or layout.pp={pp + 1}, or "
+            f"layout.pp is even, got {pp}; try: layout.pp={pp - 1}, or layout.pp={pp + 1}, or "
             f"layout.schedule=zbv"
         )
     if known == "interleaved":
         if chunks == 1:
             raise PlanError(
-                "layout.chunks = 1: interleaved gives every rank at least 2 stages; nearest: "
+                "layout.chunks = 1: interleaved gives every rank at least 2 stages; try: "
                 "layout.chunks=2, or layout.schedule=1f1b"
             )
         return known, chunks or 2
@@ -166,6 +166,6 @@ def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
         raise PlanError(
             f"layout.chunks = {chunks}: {known} gives every rank "
             f"{'one stage' if own == 1 else f'{own} stages'}; "
-            f"nearest: layout.schedule=interleaved, or leave layout.chunks out"
+            f"try: layout.schedule=interleaved, or leave layout.chunks out"
         )
     return known, 1

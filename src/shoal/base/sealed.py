@@ -98,7 +98,7 @@ class Connection:
         ):
             raise ConfigError(
                 f"{at}: the store there has another token than this process: it is another run's, "
-                "or SHOAL_TOKEN differs; nearest: the same SHOAL_TOKEN for all processes of a run"
+                "or SHOAL_TOKEN differs; try: the same SHOAL_TOKEN for all processes of a run"
             )
         self._says, self._hears = lines(token, theirs, mine)
 

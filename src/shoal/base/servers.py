@@ -76,12 +76,12 @@ def with_servers(
     """
     servers = servers or 1
     if servers < 0:
-        raise PlanError(f"layout.servers = {servers}: at least 1; nearest: layout.servers=1")
+        raise PlanError(f"layout.servers = {servers}: at least 1; try: layout.servers=1")
     if processes <= servers:
         fewer = f", or layout.servers={processes - 1}" if processes > 1 else ""
         raise PlanError(
             f"layout.servers = {servers}: leaves none of {processes} processes to compute "
-            f"gradients; nearest: launch.processes={servers + 1}{fewer}"
+            f"gradients; try: launch.processes={servers + 1}{fewer}"
         )
     updates = updates or UPDATES[0]
     if updates not in UPDATES:
@@ -90,14 +90,14 @@ def with_servers(
     if updates != "bounded-stale" and staleness:
         raise PlanError(
             f"layout.staleness = {staleness}: bounds layout.updates=bounded-stale, and {updates} "
-            f"has no such bound; nearest: layout.updates=bounded-stale"
+            f"has no such bound; try: layout.updates=bounded-stale"
         )
     if updates == "bounded-stale":
         staleness = staleness or 2 * workers
         if staleness < workers - 1:
             raise PlanError(
                 f"layout.staleness = {staleness}: where {workers} workers read the same weights, "
-                f"the last one's gradient lacks the {workers - 1} steps of the others; nearest: "
+                f"the last one's gradient lacks the {workers - 1} steps of the others; try: "
                 f"layout.staleness={workers - 1}, or layout.updates=synchronous"
             )
     if serves in ("", SERVES[0]):
@@ -106,7 +106,7 @@ def with_servers(
     if updates != UPDATES[0]:
         raise PlanError(
             f"layout.updates = {updates}: layout.serves = {serves} leaves the rest of the model to "
-            f"the workers, which step it together; nearest: layout.updates=synchronous, or "
+            f"the workers, which step it together; try: layout.updates=synchronous, or "
             f"layout.serves=weights"
         )
     return Layout(dp_replicate=processes, servers=servers, updates=updates, serves=serves)
@@ -124,13 +124,13 @@ def check_named(strategy: str, degrees: Mapping[str, int], served: Mapping[str, 
         without = " ".join(f"layout.{key}={type(value)()}" for key, value in said.items())
         raise PlanError(
             f"layout.{key} = {value}: is of layout.strategy=parameter-server, and {strategy} has "
-            f"no servers; nearest: layout.strategy=parameter-server, or without: {without}"
+            f"no servers; try: layout.strategy=parameter-server, or without: {without}"
         )
     if strategy == "parameter-server" and degrees:
         axis, degree = next(iter(degrees.items()))
         raise PlanError(
             f"layout.{axis} = {degree}: layout.strategy = parameter-server divides its ranks by "
-            f"layout.servers alone, and each worker computes on the whole model; nearest: leave "
+            f"layout.servers alone, and each worker computes on the whole model; try: leave "
             f"layout.{axis} out, or layout.strategy out"
         )
 
@@ -139,7 +139,7 @@ def brings_own(layout: Layout) -> ConfigError:
     """What to say where each rank brings a batch of its own: a server has no use for one."""
     return ConfigError(
         f"run.step: layout {layout.text()} has ranks that run no sample, and each rank brings a "
-        f"batch of its own; nearest: run.loader(dataset), which deals to the others"
+        f"batch of its own; try: run.loader(dataset), which deals to the others"
     )
 
 
@@ -152,23 +152,23 @@ def check_with_servers(plan: Policies, layout: Layout) -> None:
     if plan.compress != "none":
         raise PlanError(
             f"layout.compress = {plan.compress}: {named} it: codes are summed between ranks, and "
-            f"servers sum gradients themselves; nearest: layout.compress=none, or "
+            f"servers sum gradients themselves; try: layout.compress=none, or "
             f"layout.strategy=ddp"
         )
     if plan.offload != "none":
         raise PlanError(
             f"memory.offload = {plan.offload}: {named} it: optimizer states are on servers "
-            f"already; nearest: memory.offload=none, or layout.strategy=zero1"
+            f"already; try: memory.offload=none, or layout.strategy=zero1"
         )
     if free_running(layout) and plan.spikes == "rewind":
         raise PlanError(
             f"train.spikes = rewind: layout.updates = {layout.updates} has gradients under way, "
-            f"which no rank takes back; nearest: train.spikes=skip"
+            f"which no rank takes back; try: train.spikes=skip"
         )
     if free_running(layout) and plan.compute == "fp16":
         raise PlanError(
             f"precision.compute = fp16: layout.updates = {layout.updates} has no step that all "
-            f"ranks share, by which a loss scale is found; nearest: precision.compute=bf16"
+            f"ranks share, by which a loss scale is found; try: precision.compute=bf16"
         )
 
 

@@ -43,13 +43,13 @@ def expand(
 
         if strategy in METHODS:
             raise PlanError(
-                f"layout.strategy = {strategy}: is between islands, not inside one; nearest: "
+                f"layout.strategy = {strategy}: is between islands, not inside one; try: "
                 f"islands.method={strategy} islands.count=2"
             )
     if strategy in PLANNED:
         raise PlanError(
             f"layout.strategy = {strategy}: not built in this version, which has "
-            f"{', '.join(STRATEGIES)}; nearest: layout.strategy=ddp"
+            f"{', '.join(STRATEGIES)}; try: layout.strategy=ddp"
         )
     if strategy not in STRATEGIES:
         raise PlanError(one_of("layout.strategy", strategy, ["auto", *STRATEGIES, *PLANNED]))
@@ -80,19 +80,19 @@ def _check_beside(strategy: str, threads: int, zero: int | None) -> None:
         axis = {"tp": "tp", "cp": "cp", "3d": "tp=2 layout.pp"}.get(strategy, "pp")
         raise PlanError(
             f"layout.zero = {zero}: splits over layout.dp_shard, of which layout.strategy = "
-            f"{strategy} has none; nearest: degrees, layout.{axis}=2 layout.dp_shard=2 "
+            f"{strategy} has none; try: degrees, layout.{axis}=2 layout.dp_shard=2 "
             f"layout.zero={zero}"
         )
     if zero is not None and zero != stage:
         names = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
         raise PlanError(
-            f"layout.zero = {zero}: layout.strategy = {strategy} is stage {stage}; nearest: "
+            f"layout.zero = {zero}: layout.strategy = {strategy} is stage {stage}; try: "
             f"layout.strategy={names.get(zero, 'zero1')}, or leave layout.zero out"
         )
     if threads and strategy != "dp":
         raise PlanError(
             f"layout.threads = {threads}: only layout.strategy=dp runs replicas in threads, "
-            f"{strategy} has processes; nearest: launch.processes={threads}"
+            f"{strategy} has processes; try: launch.processes={threads}"
         )
 
 
@@ -101,7 +101,7 @@ def _same_schedule(strategy: str, schedule: str) -> str:
     own = canonical(strategy)
     if schedule and canonical(schedule) != own:
         raise PlanError(
-            f"layout.schedule = {schedule}: layout.strategy = {strategy} names another; nearest: "
+            f"layout.schedule = {schedule}: layout.strategy = {strategy} names another; try: "
             f"layout.strategy={schedule}, or leave layout.schedule out"
         )
     return own
@@ -121,7 +121,7 @@ def _of_several(strategy: str, processes: int) -> Layout:
         if processes % 4:
             raise PlanError(
                 f"layout.strategy = 3d: is tp 2 × pp 2 × data-parallel ranks, got "
-                f"launch.processes = {processes}; nearest legal: "
+                f"launch.processes = {processes}; try: "
                 f"launch.processes={max(4, processes // 4 * 4)}, or degrees: layout.tp, layout.pp, "
                 f"layout.dp_replicate"
             )
@@ -131,7 +131,7 @@ def _of_several(strategy: str, processes: int) -> Layout:
     if processes % 2 or processes < 4:
         raise PlanError(
             f"layout.strategy = hsdp: is at least 2 × 2 processes, got launch.processes = "
-            f"{processes}; nearest legal: launch.processes={max(4, processes // 4 * 4)}, or "
+            f"{processes}; try: launch.processes={max(4, processes // 4 * 4)}, or "
             f"layout.strategy=fsdp"
         )
     return Layout(dp_replicate=2, dp_shard=processes // 2, zero=3)
@@ -141,6 +141,6 @@ def _one_process(strategy: str, processes: int, threads: int) -> Layout:
     if processes != 1:
         raise PlanError(
             f"layout.strategy = {strategy}: is one process, got launch.processes = {processes}; "
-            f"nearest legal: launch.processes=1, or layout.strategy=ddp"
+            f"try: launch.processes=1, or layout.strategy=ddp"
         )
     return Layout(threads=threads or 2) if strategy == "dp" else Layout()

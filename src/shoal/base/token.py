@@ -39,7 +39,7 @@ def find_token(env: Mapping[str, str]) -> bytes:
         text, source = _read(Path(named)), f"{TOKEN_FILE} = {named}"
     if text and len(text) < LEAST_LETTERS:
         raise ConfigError(
-            f"{source}: {len(text)} letters, a token has at least {LEAST_LETTERS}; nearest: "
+            f"{source}: {len(text)} letters, a token has at least {LEAST_LETTERS}; try: "
             f"export {TOKEN}=$(openssl rand -hex 32)"
         )
     return text.encode()
@@ -57,7 +57,7 @@ def _read(path: Path) -> str:
     if os.name == "posix" and (found.st_mode & open_to or found.st_uid not in (0, os.geteuid())):
         raise ConfigError(
             f"{TOKEN_FILE} = {path}: others may read it (mode {found.st_mode & 0o777:o}, owner "
-            f"{found.st_uid}); nearest: chmod 600 {path}"
+            f"{found.st_uid}); try: chmod 600 {path}"
         )
     if not text:
         raise ConfigError(f"{TOKEN_FILE} = {path}: the file is empty")

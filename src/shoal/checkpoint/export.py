@@ -83,7 +83,7 @@ def outgoing(path: Path, prefix: str = "model.", *, average: bool = False) -> Ou
         if not any(name.startswith(AVERAGE) for name in manifest.tensors):
             raise CheckpointError(
                 f"{shown(path)}: holds no averaged weights, which a run keeps where "
-                f"optimizer.average (average= of parallelize) is above 0; nearest: the same "
+                f"optimizer.average (average= of parallelize) is above 0; try: the same "
                 f"without --average"
             )
         averaged = {short: AVERAGE + short for short in names}

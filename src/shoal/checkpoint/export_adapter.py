@@ -46,7 +46,7 @@ def export_adapter(path: Path, out: Path, *, average: bool = False) -> Exported:
     config = path.parent.parent / HUB / ADAPTER_CONFIG
     if not names or not config.is_file():
         raise CheckpointError(
-            f"{path}: its model has no adapter of peft; nearest: the same without --adapter"
+            f"{path}: its model has no adapter of peft; try: the same without --adapter"
         )
     found = replace(found, names={short: found.names[full] for short, full in names.items()})
     half = folders.temporary(out)

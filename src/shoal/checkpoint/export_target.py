@@ -27,7 +27,7 @@ MARK = {"written_by": "shoal checkpoint export"}
 def check_target(out: Path) -> None:
     """Errors: ConfigError for a file, or a folder that holds anything but an earlier export."""
     if out.is_file():
-        raise ConfigError(f"{out}: is a file; nearest: {out}.safetensors for one file of weights")
+        raise ConfigError(f"{out}: is a file; try: {out}.safetensors for one file of weights")
     if not out.is_dir():
         return
     names = sorted(os.listdir(out))
@@ -38,7 +38,7 @@ def check_target(out: Path) -> None:
     if names and (strange or not weights):
         raise ConfigError(
             f"{out}: holds {(strange or names)[0]}, which no export wrote, and would be replaced "
-            f"whole; nearest: a folder that is new, empty or an earlier export"
+            f"whole; try: a folder that is new, empty or an earlier export"
         )
 
 

@@ -212,7 +212,7 @@ def model_part(leaves: Mapping[tuple[str, ...], Foreign], key: str, found: Found
     """
     where = found.files[0]
     if not leaves:
-        raise CheckpointError(f"{where}: holds no tensors by name; nearest: a file of state_dict()")
+        raise CheckpointError(f"{where}: holds no tensors by name; try: a file of state_dict()")
     if key:
         names = {keys: ".".join(keys) for keys in leaves}
         chosen = {k: n.removeprefix(f"{key}.") for k, n in names.items() if n.startswith(f"{key}.")}
@@ -244,7 +244,7 @@ def _model_keys(leaves: Mapping[tuple[str, ...], Foreign], where: Path) -> tuple
         if len(named) > 1:
             near = ".".join((*level, named[0]))
             raise CheckpointError(
-                f"{where}: {', '.join(named[:8])} could each be the model; nearest: --key {near}"
+                f"{where}: {', '.join(named[:8])} could each be the model; try: --key {near}"
             )
         level = (*level, named[0])
 
@@ -268,7 +268,7 @@ def check_formats(found: Found) -> None:
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
                 f"{found.files[0]}: {name} is no plain tensor but one of {short(tensor.dtype)}; "
-                f"nearest: save it whole and dense, as full_tensor() or to_dense() give it"
+                f"try: save it whole and dense, as full_tensor() or to_dense() give it"
             )
 
 

@@ -89,7 +89,7 @@ def _places(
             raise CheckpointError(f"{says}: says of a slice no tensor, no file or no place in it")
         if _field(told, "transform_descriptors"):
             raise CheckpointError(
-                f"{says}: {name} was packed on the way to the disk; nearest: save it without"
+                f"{says}: {name} was packed on the way to the disk; try: save it without"
             )
         if file not in known:
             known[file] = member(folder, file, says)

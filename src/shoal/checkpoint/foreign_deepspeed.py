@@ -90,7 +90,7 @@ def read_deepspeed(folder: Path) -> Found:
         if shapes:
             raise CheckpointError(
                 f"{folder}: the fp32 weights are in *_optim_states.pt, which are not there; "
-                f"nearest: copy those of all ranks"
+                f"try: copy those of all ranks"
             )
         found = Found("DeepSpeed without ZeRO", _tensors(first, module), files)
         return found
@@ -144,14 +144,14 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
         told = STATES.fullmatch(path.name)
         if told is None:
             raise CheckpointError(
-                f"{path}: layers of a pipeline, or experts, that lie apart; nearest: export them "
+                f"{path}: layers of a pipeline, or experts, that lie apart; try: export them "
                 f"with the model's own code"
             )
         rank, model_part, kind = told.groups()
         if int(model_part):
             raise CheckpointError(
                 f"{path}: the model is cut by tensor parallelism, and how is known to its code "
-                f"alone; nearest: save it with tp 1"
+                f"alone; try: save it with tp 1"
             )
         if int(rank or 0) in found[kind]:
             raise CheckpointError(f"{path}: a second file of rank {int(rank or 0)}")
@@ -213,7 +213,7 @@ def _flat_groups(parts: Sequence[TorchFile], folder: Path) -> tuple[list[list[_P
             wrote = ", ".join(sorted({str(one) for one in counts}))
             raise CheckpointError(
                 f"{folder}: {len(parts)} *_optim_states.pt, written by {short(wrote)} ranks; "
-                f"nearest: copy those of all ranks, and no older ones"
+                f"try: copy those of all ranks, and no older ones"
             )
         flat = isinstance(vectors, list) and all(
             isinstance(one, StoredTensor) and len(one.size) == 1 for one in vectors

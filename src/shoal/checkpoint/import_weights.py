@@ -84,7 +84,7 @@ def import_weights(source: Path, folder: Path, key: str = "") -> Imported:
     if claimed > there:
         raise CheckpointError(
             f"{source}: its tensors have {claimed} bytes by their shapes, its files {there}; "
-            f"nearest: save each tensor once, by clone()"
+            f"try: save each tensor once, by clone()"
         )
     folder.mkdir(exist_ok=True)
     try:
@@ -120,7 +120,7 @@ def look(source: Path, key: str = "") -> Found:
     if len(kinds) > 1:
         tagged = tagged_folder(source)
         near = tagged if tagged not in (None, source) else source / kinds[0]
-        raise CheckpointError(f"{source}: holds {' and '.join(kinds)}; nearest: {near}")
+        raise CheckpointError(f"{source}: holds {' and '.join(kinds)}; try: {near}")
     if not kinds:
         raise CheckpointError(f"{source}: {_nothing(source)}")
     if kinds[0] == METADATA:
@@ -145,12 +145,12 @@ def _nothing(source: Path) -> str:
     if not source.is_dir():
         return "there is no such file or folder"
     if (source / "checkpoints").is_dir() or (source / FILE_NAME).is_file():
-        return f"is of a run of Shoal; nearest: shoal checkpoint export {source} FOLDER"
+        return f"is of a run of Shoal; try: shoal checkpoint export {source} FOLDER"
     inner = [path for path in sorted(source.iterdir()) if path.is_dir() and kinds_of(path)]
     files = [path for path in sorted(source.iterdir()) if path.suffix in (".pt", ".pth", ".bin")]
     near = [*inner, *files]
     hint = (
-        f"nearest: {near[0]}"
+        f"try: {near[0]}"
         if near
         else "what is looked for: " + ", ".join((*SAFE, PICKLED[0], METADATA, TAGGED))
     )
@@ -161,17 +161,17 @@ def _check_folder(source: Path, folder: Path) -> None:
     """Errors: ConfigError for a folder that is a file, has no parent, or has weights already."""
     if folder.exists() and not folder.is_dir():
         near = folder.with_suffix("") if folder.suffix else folder.parent
-        raise ConfigError(f"{folder}: is a file; a folder is written; nearest: {near}")
+        raise ConfigError(f"{folder}: is a file; a folder is written; try: {near}")
     if not folder.parent.is_dir():
-        raise ConfigError(f"{folder}: there is no folder {folder.parent}; nearest: mkdir -p it")
+        raise ConfigError(f"{folder}: there is no folder {folder.parent}; try: mkdir -p it")
     held = [name for name in SAFE if (folder / name).exists()]
     if held:
-        raise ConfigError(f"{folder}: has {held[0]} already; nearest: a new folder")
+        raise ConfigError(f"{folder}: has {held[0]} already; try: a new folder")
     inside = source if source.is_dir() else source.parent
     if folder.is_dir() and folder.resolve() != inside.resolve():
         held = [name for name in BESIDE if (folder / name).exists()]
         if held and any((inside / name).is_file() for name in BESIDE):
-            raise ConfigError(f"{folder}: has {held[0]} of another model; nearest: a new folder")
+            raise ConfigError(f"{folder}: has {held[0]} of another model; try: a new folder")
 
 
 def _copy_beside(source: Path, folder: Path) -> list[str]:

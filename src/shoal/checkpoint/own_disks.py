@@ -75,7 +75,7 @@ def find_keepers(folder: Path, world: World) -> Keepers:
         if keepers[other] != first:
             raise ConfigError(
                 f"run.folder = {folder}: rank {rank} of {world.size} does not see what rank "
-                f"{other}, on the same machine, writes there; nearest: a folder that all ranks of "
+                f"{other}, on the same machine, writes there; try: a folder that all ranks of "
                 f"a machine see, best all machines"
             )
     _known[folder.absolute()] = keepers = keepers if any(keepers) else ()

@@ -316,7 +316,7 @@ def _tensor(dtype: str | None, *told: Any) -> StoredTensor:
     ):
         raise Refused("a tensor whose size and strides are no short tuples of whole numbers")
     if len(told) == 7 and told[6]:
-        raise Refused("a tensor that is stored conjugated or negated; nearest: save tensor.clone()")
+        raise Refused("a tensor that is stored conjugated or negated; try: save tensor.clone()")
     return StoredTensor(storage, dtype or storage.dtype, offset, size, stride)
 
 

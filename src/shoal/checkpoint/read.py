@@ -149,7 +149,7 @@ def _open_newest(
             emit("checkpoint_damaged", rank=rank, folder=str(path), **fields)
     if problems and only is not None:
         raise WantedDamaged(
-            f"{problems[0]}; nearest: move {shown(step_folder(root, only))} away, and go on from "
+            f"{problems[0]}; try: move {shown(step_folder(root, only))} away, and go on from "
             f"the checkpoint before it"
         )
     if problems:
@@ -208,7 +208,7 @@ def _plan_shard(path: Path, manifest: Manifest, shard: Shard, plan: Plan) -> tor
     tensor = manifest.tensors.get(name)
     if tensor is None:
         close = nearest(shard.name, manifest.tensors)
-        hint = f"; nearest: {close}" if close else ""
+        hint = f"; try: {close}" if close else ""
         raise CheckpointError(f"{shown(path)}: holds no tensor {shard.name}{hint}")
     if (tensor.shape, tensor.dtype) != (shard.global_shape, shard.dtype):
         raise CheckpointError(

@@ -40,12 +40,12 @@ def check_remote(address: Any) -> None:
     where = f"checkpoint.remote = {address}"
     if not isinstance(address, str) or "://" not in address:
         near = f"file://{Path(address).expanduser().absolute()}"
-        raise ConfigError(f"{where}: an address is wanted, as s3://bucket/run; nearest: {near}")
+        raise ConfigError(f"{where}: an address is wanted, as s3://bucket/run; try: {near}")
     try:
         import fsspec
     except ImportError:
         raise ConfigError(
-            f"{where}: needs fsspec, which is not installed; nearest: pip install 'shoal[data]'"
+            f"{where}: needs fsspec, which is not installed; try: pip install 'shoal[data]'"
         ) from None
     protocol = address.partition("://")[0].rpartition("::")[2]
     try:
@@ -54,7 +54,7 @@ def check_remote(address: Any) -> None:
         raise ConfigError(f"{where}: {error}") from error
     except ValueError as error:
         near = nearest(protocol, fsspec.available_protocols()) or "s3"
-        raise ConfigError(f"{where}: {error}; nearest: {near}://…") from error
+        raise ConfigError(f"{where}: {error}; try: {near}://…") from error
 
 
 class RemoteFolder:

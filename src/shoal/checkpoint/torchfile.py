@@ -90,8 +90,7 @@ class TorchFile:
             raise CheckpointError(f"{where}: its bytes are not in little-endian order")
         if f"{self.folder}/constants.pkl" in self.members:
             raise CheckpointError(
-                f"{where}: is a TorchScript module, a program; nearest: torch.save of its "
-                f"state_dict()"
+                f"{where}: is a TorchScript module, a program; try: torch.save of its state_dict()"
             )
         self.checked: set[str] = set()
         self.pickle_bytes = self._checked(f"{self.folder}/data.pkl")
@@ -120,7 +119,7 @@ class TorchFile:
             raise CheckpointError(f"{what} ends outside of its storage of {len(data)} bytes")
         if count * width > len(data):
             raise CheckpointError(
-                f"{what} has more elements than its storage; nearest: save tensor.clone()"
+                f"{what} has more elements than its storage; try: save tensor.clone()"
             )
         steps = zip(tensor.size, tensor.stride, strict=True)
         strides = (*(step * width if n > 1 else 0 for n, step in steps), 1)
@@ -143,7 +142,7 @@ class TorchFile:
             if member.crc and zlib.crc32(data) != member.crc:
                 raise CheckpointError(
                     f"{self.where}: {name} does not match its CRC-32: the file is damaged; "
-                    f"nearest: copy it anew"
+                    f"try: copy it anew"
                 )
             self.checked.add(name)
         return data
@@ -153,7 +152,7 @@ class TorchFile:
         where = self.where
         if bytes(self.data[:2]) != b"PK":
             raise CheckpointError(
-                f"{where}: is no file that torch.save writes since torch 1.6; nearest, where it "
+                f"{where}: is no file that torch.save writes since torch 1.6; try, where it "
                 f"can be trusted: torch.save(torch.load(FILE, weights_only=True), NEW_FILE)"
             )
         try:

@@ -68,9 +68,7 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.keep < 1:
-            raise ConfigError(
-                f"checkpoint.keep = {self.keep}: at least 1; nearest: checkpoint.keep=1"
-            )
+            raise ConfigError(f"checkpoint.keep = {self.keep}: at least 1; try: checkpoint.keep=1")
 
     @property
     def final(self) -> Path:

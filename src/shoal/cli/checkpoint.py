@@ -165,8 +165,7 @@ def _write_adapter(newest: Path, out: Path, average: bool) -> str:
 
     if out.suffix == ".safetensors" and not out.is_dir():
         raise ConfigError(
-            f"{out}: adapters are written as peft's folder; nearest: "
-            f"--adapter {out.with_suffix('')}"
+            f"{out}: adapters are written as peft's folder; try: --adapter {out.with_suffix('')}"
         )
     with phase("import"):
         from shoal.checkpoint.export_adapter import export_adapter
@@ -185,7 +184,7 @@ def _merged(newest: Path, average: bool) -> Outgoing | None:
 
     if find_spec("peft") is None:
         raise ConfigError(
-            f"{newest}: merging its adapters needs peft, which is not installed; nearest: "
+            f"{newest}: merging its adapters needs peft, which is not installed; try: "
             f"pip install 'shoal[tune]', or the same with --adapter"
         )
     from shoal.trainer.merge_adapter import merged
@@ -252,7 +251,7 @@ def checkpoints_of(path: Path, tags: bool = False) -> list[Path]:
     from shoal.cli.islands import islands_of
 
     others = [*islands_of(path), *(one.parent.parent for one in tagged)]
-    near = f"nearest: {others[0]}" if others else "a run folder keeps them in checkpoints/"
+    near = f"try: {others[0]}" if others else "a run folder keeps them in checkpoints/"
     raise ConfigError(f"{path}: no complete checkpoint there; {near}")
 
 
@@ -261,12 +260,11 @@ def _check_out(out: Path) -> None:
     parent = Path(os.path.realpath(out)).parent
     if not parent.is_dir():
         raise ConfigError(
-            f"{out}: there is no folder {out.parent}; "
-            f"nearest: mkdir -p {shlex.quote(str(out.parent))}"
+            f"{out}: there is no folder {out.parent}; try: mkdir -p {shlex.quote(str(out.parent))}"
         )
     if out.suffix in PICKLES and not out.is_dir():
         raise ConfigError(
-            f"{out}: a safetensors file is written, which torch.load does not open; nearest: "
+            f"{out}: a safetensors file is written, which torch.load does not open; try: "
             f"{out.with_suffix('.safetensors')}, for safetensors.torch.load_file"
         )
     if out.suffix != ".safetensors" or out.is_dir():

@@ -153,7 +153,7 @@ def _check_layout_keys(section: LayoutSection) -> None:
         if getattr(section, key):
             raise ConfigError(
                 f"layout.{key} = {getattr(section, key)}: shoal compare takes layouts by name; "
-                f"nearest: --layouts {'ddp' if key == 'dp_replicate' else 'fsdp'}"
+                f"try: --layouts {'ddp' if key == 'dp_replicate' else 'fsdp'}"
             )
 
 

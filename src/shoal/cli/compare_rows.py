@@ -64,7 +64,7 @@ def read_names(text: str) -> list[str]:
         if name not in known:
             raise ConfigError(one_of("--layouts", name, known))
     if not names:
-        raise ConfigError("--layouts: is empty; nearest: --layouts single,ddp")
+        raise ConfigError("--layouts: is empty; try: --layouts single,ddp")
     return list(dict.fromkeys(names if "single" in names else ["single", *names]))
 
 
@@ -77,7 +77,7 @@ def read_counts(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isdigit() and int(word) for word in words):
         raise ConfigError(
-            f"--processes = {text}: whole numbers from 1 are wanted, with commas; nearest: "
+            f"--processes = {text}: whole numbers from 1 are wanted, with commas; try: "
             f"--processes 1,2"
         )
     return sorted({int(word) for word in words})
@@ -103,7 +103,7 @@ def _plan_row(name: str, count: int, batch: int, micro_batch: int) -> RowPlan:
         row.reason = "not built in this version"
         return row
     if name != "single" and count == 1:
-        row.reason = "on one process it is single; nearest: --processes 1,2"
+        row.reason = "on one process it is single; try: --processes 1,2"
         return row
     try:
         if name == "dp":
@@ -159,7 +159,7 @@ def memory_text(row: RowPlan, need_bytes: int, parameters: int, machine: Machine
     with_layout = f" under {row.strategy}" if row.parts > 1 else ""
     return (
         f"{where}: the states of {count_text(parameters)} parameters take {bytes_text(need_bytes)}"
-        f"{with_layout}, this machine has {bytes_text(machine.memory_bytes)}; nearest: {nearest}"
+        f"{with_layout}, this machine has {bytes_text(machine.memory_bytes)}; try: {nearest}"
     )
 
 

@@ -55,9 +55,9 @@ def import_(file: str = FILE, processes: int = PROCESSES, era: str = ERA, out: P
     from shoal.config.save import toml_value
 
     if out.exists():
-        raise ConfigError(f"--out {out}: exists; nearest: another name, or move it away")
+        raise ConfigError(f"--out {out}: exists; try: another name, or move it away")
     if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: no folder {out.parent}; nearest: make it first")
+        raise ConfigError(f"--out {out}: no folder {out.parent}; try: make it first")
     values, lines = _read(file, processes, era)
     words = {key: toml_value(value) for key, value in values.items()}
     load(None, [f"{key}={word}" for key, word in words.items()])  # refuses what no run takes
@@ -204,7 +204,7 @@ def _optimizer(settings: Settings, values: dict[str, Any], differs: list[str]) -
     plain = {"AdamW": (1e-3, 0.01), "Adam": (1e-3, 0.0)}
     lr, decay = plain.get(settings.optimizer, (None, 0.0))
     if (lr := args.pop("lr", lr)) is None:
-        raise ConfigError("optimizer.params.lr: is not said; nearest: torch's own default, written")
+        raise ConfigError("optimizer.params.lr: is not said; try: torch's own default, written")
     values["optimizer.name"] = settings.optimizer.lower()
     values["optimizer.lr"] = lr
     values["optimizer.weight_decay"] = args.pop("weight_decay", decay)
@@ -225,7 +225,7 @@ def _optimizer(settings: Settings, values: dict[str, Any], differs: list[str]) -
 def _schedule(settings: Settings, values: dict[str, Any], differs: list[str]) -> None:
     args, name = settings.scheduler_args, settings.scheduler
     if any(isinstance(value, list) for value in args.values()):
-        raise ConfigError(f"scheduler.params: {name} has a list, and a run one rate; nearest: one")
+        raise ConfigError(f"scheduler.params: {name} has a list, and a run one rate; try: one")
     rise = args.get("warmup_num_steps", 0)
     lr, total = values.get("optimizer.lr", 1e-3), args.get("total_num_steps", 0)
     if not name:
@@ -243,7 +243,7 @@ def _schedule(settings: Settings, values: dict[str, Any], differs: list[str]) ->
         found = ("one-cycle", args["cycle_max_lr"], "over 30 % from 1/25, and falls to 1/10⁴")
     else:
         close = "shoal find lr" if name == "LRRangeTest" else _like(name)
-        raise ConfigError(f"scheduler.type = {name}: no run.toml says it; nearest: {close}")
+        raise ConfigError(f"scheduler.type = {name}: no run.toml says it; try: {close}")
     values |= {"optimizer.schedule": found[0], "optimizer.lr": found[1]}
     values["optimizer.warmup_steps"] = max(2, rise) if rise else 0
     if total:

@@ -23,7 +23,7 @@ def diagnose(path: Path = RUN, as_json: bool = AS_JSON) -> None:
 
     if not (path / "events.jsonl").exists():
         near = path.parent if (path.parent / "events.jsonl").exists() else None
-        hint = f"nearest: {near}" if near else "a run folder has an events.jsonl"
+        hint = f"try: {near}" if near else "a run folder has an events.jsonl"
         raise ConfigError(f"{path}: no run folder; {hint}")
     wrong = False
     for folder in (path, *sorted(one.parent for one in path.glob("island-*/events.jsonl"))):

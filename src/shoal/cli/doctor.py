@@ -47,7 +47,7 @@ def doctor(
     ):
         if not 0 <= value <= most:  # also what is no number
             nearest = most if value > most else 0
-            raise ConfigError(f"{name} {value:g}: from 0 to {most}; nearest: {nearest}")
+            raise ConfigError(f"{name} {value:g}: from 0 to {most}; try: {nearest}")
     asked = (folder, free_gib, processes or default_processes(this_machine()), port)
     if launched():
         told, wrong = _on_all_ranks(*asked)

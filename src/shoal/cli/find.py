@@ -49,7 +49,7 @@ def rate(
     """
     if not 0 < least < most:
         raise ConfigError(
-            f"--from {least:g} --to {most:g}: a rate above 0 and a larger one are wanted; nearest: "
+            f"--from {least:g} --to {most:g}: a rate above 0 and a larger one are wanted; try: "
             f"--from 1e-07 --to 10"
         )
     found = _tried(arguments or [], least, most, steps, trust=trust)
@@ -89,7 +89,7 @@ def micro_batch(
     plan = settle_run(loaded, None)
     if plan.layout.threads > 1 or loaded.config.islands.on:
         what = "layout.strategy = dp" if plan.layout.threads > 1 else "islands.method"
-        raise PlanError(f"{what}: shoal find micro-batch tries processes of one run; nearest: ddp")
+        raise PlanError(f"{what}: shoal find micro-batch tries processes of one run; try: ddp")
     batch = loaded.config.train.batch
     if given:
         typer.echo(f"{' and '.join(given)}: tries do not take it, each has its own", err=True)

@@ -60,7 +60,7 @@ def read_bytes(text: str) -> int:
         number = word.removesuffix(unit).strip()
         if word.endswith(unit) and number.replace(".", "", 1).isdecimal() and float(number) > 0:
             return int(float(number) * size)
-    raise ConfigError(f"--memory {text}: a size above 0 with its unit is wanted; nearest: 2GiB")
+    raise ConfigError(f"--memory {text}: a size above 0 with its unit is wanted; try: 2GiB")
 
 
 def search(foreseen: int, most: int, fits: Callable[[int], bool]) -> int:

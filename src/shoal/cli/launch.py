@@ -89,7 +89,7 @@ def kubernetes(
 ) -> None:
     """Print a JobSet or TrainJob with its secret, or give them to kubectl. They hold the token."""
     if kind not in ("jobset", "trainjob"):
-        raise ConfigError(f"--kind {kind}: jobset or trainjob; nearest: --kind jobset")
+        raise ConfigError(f"--kind {kind}: jobset or trainjob; try: --kind jobset")
     job = _job(arguments, name, nodes, gpus, processes, grace)
     for key, value in (("run.name", name), ("run.folder", "/runs")):
         if not any(word.startswith(f"{key}=") for word in job.words):
@@ -135,7 +135,7 @@ def _job(
     asked = asked_layout(config.layout)
     settle_layout(plan_of(config), asked, nodes * each, None, this_machine())
     if not name.replace("-", "").isalnum() or name != name.lower():
-        raise ConfigError(f"--name {name}: small letters, digits and - only; nearest: --name shoal")
+        raise ConfigError(f"--name {name}: small letters, digits and - only; try: --name shoal")
     return Job(tuple(words), name, nodes, each, gpus, grace)
 
 
@@ -143,7 +143,7 @@ def _hand_over(command: list[str], text: str) -> None:
     """Give a text to a client. Errors: ClusterError where there is none, or it refuses."""
     if shutil.which(command[0]) is None:
         raise ClusterError(
-            f"--submit: there is no {command[0]} here; nearest: without --submit, and "
+            f"--submit: there is no {command[0]} here; try: without --submit, and "
             f"`{' '.join(command)}` with what is printed where there is one"
         )
     code = subprocess.run(command, input=text, text=True, check=False).returncode

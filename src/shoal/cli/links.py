@@ -74,7 +74,7 @@ def links(
     ):
         if not least <= value <= most:
             nearest = most if value > most else least
-            raise ConfigError(f"{name} {value}: from {least} to {most}; nearest: {nearest}")
+            raise ConfigError(f"{name} {value}: from {least} to {most}; try: {nearest}")
     if html is not None and not html.parent.is_dir():
         raise ConfigError(f"--html {html}: {html.parent} is no folder")
     if launched():
@@ -112,10 +112,10 @@ def _sizes(text: str) -> list[int]:
         size = int(digits) * UNITS[unit]
         if not LEAST_BYTES <= size <= MOST_BYTES:
             nearest = f"{LEAST_BYTES}" if size < LEAST_BYTES else "4GiB"
-            raise ConfigError(f"--sizes {word.strip()}: from 256 bytes to 4GiB; nearest: {nearest}")
+            raise ConfigError(f"--sizes {word.strip()}: from 256 bytes to 4GiB; try: {nearest}")
         found.append(size)
     if len(set(found)) < 2:
-        raise ConfigError(f"--sizes {text}: a line needs two sizes; nearest: {text},16MiB")
+        raise ConfigError(f"--sizes {text}: a line needs two sizes; try: {text},16MiB")
     return sorted(set(found))
 
 
@@ -123,14 +123,14 @@ def _groups(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")] if text else []
     for word in words:
         if not word.isdecimal() or int(word) < 2:
-            raise ConfigError(f"--groups {word}: a group has two ranks or more; nearest: 2")
+            raise ConfigError(f"--groups {word}: a group has two ranks or more; try: 2")
     return sorted({int(word) for word in words})
 
 
 def _here(processes: int, asked: Document) -> Document:
     """What processes of this machine measure, which are started for it."""
     if processes < 2:
-        raise ConfigError(f"--processes {processes}: one process has no links; nearest: 2")
+        raise ConfigError(f"--processes {processes}: one process has no links; try: 2")
     _check_groups(asked["groups"], processes)
     return dict(told_by_ranks("shoal.cli.links", processes, json.dumps(asked)))
 
@@ -174,7 +174,7 @@ def _on_all_ranks(asked: Document) -> Document | None:
     world = start_world()
     if world.size < 2:
         world.close()
-        raise ConfigError("shoal links: one process has no links; nearest: --nproc-per-node=2")
+        raise ConfigError("shoal links: one process has no links; try: --nproc-per-node=2")
     _check_groups(asked["groups"], world.size)
     document = measure(world, asked)
     first = world.is_first
@@ -187,9 +187,7 @@ def _check_groups(groups: list[int], ranks: int) -> None:
         if ranks % size:
             fit = [n for n in range(2, ranks + 1) if not ranks % n]
             near = min(fit, key=lambda n: abs(n - size))
-            raise ConfigError(
-                f"--groups {size}: {ranks} ranks make no such groups; nearest: {near}"
-            )
+            raise ConfigError(f"--groups {size}: {ranks} ranks make no such groups; try: {near}")
 
 
 def measure(world: World, asked: Document) -> Document:

@@ -200,7 +200,7 @@ def _look_at(config: Config) -> tuple[Any, Look, Callable[[], tuple[FlopsRow, ..
     if not is_indexed(source.train):
         raise ConfigError(
             f"data.source = {config.data.source}: can only be iterated, so there is no sample to "
-            f"look at; nearest: a dataset with __getitem__ and __len__"
+            f"look at; try: a dataset with __getitem__ and __len__"
         )
     with kept_draws():
         few = [source.train[place] for place in range(min(SAMPLES, len(source.train)))]

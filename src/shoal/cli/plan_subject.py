@@ -96,7 +96,7 @@ def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
     if asked.nodes > 1:
         raise PlanError(
             f"launch.nodes = {asked.nodes}: a plan for several machines needs to know them; "
-            f'nearest: --on "{asked.nodes}x{max(1, machine.gpus or 8)}xH100-80GB"'
+            f'try: --on "{asked.nodes}x{max(1, machine.gpus or 8)}xH100-80GB"'
         )
     processes = config.launch.processes or processes_of(config.layout, machine)
     if config.layout.strategy == "dp" and machine.gpus > 1 and processes == 1:
@@ -144,7 +144,7 @@ def find_model(
         if section.arguments:
             key = next(iter(section.arguments))
             raise ConfigError(
-                f"model.{key}: {section.name} has its published shape; nearest: leave it out"
+                f"model.{key}: {section.name} has its published shape; try: leave it out"
             )
     most = shape.positions or shape.context
     if not given:

@@ -29,9 +29,9 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, 
     Errors   ConfigError if the file exists: a plan never replaces what a user wrote
     """
     if path.exists():
-        raise ConfigError(f"--write {path}: exists; nearest: another name, or move it away")
+        raise ConfigError(f"--write {path}: exists; try: another name, or move it away")
     if not path.parent.is_dir():
-        raise ConfigError(f"--write {path}: no folder {path.parent}; nearest: make it first")
+        raise ConfigError(f"--write {path}: no folder {path.parent}; try: make it first")
     case = best.case
     loaded = load(*file_and_overrides(arguments))
     given = {axis: getattr(case.layout, axis) for axis in (*AXES[1:], "ep")}

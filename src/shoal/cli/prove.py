@@ -57,7 +57,7 @@ def prove(
     if torchrun.launched():
         raise ConfigError(
             "prove: starts its own processes on this machine, and another launcher started this "
-            "one; nearest: the same command alone, with launch.processes=N"
+            "one; try: the same command alone, with launch.processes=N"
         )
     modes = ["--quick"] * quick + ["--by-blocks"] * by_blocks
     report = _run(arguments or [], modes, quiet=as_json, trust=trust)

@@ -38,11 +38,11 @@ def run(
     """Run a script of another library's as it is: Shoal answers its import."""
     if library not in NEIGHBOURS:
         first = OTHERS.get(library) or nearest(library, NEIGHBOURS) or " or ".join(NEIGHBOURS)
-        raise ConfigError(f"--as {library}: not one of {', '.join(NEIGHBOURS)}; nearest: {first}")
+        raise ConfigError(f"--as {library}: not one of {', '.join(NEIGHBOURS)}; try: {first}")
     script = Path(words[0])
     if not script.is_file():
         near = nearest(script.name, [path.name for path in Path(script.parent).glob("*.py")])
-        found = f"; nearest: {script.parent / near}" if near else ""
+        found = f"; try: {script.parent / near}" if near else ""
         raise ConfigError(f"{script}: there is no such script{found}")
     if processes > 0:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]

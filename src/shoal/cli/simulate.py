@@ -107,7 +107,7 @@ def find(word: str) -> tuple[str, Entry]:
     if name in WHATS:
         return name, WHATS[name]
     close = nearest(word, [*WHATS, *ALIASES])
-    hint = f"; nearest: shoal simulate {close}" if close else "; shoal simulate lists them all"
+    hint = f"; try: shoal simulate {close}" if close else "; shoal simulate lists them all"
     raise ConfigError(f"shoal simulate {word}: there is no such thing{hint}")
 
 
@@ -127,9 +127,9 @@ def check_options(
                 takes = "NAME=VALUE instead of this option"
             raise ConfigError(f"{name}: shoal simulate {what} takes {takes}")
         if name in ("--forward", "--backward", "--weight") and not 0 <= value < float("inf"):
-            raise ConfigError(f"{name} = {value:g}: seconds are 0 or more; nearest: {name} 1")
+            raise ConfigError(f"{name} = {value:g}: seconds are 0 or more; try: {name} 1")
         if name not in ("--forward", "--backward", "--weight") and not 1 <= value < float("inf"):
-            raise ConfigError(f"{name} = {value:g}: must be at least 1; nearest: {name} 1")
+            raise ConfigError(f"{name} = {value:g}: must be at least 1; try: {name} 1")
     if words and not entry.words:
         raise ConfigError(f"shoal simulate {what} {words[0]}: {what} takes options only")
 

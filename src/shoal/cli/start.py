@@ -165,7 +165,7 @@ def settle_run(loaded: Loaded, processes: int | None) -> Plan:
     if layout.servers and config.islands.on:
         raise PlanError(
             "layout.strategy = parameter-server: an island merges the weights that its ranks step, "
-            "and workers step none; nearest: layout.strategy=zero1, or islands.method=none"
+            "and workers step none; try: layout.strategy=zero1, or islands.method=none"
         )
     if not config.model.build and (
         found := count_blocks(config.model.name, config.model.arguments)
@@ -198,7 +198,7 @@ def _check_goes_on(islands: IslandsPolicy, folder: Path) -> None:
         key = f"at = {islands.at}" if islands.at else f"method = {islands.method}"
         raise ConfigError(
             f"islands.{key}: {folder} was trained by islands, and only islands started from there "
-            f"go on with their rounds; nearest: shoal train --resume {folder} islands.count=1"
+            f"go on with their rounds; try: shoal train --resume {folder} islands.count=1"
         )
 
 
@@ -216,27 +216,27 @@ def check_tune(config: Config) -> None:
                 value = getattr(tune, key)
                 shown = ",".join(value) if isinstance(value, tuple) else value
                 raise ConfigError(
-                    f"tune.{key} = {short(str(shown))}: no adapter is asked for; nearest: "
+                    f"tune.{key} = {short(str(shown))}: no adapter is asked for; try: "
                     f"tune.adapter=lora"
                 )
         return
     where = f"tune.adapter = {tune.adapter}"
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
-            f"{where}: needs peft, which is not installed; nearest: pip install 'shoal[tune]'"
+            f"{where}: needs peft, which is not installed; try: pip install 'shoal[tune]'"
         )
     if config.model.build:
         return  # the builder's own weights
     if not is_foreign(name):
         raise ConfigError(
             f"{where}: model.name = {name} starts from random weights, and frozen ones learn "
-            f"nothing; nearest: model.name=hf:FOLDER, say of `shoal checkpoint export`"
+            f"nothing; try: model.name=hf:FOLDER, say of `shoal checkpoint export`"
         )
     path, stored = foreign_config(name, config.model.arguments)
     if not stored:
         raise ConfigError(
             f"{where}: no safetensors lie beside {path}, and frozen random weights learn nothing; "
-            f"nearest: model.name=hf:FOLDER with its weights, or tune.adapter=none"
+            f"try: model.name=hf:FOLDER with its weights, or tune.adapter=none"
         )
 
 
@@ -264,7 +264,7 @@ def _check_resumable(folder: Path) -> None:
     if not (folder / "run.toml").exists():
         runs = [p.parent for p in Path("runs").glob("*/run.toml")]
         close = nearest(str(folder), [str(r) for r in runs])
-        hint = f"; nearest: {close}" if close else "; run folders hold a run.toml"
+        hint = f"; try: {close}" if close else "; run folders hold a run.toml"
         if find(folder / "checkpoints"):
             raise ConfigError(
                 f"--resume {folder}: has checkpoints but no run.toml, so a script of your own made "

@@ -81,7 +81,7 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
         for section, table in _read_toml(path).items():
             if not isinstance(table, dict):
                 raise ConfigError(
-                    f"{path}: {section}: stands outside a section; nearest: "
+                    f"{path}: {section}: stands outside a section; try: "
                     f"{_guess_section(section) or '[train]'}"
                 )
             for key, value in table.items():
@@ -92,11 +92,7 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
         if not found or not dot:
             raise ConfigError(
                 f"command line: {short(text)}: overrides are written section.key=value"
-                + (
-                    f"; nearest: {_guess_section(name)}={value_text}"
-                    if _guess_section(name)
-                    else ""
-                )
+                + (f"; try: {_guess_section(name)}={value_text}" if _guess_section(name) else "")
             )
         _set(loaded, section, key, _parse(value_text), "command line")
     _let_strategy_win(loaded)
@@ -136,7 +132,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         word = path.suffix != ".toml" and len(path.parts) == 1  # as in `shoal plan llama`
         if word and path.suffix and path.stem in {f.name for f in fields(Config)}:
-            raise ConfigError(f"{path}: has no value; nearest: {path}=…") from None
+            raise ConfigError(f"{path}: has no value; try: {path}=…") from None
         hint = (
             f"a model is named by model.name={path}" if word else "without one the defaults count"
         )
@@ -171,9 +167,7 @@ def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> Non
         section, key = canonical.split(".")
     if section not in sections:
         close = nearest(section, sections) or _section_of(key)
-        hint = (
-            f"; nearest: {close}.{key}" if close else f"; sections: {', '.join(sorted(sections))}"
-        )
+        hint = f"; try: {close}.{key}" if close else f"; sections: {', '.join(sorted(sections))}"
         raise ConfigError(f"{origin}: {short(f'{section}.{key}')}: no such section{hint}")
     current = getattr(loaded.config, section)
     hints = _hints(section)
@@ -200,7 +194,7 @@ def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> Non
         if isinstance(text, str) and any(ord(letter) < ord(" ") for letter in text):
             raise ConfigError(
                 f"{origin}: {section}.{key} = {short(repr(text))}: holds a line break or another "
-                f"control character; nearest: {short(repr(' '.join(text.split())))}"
+                f"control character; try: {short(repr(' '.join(text.split())))}"
             )
     loaded.replace(section, origin, **{key: typed})
 
@@ -217,12 +211,12 @@ def _nearest_key(section: str, key: str) -> str:
     others = {name: ours for name, ours in ALIASES.items() if ours.startswith(f"{section}.")}
     here = nearest(key, [*_keys(section), *others])
     if here:
-        return f"; nearest: {others.get(here) or f'{section}.{here}'}"
+        return f"; try: {others.get(here) or f'{section}.{here}'}"
     elsewhere = _section_of(key)
     if elsewhere:
-        return f"; nearest: {elsewhere}.{key}"
+        return f"; try: {elsewhere}.{key}"
     close = nearest(f"{section}.{key}", everywhere)
-    return f"; nearest: {close}" if close else f"; keys: {', '.join(sorted(_keys(section)))}"
+    return f"; try: {close}" if close else f"; keys: {', '.join(sorted(_keys(section)))}"
 
 
 def _keys(section: str) -> list[str]:
@@ -267,11 +261,11 @@ def _check_values(config: Config) -> None:
     layout.check_split()
     if layout.zero not in range(-1, 4):
         raise ConfigError(
-            f"layout.zero = {layout.zero}: a stage is 0, 1, 2 or 3; nearest: "
+            f"layout.zero = {layout.zero}: a stage is 0, 1, 2 or 3; try: "
             f"layout.zero={3 if layout.zero > 3 else 0}"
         )
     if config.train.steps and config.train.epochs:
         raise ConfigError(
             f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs}: one of "
-            f"them decides the length; nearest: train.steps={config.train.steps}"
+            f"them decides the length; try: train.steps={config.train.steps}"
         )

@@ -46,12 +46,12 @@ def split_mixture(argument: str, where: str) -> list[tuple[int, str]]:
             raise ConfigError(f"{line}: {text} has no weight; write mix:0.7*SOURCE+0.3*SOURCE")
         weight, source = Fraction(found[1]), found[2]
         if not weight:
-            raise ConfigError(f"{line}: a weight of 0 takes nothing; nearest: leave {source} out")
+            raise ConfigError(f"{line}: a weight of 0 takes nothing; try: leave {source} out")
         if source.startswith("mix:"):
-            raise ConfigError(f"{line}: mixtures do not nest; nearest: one mix: of all sources")
+            raise ConfigError(f"{line}: mixtures do not nest; try: one mix: of all sources")
         parts.append((weight, source))
     if len(parts) < 2:
-        raise ConfigError(f"{line}: mixes one source; nearest: {where}={parts[0][1]}")
+        raise ConfigError(f"{line}: mixes one source; try: {where}={parts[0][1]}")
     total = sum(weight for weight, _ in parts)
     shares = [weight / total for weight, _ in parts]
     turns = math.lcm(*(share.denominator for share in shares))
@@ -60,7 +60,7 @@ def split_mixture(argument: str, where: str) -> list[tuple[int, str]]:
         near = "+".join(f"{max(float(s), 0.001):.3f}*{source}" for s, (_, source) in named)
         raise ConfigError(
             f"{line}: weights of this ratio take {turns} samples to be kept exactly, and at most "
-            f"{MOST_TURNS} are counted; nearest: mix:{near}"
+            f"{MOST_TURNS} are counted; try: mix:{near}"
         )
     return [(int(s * turns), source) for s, (_, source) in zip(shares, parts, strict=True)]
 
@@ -76,10 +76,10 @@ def _check_weights(argument: str, line: str) -> None:
             raise ConfigError(f"{line}: {source} has no weight; write mix:0.7*SOURCE+0.3*SOURCE")
         if number is not None:
             raise ConfigError(
-                f"{line}: {number}{source} has no * after its weight; nearest: {number}*{source}"
+                f"{line}: {number}{source} has no * after its weight; try: {number}*{source}"
             )
         if not WEIGHT.fullmatch(weight):
             raise ConfigError(
                 f"{line}: {weight.strip() or 'nothing'} is no weight of {source}, a number above 0 "
-                f"is; nearest: 0.5*{source}"
+                f"is; try: 0.5*{source}"
             )

@@ -81,7 +81,7 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
         return "function", source
     close = nearest(head, KINDS[:-1])
     named = close in ON_DISK or close == "mix"
-    hint = f"; nearest: {close}{colon + rest if named else ''}"
+    hint = f"; try: {close}{colon + rest if named else ''}"
     if close is None or (named and not rest):
         raise ConfigError(one_of(where, source, FORMS))
     raise ConfigError(f"{where} = {source}: not one of {', '.join(FORMS)}{hint}")
@@ -108,7 +108,7 @@ def nearest_path(path: Path) -> str:
         names = []
     alike = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.5)
     if alike:
-        return f"nearest: {folder / alike[0]}"
+        return f"try: {folder / alike[0]}"
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return f"nearest existing folder: {folder} ({'has ' + shown if names else 'empty'})"
 
@@ -146,7 +146,7 @@ def glob_files(pattern: str, where: str = "data.source", kind: str = "text") -> 
 def _refuse_pattern(pattern: str, where: str, kind: str) -> None:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        hint = f"it is a folder; nearest: {kind}:{pattern.rstrip('/')}/**/*.{GLOBS[kind]}"
+        hint = f"it is a folder; try: {kind}:{pattern.rstrip('/')}/**/*.{GLOBS[kind]}"
     else:
         folder = fixed_folder(pattern)
         hint = nearest_path(folder / path.name if folder.is_dir() else folder)
@@ -197,7 +197,7 @@ def check_function(name: str, where: str) -> None:
     if file.suffix == ".py" and file.is_file():
         dotted = ".".join(part for part in file.with_suffix("").parts if part not in (".", "/"))
         raise ConfigError(
-            f"{where} = {name}: is a file, a module is wanted; nearest: {dotted}:{attribute}"
+            f"{where} = {name}: is a file, a module is wanted; try: {dotted}:{attribute}"
         )
     missing = _locate_module(module)
     if missing is None:
@@ -206,7 +206,7 @@ def check_function(name: str, where: str) -> None:
     there = [p.stem for p in folder.glob("*") if p.suffix == ".py" or p.is_dir()]
     alike = difflib.get_close_matches(missing.rpartition(".")[2], there, n=1, cutoff=0.6)
     hint = (
-        f"nearest: {'.'.join([*missing.split('.')[:-1], alike[0]])}"
+        f"try: {'.'.join([*missing.split('.')[:-1], alike[0]])}"
         if alike
         else (f"it is looked for in {os.getcwd()} and in installed packages")
     )
@@ -233,7 +233,7 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if function is None:
         close = nearest(attribute, [n for n in vars(module) if not n.startswith("_")])
-        hint = f"; nearest: {module_name}:{close}" if close else ""
+        hint = f"; try: {module_name}:{close}" if close else ""
         raise ConfigError(f"{where} = {name}: {module_name} has no {attribute}{hint}")
     if not callable(function):
         raise ConfigError(f"{where} = {name}: is {type(function).__name__}, not a function")
@@ -256,7 +256,7 @@ def check_data_path(source: str, where: str = "data.source") -> None:
     if kind in GLOBS and next(_matches(argument), None) is None:
         _refuse_pattern(argument, where, kind)
     if kind in ("images", "hf") and not (path := _folder_of(argument)).is_dir():
-        hint = f"is a file; nearest: {kind}:{path.parent}"
+        hint = f"is a file; try: {kind}:{path.parent}"
         if not path.exists():
             hint = f"no such folder; {nearest_path(path)}"
         raise ConfigError(f"{where} = {source}: {hint}")
@@ -287,7 +287,7 @@ def check_tokens_folder(folder: str, where: str = "data.source") -> None:
     path = Path(folder).expanduser()
     if path.is_file():
         raise ConfigError(
-            f"{where} = tokens:{folder}: is a file; nearest: tokens:{path.parent} (holding "
+            f"{where} = tokens:{folder}: is a file; try: tokens:{path.parent} (holding "
             f"train*.npy or train*.bin)"
         )
     if not path.is_dir():
@@ -329,7 +329,7 @@ def validation_share(section: DataSection) -> tuple[float, str]:
         return 0.0, section.validation
     if not 0 <= share < 1:
         raise ConfigError(
-            f"data.validation = {section.validation}: a share is at least 0 and below 1; nearest: "
+            f"data.validation = {section.validation}: a share is at least 0 and below 1; try: "
             f"data.validation={0 if not share > 0 else 0.5}"
         )
     return share, ""
@@ -351,7 +351,7 @@ def check_tokenizer(spec: str) -> None:
     elif not size.isdecimal() or int(size) < LEAST_VOCABULARY:
         raise ConfigError(
             f"data.tokenizer = {spec}: the vocabulary is a whole number of at least "
-            f"{LEAST_VOCABULARY} (256 bytes, end of text); nearest: bpe:{LEAST_VOCABULARY}"
+            f"{LEAST_VOCABULARY} (256 bytes, end of text); try: bpe:{LEAST_VOCABULARY}"
         )
 
 
@@ -359,7 +359,7 @@ def refuse_packing(source: str) -> NoReturn:
     """Errors: ConfigError for data that is no examples, of which several could share a row."""
     raise ConfigError(
         f"data.packing = on: packs the examples of jsonl:, parquet: or hf: rows with messages, or "
-        f"with prompt and completion; data.source = {source} has none; nearest: data.packing=off"
+        f"with prompt and completion; data.source = {source} has none; try: data.packing=off"
     )
 
 

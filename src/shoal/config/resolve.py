@@ -43,7 +43,7 @@ def resolve_batch(loaded: Loaded, degree: int) -> int:
             raise ConfigError(
                 f"train.accumulate = {accumulate}: batch {batch} ≠ micro_batch {micro_batch} × "
                 f"accumulate {accumulate} × {degree} ranks = {micro_batch * accumulate * degree}; "
-                f"nearest legal: leave train.accumulate out, or "
+                f"try: leave train.accumulate out, or "
                 f"train.batch={micro_batch * accumulate * degree}"
             )
     elif accumulate and batch:
@@ -52,7 +52,7 @@ def resolve_batch(loaded: Loaded, degree: int) -> int:
             close = max(unit, round(batch / unit) * unit)
             raise ConfigError(
                 f"train.batch = {batch}: not divisible by train.accumulate {accumulate} × {degree} "
-                f"data-parallel ranks = {unit}; nearest legal: train.batch={close}"
+                f"data-parallel ranks = {unit}; try: train.batch={close}"
             )
         micro_batch = batch // (accumulate * degree)
         origin = f"from accumulate = {accumulate} on {degree} ranks, fixed from now on"
@@ -86,7 +86,7 @@ def _check_shared(batch: int, degree: int, *, given: int) -> None:
         return
     raise ConfigError(
         f"launch.processes: {degree} data-parallel ranks do not divide the default of {batch} "
-        f"samples per step; nearest legal: train.batch={8 * degree} train.micro_batch=1"
+        f"samples per step; try: train.batch={8 * degree} train.micro_batch=1"
     )
 
 
@@ -113,7 +113,7 @@ def resolve_islands(loaded: Loaded) -> None:
         if remote := loaded.config.checkpoint.remote:
             raise ConfigError(
                 f"checkpoint.remote = {remote}: is one run's, and each island has checkpoints of "
-                f"its own; nearest: leave checkpoint.remote out"
+                f"its own; try: leave checkpoint.remote out"
             )
 
 
@@ -144,8 +144,7 @@ def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:
     else:
         return
     raise ConfigError(
-        f"model.name = {model}: reads {reads}, data.source = {source} gives {gives}; nearest: "
-        f"{nearest}"
+        f"model.name = {model}: reads {reads}, data.source = {source} gives {gives}; try: {nearest}"
     )
 
 
@@ -187,7 +186,7 @@ def resolve_folder(loaded: Loaded) -> Path:
     run = loaded.config.run
     if ".." in Path(run.name).parts or Path(run.name).is_absolute() or run.name == ".":
         raise ConfigError(
-            f"run.name = {run.name}: leads out of run.folder = {run.folder}; nearest: "
+            f"run.name = {run.name}: leads out of run.folder = {run.folder}; try: "
             f"run.name={Path(run.name).name.strip('.') or 'mine'}, or another run.folder"
         )
     for key, path in (("folder", Path(run.folder)), ("name", Path(run.folder) / run.name)):

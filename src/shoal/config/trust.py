@@ -45,7 +45,7 @@ def check_owner(loaded: Loaded, path: Path) -> None:
     named = next(_functions(loaded, str(path)), "")
     if named and (why := _whose(path) or _whose(path.absolute().parent)):
         raise ConfigError(
-            f"{path}: {why}, and it names functions that would be called here: {named}; nearest: "
+            f"{path}: {why}, and it names functions that would be called here: {named}; try: "
             f"read it, then the same command with --trust"
         )
 

@@ -135,7 +135,7 @@ def _templated(row: dict[str, Any], place: str, *, render: Render) -> Example:
                     raise ConfigError(
                         f"{place}: the tokenizer's chat template writes earlier turns anew once "
                         f"others follow, so turn {turn + 1} is no answer to what was asked; "
-                        f"nearest: a line for each answer, its last turn"
+                        f"try: a line for each answer, its last turn"
                     )
                 answers.append((len(before), len(after)))
     except ConfigError:

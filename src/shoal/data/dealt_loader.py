@@ -72,7 +72,7 @@ class DealtLoader(IterableLoader):
             was = "of other files, or in another order" if "shards" in kept else "of one stream"
             raise ConfigError(
                 f"data.source: the checkpoint was made {was}, so samples would come twice or not "
-                f"at all; nearest: the same files, a shuffle(seed=…) with a seed, or a new run"
+                f"at all; try: the same files, a shuffle(seed=…) with a seed, or a new run"
             )
         self._position = int(state["position"])
         self.epoch, self.epoch_start = int(state["epoch"]), int(state["epoch_start"])

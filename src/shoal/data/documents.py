@@ -95,7 +95,7 @@ def stdlib_documents() -> list[Document]:
         paths = [Path(here, f) for f in sorted(files) if f.endswith(".py")]
         documents += [Document.of(p, folder) for p in paths if p.is_file()]
     if not documents:
-        raise ConfigError(f"data.source = stdlib: no .py files in {folder}; nearest: text:GLOB")
+        raise ConfigError(f"data.source = stdlib: no .py files in {folder}; try: text:GLOB")
     return documents
 
 

@@ -235,7 +235,7 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
             longest = int((stops - starts).max(initial=0))
             raise ConfigError(
                 f"data.sequence = {sequence}: no example of the {part} part has an answer within "
-                f"its first {sequence + 1} tokens; nearest: data.sequence={max(1, longest - 1)}"
+                f"its first {sequence + 1} tokens; try: data.sequence={max(1, longest - 1)}"
             )
         self.starts, self.stops = starts[kept], most[kept]
         sizes = (self.stops - self.starts - 1).tolist()

@@ -62,7 +62,7 @@ def _second(section: DataSection, second: str, first: Encoded, template: str) ->
     if form not in (PAIR, CHAT):
         raise ConfigError(
             f"{where}: has no answers, on which data.source = {section.source} is trained; "
-            f"nearest: rows like those, or a share such as data.validation=0.05"
+            f"try: rows like those, or a share such as data.validation=0.05"
         )
     trained_here = section.tokenizer.startswith("bpe:")
     tokenizer = first.tokenizer_path if trained_here else section.tokenizer

@@ -54,6 +54,6 @@ def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
         else:
             raise ConfigError(
                 "data.source: can only be iterated, so no sample can be looked at without taking "
-                "it; nearest: a dataset with __getitem__ and __len__, or with state_dict()"
+                "it; try: a dataset with __getitem__ and __len__, or with state_dict()"
             )
     return join(samples, collate, "the first samples")

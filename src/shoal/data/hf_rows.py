@@ -55,7 +55,7 @@ def open_split(argument: str, where: str) -> Any:
         if split:
             raise ConfigError(one_of(f"{where} = hf:{folder}: split", split, names))
         raise ConfigError(
-            f"{where} = hf:{folder}: has the splits {', '.join(names)}; nearest: "
+            f"{where} = hf:{folder}: has the splits {', '.join(names)}; try: "
             f"hf:{folder}#{nearest('train', names) or names[0]}"
         )
     return made[chosen]

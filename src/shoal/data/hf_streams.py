@@ -73,7 +73,7 @@ class Shards:
         if node is not None and node.world_size > 1:
             raise ConfigError(
                 f"data.source: the dataset is the share of rank {node.rank} of {node.world_size} "
-                f"already (split_dataset_by_node); nearest: the dataset before that, which "
+                f"already (split_dataset_by_node); try: the dataset before that, which "
                 f"run.loader deals to ranks"
             )
         self.draws_nothing = draws_nothing(dataset)
@@ -131,7 +131,7 @@ def open_dealt(
                 f"a resume leaves out up to {buffer} samples, those in its shuffle buffer, which "
                 f"the library does not keep"
             )
-        near = "nearest: the same without it, or with shuffle() before it"
+        near = "try: the same without it, or with shuffle() before it"
         told = f"data.source: a stream with {shards.why} is read as one: {', and '.join(lines)}"
         if lines:
             notice(f"{told}; {near}")
@@ -143,7 +143,7 @@ def open_dealt(
     of = "file or row group" if shards.count == 1 else "files or row groups"
     notice(
         f"data.source: each of {degree} ranks reads all of a stream of {shards.count} {of}, which "
-        f"are dealt as {streams} streams; nearest: more files, or a data-parallel degree that "
+        f"are dealt as {streams} streams; try: more files, or a data-parallel degree that "
         f"divides {streams}"
     )
     return loader

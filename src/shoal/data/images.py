@@ -120,7 +120,7 @@ def class_names(folder: str, argument: str, where: str) -> list[str]:
         other = next(name for name in names if name != first)
         raise ConfigError(
             f"{where} = images:{argument}: has {', '.join(names)}, which are parts, not classes; "
-            f"nearest: data.source=images:{os.path.join(argument, first)} "
+            f"try: data.source=images:{os.path.join(argument, first)} "
             f"data.validation=images:{os.path.join(argument, other)}"
         )
     return names
@@ -130,7 +130,7 @@ def _check_known(names: Sequence[str], known: Sequence[str], where: str) -> None
     for name in names:
         if name not in known:
             close = nearest(name, known)
-            hint = f"nearest: {close}" if close else f"it has {', '.join(known[:5])}"
+            hint = f"try: {close}" if close else f"it has {', '.join(known[:5])}"
             raise ConfigError(f"{where}: class {name} is none of the training data's; {hint}")
 
 
@@ -194,4 +194,4 @@ def check_model(name: str, wanted: dict[str, int], given: dict[str, Any]) -> Non
     if differ:
         has = ", ".join(f"{key} {given[key]}" for key in differ)
         near = " ".join(f"model.{key}={n}" for key, n in differ.items())
-        raise ConfigError(f"model.name = {name}: has {has}, the data is other; nearest: {near}")
+        raise ConfigError(f"model.name = {name}: has {has}, the data is other; try: {near}")

@@ -211,6 +211,6 @@ def whole_line(iterable: Any, degree: int) -> str:
         return ""
     return (
         f"data.source: {type(iterable).__name__} can only be iterated, so each of {degree} ranks "
-        f"reads all of it and keeps its own micro-batches; nearest: a dataset with __getitem__ and "
+        f"reads all of it and keeps its own micro-batches; try: a dataset with __getitem__ and "
         f"__len__, or a streaming dataset of the library datasets, whose files are dealt"
     )

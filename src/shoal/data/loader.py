@@ -36,7 +36,7 @@ def check_numbers(batch: int, micro_batch: int, rank: int, degree: int, workers:
         ("data.workers", workers, 0),
     ):
         if got < least:
-            raise ConfigError(f"{key} = {got}: must be at least {least}; nearest: {key}={least}")
+            raise ConfigError(f"{key} = {got}: must be at least {least}; try: {key}={least}")
     if not -1 <= rank < degree:
         raise ConfigError(f"rank = {rank}: must be 0 … {degree - 1}, the data-parallel degree")
 

@@ -95,7 +95,7 @@ def _check(first_name: str, first: Any, name: str, source: Any) -> None:
     where = f"data.source: the mixture's part {name}"
     if not is_indexed(source.train):
         raise ConfigError(
-            f"{where} can only be iterated, so its samples cannot be dealt; nearest: a dataset "
+            f"{where} can only be iterated, so its samples cannot be dealt; try: a dataset "
             f"with __getitem__ and __len__"
         )
     if source.kind != first.kind:
@@ -103,7 +103,7 @@ def _check(first_name: str, first: Any, name: str, source: Any) -> None:
     if source.classes != first.classes:  # class 0 would be another thing in each
         raise ConfigError(
             f"{where} has the classes {short(', '.join(source.classes)) or '(none)'}, {first_name} "
-            f"has {short(', '.join(first.classes)) or '(none)'}; nearest: the same folders in both"
+            f"has {short(', '.join(first.classes)) or '(none)'}; try: the same folders in both"
         )
 
 

@@ -76,7 +76,7 @@ def find_form(documents: Sequence[Document], field: str) -> tuple[str, ...]:
             close = nearest("text", strings) or (strings[0] if strings else "")
             raise ConfigError(
                 f"{place}: has {has}; text, messages, or prompt and completion are wanted"
-                + (f"; nearest: data.field={close}" if close else "")
+                + (f"; try: data.field={close}" if close else "")
             )
     raise ConfigError(f"data.source: {', '.join(d.path for d in documents[:3])}: hold no row")
 

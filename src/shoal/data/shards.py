@@ -132,7 +132,7 @@ class TarImages(TarSamples):
             has = ", ".join(name for name in sample if name != "__key__")
             raise ValueError(
                 f"{self.pattern}: sample {key} has {has}; an image and .cls, the class's number, "
-                f"are wanted; nearest: a function that gives shoal.data.shards.TarSamples"
+                f"are wanted; try: a function that gives shoal.data.shards.TarSamples"
             )
         tensor = decode(BytesIO(sample[picture]), self.size, f"{self.pattern}: sample {key}")
         return tensor, int(sample["cls"])
@@ -223,7 +223,7 @@ def _members(path: Path) -> list[tuple[str, int, int, int]]:
                 tar.members = []  # type: ignore[attr-defined]  # else it keeps every header
     except tarfile.ReadError as error:
         raise ConfigError(
-            f"{path}: is no plain tar ({error}); nearest: unpack it, gzip -d {path}"
+            f"{path}: is no plain tar ({error}); try: unpack it, gzip -d {path}"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path}: a .cls that is no number: {error}") from error
@@ -242,7 +242,7 @@ def open_shards(argument: str, size: int, share: float, where: str) -> dict[str,
         number = int(np.argmin(classes))
         first = whole.key(number)
         raise ConfigError(
-            f"{where} = wds:{argument}: sample {first} has no .cls, the class's number; nearest: a "
+            f"{where} = wds:{argument}: sample {first} has no .cls, the class's number; try: a "
             f"function that gives shoal.data.shards.TarSamples"
         )
     held = np.array(held_out([whole.key(n) for n in range(len(classes))], share))

@@ -139,7 +139,7 @@ def open_data(source: str, *, seed: int = 0, **keys: Any) -> Source:
     for name in keys.keys() - known.keys() | keys.keys() & set(OF_THE_LOADER):
         close = nearest(name, [key for key in known if key not in OF_THE_LOADER])
         near = f"run.loader(…, {name}=…)" if name in OF_THE_LOADER else close
-        hint = f"nearest: {near}" if near else f"there are {', '.join(known)}"
+        hint = f"try: {near}" if near else f"there are {', '.join(known)}"
         raise ConfigError(f"open_data has no argument {name}; {hint}")
     share = keys.get("validation")
     if isinstance(share, int | float) and not isinstance(share, bool):
@@ -313,7 +313,7 @@ def _open_function(name: str, share: float) -> Source:
         raise ConfigError(f"data.source = {name}: gives None, not a dataset or an iterable")
     if validation is not None and is_indexed(validation) and not len(validation):
         raise ConfigError(
-            f"data.source = {name}: its validation data has 0 samples; nearest: the training data "
+            f"data.source = {name}: its validation data has 0 samples; try: the training data "
             f"alone, of which data.validation is held out"
         )
     samples = len(train) if is_indexed(train) else None
@@ -349,7 +349,7 @@ def _with_second(source: Source, section: DataSection, second: str, seed: int) -
     if kind in TEXTS and pictures is None:
         raise ConfigError(
             f"{where}: text needs the tokenizer that encoded data.source = {section.source}, which "
-            f"is none; nearest: a share such as data.validation=0.05, or tokens:FOLDER"
+            f"is none; try: a share such as data.validation=0.05, or tokens:FOLDER"
         )
     other = pictures or open_source(
         replace(section, source=second, validation="0", collate=""), seed + 1

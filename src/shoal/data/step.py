@@ -72,7 +72,7 @@ class StepBatch:
         """Errors: ConfigError: a step is no pair, and parts of it cannot be resumed."""
         raise ConfigError(
             "run.loader: a batch is one whole step, several micro-batches, and cannot be taken "
-            "apart; nearest: for batch in run.loader(data): run.step(batch); what is inside, one "
+            "apart; try: for batch in run.loader(data): run.step(batch); what is inside, one "
             "per micro-batch, is batch.values"
         )
 

@@ -42,7 +42,7 @@ def check_degree(degree: int) -> None:
         near = max(d for d in range(1, min(degree, STREAMS) + 1) if STREAMS % d == 0)
         raise ConfigError(
             f"data.source: shards are read as {STREAMS} streams, each by one rank, and a "
-            f"data-parallel degree of {degree} does not divide {STREAMS}; nearest: a degree of "
+            f"data-parallel degree of {degree} does not divide {STREAMS}; try: a degree of "
             f"{near}"
         )
 

@@ -108,7 +108,7 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self._opened: list[npt.NDArray[Any] | None] = [None] * len(self.spans)
         if not self._ends or self._ends[-1] == 0:
             longest = max((s.tokens for s in self.spans), default=0)
-            hint = f"; nearest: data.sequence={longest - 1}" if longest > 1 else ""
+            hint = f"; try: data.sequence={longest - 1}" if longest > 1 else ""
             raise ConfigError(
                 f"data.sequence = {sequence}: a sample takes {sequence + 1} tokens, the {part} "
                 f"part has {longest}{hint}"

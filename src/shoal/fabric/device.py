@@ -69,7 +69,7 @@ def pick_device(
     hide = HIDES.get(kind)
     raise PlanError(
         f"launch.processes = {local_size}: this machine shows {devices} "
-        f"GPU{'s' if devices > 1 else ''}; nearest legal: launch.processes={devices}"
+        f"GPU{'s' if devices > 1 else ''}; try: launch.processes={devices}"
         f"{f', or {hide}= to train on the CPU' if hide else ''}"
     )
 

@@ -64,7 +64,7 @@ def _opened(place: Place, timeout: timedelta) -> dist.Store:
         if place.rank == 0 and not is_loopback(place.host):
             logging.getLogger("shoal").warning(
                 "shoal: ranks meet at torchrun's store at %s, which asks nobody who he is: whoever "
-                "reaches that port can end this run; nearest: "
+                "reaches that port can end this run; try: "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and %s (docs/cluster.md)",
                 *(place.meets_at, TOKEN),
             )
@@ -79,7 +79,7 @@ def _opened(place: Place, timeout: timedelta) -> dist.Store:
     if place.hosts_store and not is_loopback(place.host):
         logging.getLogger("shoal").warning(
             "shoal: the store at %s has no token: whoever reaches that port can end this run; "
-            "nearest: export %s=$(openssl rand -hex 32) for all of its processes",
+            "try: export %s=$(openssl rand -hex 32) for all of its processes",
             *(place.meets_at, TOKEN),
         )
     return _torchs(place, _listen(place) if place.hosts_store else None, timeout)
@@ -150,12 +150,12 @@ def _listen(place: Place, *, quiet: bool = False) -> socket.socket:
         if failure.errno != errno.EADDRNOTAVAIL:
             raise ClusterError(
                 f"MASTER_ADDR, MASTER_PORT = {place.meets_at}: rank 0 cannot listen there: "
-                f"{failure.strerror or failure}; nearest: another MASTER_PORT"
+                f"{failure.strerror or failure}; try: another MASTER_PORT"
             ) from failure
         why = "is no address of rank 0's machine"  # a service's, behind which it stands
     if not quiet:
         logging.getLogger("shoal").warning(
-            "shoal: MASTER_ADDR = %s %s: the store listens on all interfaces; nearest: the address "
+            "shoal: MASTER_ADDR = %s %s: the store listens on all interfaces; try: the address "
             "of rank 0's machine in digits",
             *(place.host, why),
         )
@@ -163,7 +163,7 @@ def _listen(place: Place, *, quiet: bool = False) -> socket.socket:
         return socket.create_server(("", place.port), backlog=BACKLOG)
     except OSError as failure:
         raise ClusterError(
-            f"MASTER_PORT = {place.port}: rank 0 cannot listen there: {failure.strerror}; nearest: "
+            f"MASTER_PORT = {place.port}: rank 0 cannot listen there: {failure.strerror}; try: "
             "another MASTER_PORT"
         ) from failure
 

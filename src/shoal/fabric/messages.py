@@ -200,7 +200,7 @@ def check_sums(world: Talker) -> None:
         failure = ClusterError(
             f"rank {also[0]}: an all-reduce of known numbers gave {got:g} at place {place:g}, "
             f"{right:g} is right (wrong on ranks {', '.join(also[:NAMED])}{more} of {world.size}): "
-            f"a link, a card or its library adds wrongly; nearest: leave that machine out, or "
+            f"a link, a card or its library adds wrongly; try: leave that machine out, or "
             f"another version of the library"
         )
         failure.here = int(also[0]) == world.rank

@@ -61,7 +61,7 @@ def meet(
     if hosts and not token and not is_loopback(host):
         tell(
             f"islands.at = {at}: without a token whoever reaches that port can end this run; "
-            f"nearest: the same {TOKEN} for all islands"
+            f"try: the same {TOKEN} for all islands"
         )
     try:
         if token:
@@ -123,7 +123,7 @@ def address_of(at: str) -> tuple[str, int]:
     host, _, port = at.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"islands.at = {at}: not HOST:PORT; nearest: {host or at}:29400")
+        raise ConfigError(f"islands.at = {at}: not HOST:PORT; try: {host or at}:29400")
     return host, int(port)
 
 
@@ -182,7 +182,7 @@ def _join(store: dist.Store, at: str, lane: str, index: int, count: int) -> None
     if agreed != count:
         raise ConfigError(
             f"islands.count = {count} on island {index}: the islands at {at} are {agreed}; "
-            f"nearest: islands.count={agreed}"
+            f"try: islands.count={agreed}"
         )
     if store.add(f"meeting/{lane}/{index}", 1) > 1:
         raise ConfigError(

@@ -65,7 +65,7 @@ def deal(bytes_of: Mapping[str, int], fragments: int) -> tuple[tuple[str, ...], 
     if fragments > max(1, len(bytes_of)):
         raise ConfigError(
             f"islands.fragments = {fragments}: the model has {len(bytes_of)} parameters to deal; "
-            f"nearest: islands.fragments={max(1, len(bytes_of))}"
+            f"try: islands.fragments={max(1, len(bytes_of))}"
         )
     blocks: dict[Block, list[str]] = {}
     loose = []

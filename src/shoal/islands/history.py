@@ -80,7 +80,7 @@ def refuse_damaged(folders: Sequence[str]) -> None:
     if lost := [folder for folder in folders if folder]:
         raise CheckpointError(
             f"no island holds a round that can be read, and the manifests of all checkpoints in "
-            f"{', '.join(lost)} are damaged; nearest: bring one of them back from a copy; to begin "
+            f"{', '.join(lost)} are damaged; try: bring one of them back from a copy; to begin "
             f"anew move these folders away"
         )
 
@@ -111,7 +111,7 @@ def _no_common(held: Sequence[Held], holders: Sequence[int]) -> str:
     best = max(by_state, key=lambda state: (len(by_state[state]), state))
     others = [island for island in holders if island not in by_state[best]]
     return (
-        f"no round is held by all islands with the same digest: {said}; nearest: resume "
+        f"no round is held by all islands with the same digest: {said}; try: resume "
         f"{name_islands(by_state[best])} alone from round {best[0]}, or move the run folder of "
         f"{name_islands(others)} away and take the round from island {by_state[best][0]}"
     )

@@ -208,7 +208,7 @@ class Outer:
                 keys = sorted(kinds["single"] | kinds["shaped"])
                 raise CheckpointError(
                     f"outer {name}: saved with {', '.join(sorted(states[name]))}, this outer "
-                    f"optimizer keeps {', '.join(keys) or 'nothing'}; nearest: the islands.method, "
+                    f"optimizer keeps {', '.join(keys) or 'nothing'}; try: the islands.method, "
                     f"outer, outer_momentum and regions that the run began with"
                 )
         return states

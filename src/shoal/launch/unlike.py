@@ -72,7 +72,7 @@ def _compare(step: int, calls: Mapping[int, Sequence[Call]]) -> Unlike | None:
         return Unlike(
             blamed,
             f"step {abs(step)}: rank {first} calls {here}, rank {rank} {there}: {why}; "
-            f"nearest: the same calls in the same order on every rank",
+            f"try: the same calls in the same order on every rank",
             certain,
         )
     return None

@@ -70,7 +70,7 @@ def reserve(descriptor: int, size_bytes: int) -> None:
     except OSError as failure:
         raise ConfigError(
             f"{tempfile.gettempdir()}: no room for {bytes_text(size_bytes)} of initial weights "
-            f"({failure.strerror}); nearest: TMPDIR=… names a folder on a larger disk"
+            f"({failure.strerror}); try: TMPDIR=… names a folder on a larger disk"
         ) from failure
 
 

@@ -87,13 +87,13 @@ def _find_class(name: str, path: Path, config: Any) -> Any:
             return causal[type(config)]
         raise ConfigError(
             f"model.name = {name}: {path} names no class, and {config.model_type} has no causal "
-            f'language model; nearest: "architectures": ["…"] in it'
+            f'language model; try: "architectures": ["…"] in it'
         )
     kind = getattr(transformers, config.architectures[0], None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ConfigError(
             f"model.name = {name}: architectures has {config.architectures[0]}, which is no model "
-            f"of transformers {transformers.__version__}; nearest: model.build=pkg.mod:function"
+            f"of transformers {transformers.__version__}; try: model.build=pkg.mod:function"
         )
     return kind
 
@@ -109,13 +109,13 @@ def _cover_data(
         nearest = str(beside) if beside.exists() else f"bpe:{known}"
         raise ConfigError(
             f"model.name = {name}: vocab_size {known} is less than the {vocabulary} of the "
-            f"tokenizer; nearest: data.tokenizer={nearest}"
+            f"tokenizer; try: data.tokenizer={nearest}"
         )
     longest = getattr(text, "max_position_embeddings", None)
     if sequence is not None and longest is not None and longest < sequence:
         raise ConfigError(
             f"data.sequence = {sequence}: longer than the {longest} positions of {name}; "
-            f"nearest legal: data.sequence={longest}"
+            f"try: data.sequence={longest}"
         )
 
 
@@ -138,7 +138,7 @@ def _with_weights(name: str, kind: Any, config: Any, folder: Path) -> nn.Module:
     if missing:
         raise ConfigError(
             f"model.name = {name}: its weights lack {len(missing)} tensors of {kind.__name__}, "
-            f"{missing[0]} among them; nearest: the class they were saved from in architectures, "
+            f"{missing[0]} among them; try: the class they were saved from in architectures, "
             f"or {name}/config.json for new weights"
         )
     return model
@@ -176,7 +176,7 @@ def tokenizer_line(folder: Path) -> str:
     if same:
         return ""
     return (
-        f"tokenizer: AutoTokenizer {why}; nearest: "
+        f"tokenizer: AutoTokenizer {why}; try: "
         f'transformers.PreTrainedTokenizerFast.from_pretrained("{folder}")'
     )
 
@@ -190,7 +190,7 @@ def _told_plainly(name: str, what: str) -> Iterator[None]:
         lines = [line for line in str(failure).splitlines() if line.strip()]
         said = lines[0].strip() if lines else type(failure).__name__
         raise ConfigError(
-            f"model.name = {name}: {what} cannot be used: {said}; nearest: mend the file, or "
+            f"model.name = {name}: {what} cannot be used: {said}; try: mend the file, or "
             f"model.build=pkg.mod:function"
         ) from failure
 

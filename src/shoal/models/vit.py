@@ -106,4 +106,4 @@ def _wrong_image(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     line += f"{list(wanted)}"
     if len(shape) != 3 or shape[1] != shape[2]:
         return f"{line}; square images are needed"
-    return f"{line}; nearest: model.image_size={shape[1]} model.image_channels={shape[0]}"
+    return f"{line}; try: model.image_size={shape[1]} model.image_channels={shape[0]}"

@@ -84,7 +84,7 @@ class Accelerator(PartialState, Settings):
         said = self.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         self.mixed_precision = str(said)
         if self.mixed_precision not in PRECISIONS:
-            raise ConfigError(f"mixed_precision = {said}: not one of no, bf16, fp16; nearest: bf16")
+            raise ConfigError(f"mixed_precision = {said}: not one of no, bf16, fp16; try: bf16")
         steps = self.gradient_accumulation_steps
         plugin = self.gradient_accumulation_plugin or HELD["GradientAccumulationPlugin"](steps)
         deals = self.dataloader_config or HELD["DataLoaderConfiguration"](self.split_batches)
@@ -154,7 +154,7 @@ class Accelerator(PartialState, Settings):
         if len(begun) > 1:
             raise ConfigError(
                 "accelerator.backward: one loss of two prepared models: their runs cannot tell "
-                "whose pass it is; nearest: both in one nn.ModuleList, prepared with one optimizer"
+                "whose pass it is; try: both in one nn.ModuleList, prepared with one optimizer"
             )
         share = 1.0 / self.gradient_accumulation_steps
         begun[0].backward(loss, share=share, last=False, **named)  # another may come
@@ -182,7 +182,7 @@ class Accelerator(PartialState, Settings):
         if self.use_distributed and not even:
             raise ConfigError(
                 "join_uneven_inputs: even_batches = False: every process steps as often as any "
-                "other; nearest: even_batches=True"
+                "other; try: even_batches=True"
             )
         return nullcontext()
 
@@ -209,11 +209,11 @@ class Accelerator(PartialState, Settings):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Have the update clip by the true global norm, and give that norm."""
         if norm_type != 2:
-            raise ConfigError(f"clip_grad_norm_: norm_type = {norm_type}; nearest: 2")
+            raise ConfigError(f"clip_grad_norm_: norm_type = {norm_type}; try: 2")
         if not self.sync_gradients:
             self._tell(
                 "clip_grad_norm_ between updates is left out: a run clips the sum of all passes; "
-                "nearest: if accelerator.sync_gradients: accelerator.clip_grad_norm_(…)"
+                "try: if accelerator.sync_gradients: accelerator.clip_grad_norm_(…)"
             )
             return None
         wanted = {id(one) for one in parameters}
@@ -386,7 +386,7 @@ class Accelerator(PartialState, Settings):
         """Write an object to a file, from the first process."""
         if not safe_serialization:
             raise ConfigError(
-                "accelerator.save: no pickle is written; nearest: safe_serialization=True"
+                "accelerator.save: no pickle is written; try: safe_serialization=True"
             )
         from safetensors.torch import save_file
 

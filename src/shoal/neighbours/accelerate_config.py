@@ -89,11 +89,9 @@ def _load(path: Path, where: str) -> dict[str, Any]:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        raise ConfigError(
-            f"{where}: no such file; nearest: `accelerate config` writes one"
-        ) from None
+        raise ConfigError(f"{where}: no such file; try: `accelerate config` writes one") from None
     except (OSError, ValueError) as failure:
-        raise ConfigError(f"{where}: {failure}; nearest: a file of YAML") from None
+        raise ConfigError(f"{where}: {failure}; try: a file of YAML") from None
     try:
         import yaml
     except ModuleNotFoundError:
@@ -122,7 +120,7 @@ def _once(yaml: Any) -> Any:
             names = [str(key.value) for key, _ in node.value]
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise yaml.YAMLError(
-                    f"{', '.join(twice)}: stands twice; nearest: leave one of them out"
+                    f"{', '.join(twice)}: stands twice; try: leave one of them out"
                 )
             return dict(super().construct_mapping(node, deep))
 
@@ -165,7 +163,7 @@ class _Reader(Written):
         ranks = processes or (1 if kind == "NO" else int(self.value("num_processes")))
         nodes = int(self.value("num_machines"))
         if ranks % nodes:
-            why = f"{ranks} processes in all are not as many on each; nearest: a divisor of it"
+            why = f"{ranks} processes in all are not as many on each; try: a divisor of it"
             raise self.wrong("num_machines", nodes, why)
         self.values["launch.processes"] = ranks // nodes
         if nodes > 1:
@@ -204,7 +202,7 @@ class _Reader(Written):
     def _compiled(self) -> None:
         said = str(self.value("dynamo_config.dynamo_backend")).upper()
         if said not in ("NO", "FALSE", "INDUCTOR"):
-            why = "only torch.compile's own compiler is here; nearest: INDUCTOR"
+            why = "only torch.compile's own compiler is here; try: INDUCTOR"
             raise self.wrong("dynamo_config.dynamo_backend", said, why)
         if said == "INDUCTOR":
             self.values["train.compile"] = "blocks"
@@ -221,7 +219,7 @@ class _Reader(Written):
             raise ConfigError(f"{self.where}: {one_of(path, said, SHARDING)}")
         if after not in ("TRUE", "FALSE"):
             path = f"{block}.fsdp_reshard_after_forward"
-            raise self.wrong(path, after.lower(), "true or false is wanted; nearest: true")
+            raise self.wrong(path, after.lower(), "true or false is wanted; try: true")
         strategy, reshard = SHARDING[said]
         reshard = "no" if after == "FALSE" else reshard
         values["layout.strategy"] = strategy if ranks > 1 else "single"
@@ -236,7 +234,7 @@ class _Reader(Written):
         if self.value(f"{block}.fsdp_offload_params"):
             if "memory.offload" in values:
                 path = f"{block}.fsdp_activation_checkpointing_offload"
-                raise self.wrong(path, True, "a run offloads one thing; nearest: false")
+                raise self.wrong(path, True, "a run offloads one thing; try: false")
             values["memory.offload"] = "parameters"
         if self.block("parallelism_config"):
             self._degrees(ranks)
@@ -267,7 +265,7 @@ class _Reader(Written):
         if product != ranks:
             said = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise ConfigError(
-                f"{self.where}: {block}: {said} is {product}, and num_processes {ranks}; nearest: "
+                f"{self.where}: {block}: {said} is {product}, and num_processes {ranks}; try: "
                 f"num_processes = {product}"
             )
 
@@ -281,12 +279,12 @@ class _Reader(Written):
             if both:
                 raise ConfigError(
                     f"{self.where}: {', '.join(both)}: {block}.deepspeed_config_file says it, and "
-                    f"Accelerate takes no second word; nearest: leave it out"
+                    f"Accelerate takes no second word; try: leave it out"
                 )
             values.pop("precision.compute")
             return file
         if (stage := self.value(f"{block}.zero_stage")) > 3:
-            raise self.wrong(f"{block}.zero_stage", stage, "0, 1, 2 or 3 is wanted; nearest: 3")
+            raise self.wrong(f"{block}.zero_stage", stage, "0, 1, 2 or 3 is wanted; try: 3")
         values["layout.strategy"] = STAGES[stage] if ranks > 1 else "single"
         devices = []
         for name, least in (("optimizer", 1), ("param", 3)):

@@ -109,13 +109,13 @@ class DealtLoader:
             return
         if isinstance(loader.dataset, IterableDataset):
             raise ConfigError(
-                "accelerator.prepare: an iterable dataset is not dealt by this facade; nearest: "
+                "accelerator.prepare: an iterable dataset is not dealt by this facade; try: "
                 "run.loader(dataset) of shoal.parallelize, which does"
             )
         if accelerator.split_batches and whole % world.size:
             raise ConfigError(
                 f"split_batches: batch_size = {whole} is not as many samples on each of "
-                f"{world.size} processes; nearest: {max(1, whole // world.size) * world.size}"
+                f"{world.size} processes; try: {max(1, whole // world.size) * world.size}"
             )
         if hasattr(sampler, "generator") and not seedable:
             if sampler.generator is None:

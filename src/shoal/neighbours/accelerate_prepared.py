@@ -52,7 +52,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update the weights, where gradients are summed now."""
         if closure is not None:
-            raise ConfigError("optimizer.step(closure): the run calls no closure; nearest: AdamW")
+            raise ConfigError("optimizer.step(closure): the run calls no closure; try: AdamW")
         if self.loop is None:
             raise ConfigError("optimizer.step: its model was not given to accelerator.prepare")
         if not self.accelerator.sync_gradients:

@@ -47,7 +47,7 @@ class PartialState:
         """Refuse what transformers' Trainer begins with. Errors: ConfigError."""
         raise ConfigError(
             "transformers.Trainer steps through Accelerate's inside, which Shoal does not have; "
-            "nearest: a loop of your own with accelerator.prepare, or shoal.parallelize "
+            "try: a loop of your own with accelerator.prepare, or shoal.parallelize "
             "(docs/huggingface.md); without --as it runs as ever"
         )
 
@@ -240,7 +240,7 @@ class Settings:
             if known and name not in known:
                 raise ConfigError(f"{kind}: {one_of('an argument', name, known)}")
             if name in REFUSED and value not in (None, False, "no", "NO"):
-                raise ConfigError(f"{kind}: {name} = {short(str(value))}: nearest: {REFUSED[name]}")
+                raise ConfigError(f"{kind}: {name} = {short(str(value))}: try: {REFUSED[name]}")
         self.__dict__.update({name: DEFAULTS.get(name) for name in known} | said)
 
 

@@ -136,7 +136,7 @@ def _gathered(params: Any, *_how: Any, **_named: Any) -> Iterator[None]:
     if any(hasattr(one, "device_mesh") for one in held):
         raise ConfigError(
             "zero.GatheredParameters: after initialize a rank holds parts of stage 3's weights; "
-            "nearest: before initialize, or engine.module_state_dict() to read them"
+            "try: before initialize, or engine.module_state_dict() to read them"
         )
     yield
 
@@ -223,7 +223,7 @@ def _adam(name: str, parameters: Any, *values: Any, **named: Any) -> torch.optim
     for unread in ("fp32_states", "fp32_optimizer_states", "set_grad_none"):
         said.pop(unread, None)
     if not said.pop("bias_correction", True):
-        raise ConfigError("bias_correction = False: torch's Adam always corrects; nearest: True")
+        raise ConfigError("bias_correction = False: torch's Adam always corrects; try: True")
     made = torch.optim.AdamW if decoupled else torch.optim.Adam
     return made(parameters, **{"weight_decay": 0.0, **said})
 

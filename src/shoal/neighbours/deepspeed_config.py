@@ -202,7 +202,7 @@ class _Reader(Written):
             elif value != "auto":
                 kept[name] = value
             elif at.startswith(("optimizer.", "scheduler.")) and name in FILLED_IN:
-                why = "only the trainer that fills it in knows it; nearest: the value itself"
+                why = "only the trainer that fills it in knows it; try: the value itself"
                 raise self.wrong(f"{at}{name}", value, why)
             else:
                 auto.append(f"{at}{name}")
@@ -215,7 +215,7 @@ class _Reader(Written):
         batch, micro, steps = (self.value(name) for name in names)
         said = ", ".join(f"{name} = {self.config[name]}" for name in names if self.config.get(name))
         if not batch and not micro:
-            more = "says no number of samples; nearest: train_micro_batch_size_per_gpu = 1"
+            more = "says no number of samples; try: train_micro_batch_size_per_gpu = 1"
             raise ConfigError(f"{self.where}: {said or 'no batch size'}: {more}")
         if batch and micro:
             steps = steps or batch // micro // ranks
@@ -225,7 +225,7 @@ class _Reader(Written):
         if batch != micro * steps * ranks:
             raise ConfigError(
                 f"{self.where}: {said}: {batch} ≠ micro-batch {micro} × accumulation {steps} × "
-                f"{ranks} data-parallel ranks; nearest: train_batch_size = "
+                f"{ranks} data-parallel ranks; try: train_batch_size = "
                 f"{max(1, micro) * max(1, steps) * ranks}"
             )
         for name, value in zip(names, (batch, micro, steps), strict=True):
@@ -237,7 +237,7 @@ class _Reader(Written):
         """Read ZeRO's stage, and what is offloaded whereto."""
         zero, devices = "zero_optimization", []
         if (stage := self.value(f"{zero}.stage")) > 3:
-            raise self.wrong(f"{zero}.stage", stage, "0, 1, 2 or 3 is wanted; nearest: 3")
+            raise self.wrong(f"{zero}.stage", stage, "0, 1, 2 or 3 is wanted; try: 3")
         for new, old, least in (("offload_optimizer", "cpu_offload", 1),
                                 ("offload_param", "cpu_offload_param", 3)):  # fmt: skip
             device = str(self.value(f"{zero}.{new}.device"))
@@ -245,7 +245,7 @@ class _Reader(Written):
                 raise ConfigError(f"{self.where}: {one_of(f'{zero}.{new}.device', device, known)}")
             if self.value(f"{zero}.{old}"):
                 if self.block(f"{zero}.{new}"):
-                    raise self.wrong(f"{zero}.{old}", True, f"is {new}'s old name; nearest: {new}")
+                    raise self.wrong(f"{zero}.{old}", True, f"is {new}'s old name; try: {new}")
                 device = "cpu"
             if device != "none" and stage < least:
                 self.told.append(f"{zero}.{new}: nothing below stage {least}, as in DeepSpeed")
@@ -262,7 +262,7 @@ class _Reader(Written):
         """Read the format of matrix products, and fp16's loss scale."""
         half, brain = self.value("fp16.enabled"), self.value("bf16.enabled")
         if half and brain:
-            raise self.wrong("fp16.enabled", True, "bf16 is enabled too; nearest: bf16 alone")
+            raise self.wrong("fp16.enabled", True, "bf16 is enabled too; try: bf16 alone")
         fixed, power, window, hysteresis, least, consecutive = (
             self.value(f"fp16.{name}")
             for name in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
@@ -285,12 +285,12 @@ class _Reader(Written):
         if era and (not self.era or self.era == changed[: len(self.era)] != changed):
             raise ConfigError(
                 f"era {short(era)}: a whole version is wanted, since gradient_clipping's default "
-                f"changed in {CLIPS_SINCE}; nearest: {CLIPS_SINCE}"
+                f"changed in {CLIPS_SINCE}; try: {CLIPS_SINCE}"
             )
         both = f"DeepSpeed takes 0.0 (none) before {CLIPS_SINCE}, and 1.0 from it on"
         if not self.era and unsaid is None:
             raise ConfigError(
-                f"{self.where}: gradient_clipping is not said: {both}; nearest: the key in the "
+                f"{self.where}: gradient_clipping is not said: {both}; try: the key in the "
                 f"file, or --era {CLIPS_SINCE}"
             )
         found = unsaid if unsaid is not None and not self.era else float(self.era >= changed)
@@ -302,7 +302,7 @@ class _Reader(Written):
         """Read the format in which gradients travel."""
         found = str(self.value("communication_data_type") or "").lower()
         if found not in ("", "fp32", "bf16"):
-            raise self.wrong("communication_data_type", found, "fp32 or bf16; nearest: fp32")
+            raise self.wrong("communication_data_type", found, "fp32 or bf16; try: fp32")
         return found
 
     def optimizer(self) -> tuple[str, dict[str, Any], list[Verdict]]:
@@ -310,7 +310,7 @@ class _Reader(Written):
         name, params = self.block("optimizer").get("type"), self.block("optimizer.params")
         kind = str(name).lower()
         if norm := params.get("max_grad_norm"):
-            raise self.wrong("optimizer.params.max_grad_norm", norm, "nearest: gradient_clipping")
+            raise self.wrong("optimizer.params.max_grad_norm", norm, "try: gradient_clipping")
         if kind in ("adam", "adamw") and params.get("torch_adam"):
             decays = kind == "adamw" or params.get("adam_w_mode", True)
             gone = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
@@ -325,12 +325,12 @@ class _Reader(Written):
                 self.told.append('optimizer.type = "Adam": AdamW, unless adam_w_mode = false')
             return "Lion" if kind == "lion" else "AdamW" if decays else "Adam", args, verdicts
         if kind in ELSEWHERE:
-            raise self.wrong("optimizer.type", name, f"is not here; nearest: {ELSEWHERE[kind]}")
+            raise self.wrong("optimizer.type", name, f"is not here; try: {ELSEWHERE[kind]}")
         name = "Adagrad" if kind == "adagrad" else name
         if name not in TORCH:
             lower = {one.lower(): one for one in (*TORCH, "Adam", "AdamW", "Lion")}
             close = lower[nearest(kind, lower) or "adamw"]
-            raise self.wrong("optimizer.type", name, f"no such optimizer; nearest: {close}")
+            raise self.wrong("optimizer.type", name, f"no such optimizer; try: {close}")
         return name, {key: tuple(v) if isinstance(v, list) else v for key, v in params.items()}, []
 
     def scheduler(self) -> tuple[str, dict[str, Any], list[Verdict]]:

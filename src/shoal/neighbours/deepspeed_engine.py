@@ -83,7 +83,7 @@ def initialize(
         if value is not None:
             raise ConfigError(
                 f"deepspeed.initialize: {name} lays ranks out by hand, which Shoal derives; "
-                f'nearest: shoal.parallelize(model, optimizer, loss, layout={{"tp": 2}}, sample=…)'
+                f'try: shoal.parallelize(model, optimizer, loss, layout={{"tp": 2}}, sample=…)'
             )
     told = config if config is not None else config_params
     if told is None:
@@ -168,7 +168,7 @@ def _optimizer(settings: Settings, brought: Any, parameters: Any) -> Any:
     if not settings.optimizer:
         raise ConfigError(
             "deepspeed.initialize: no optimizer: neither the call nor the configuration has one; "
-            'nearest: "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}'
+            'try: "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}'
         )
     made: Any = getattr(torch.optim, settings.optimizer, None)
     if settings.optimizer == "Lion":
@@ -176,7 +176,7 @@ def _optimizer(settings: Settings, brought: Any, parameters: Any) -> Any:
     if made is None:
         raise ConfigError(
             f"optimizer.type: {settings.optimizer} is not in torch.optim of {torch.__version__}; "
-            f"nearest: AdamW"
+            f"try: AdamW"
         )
     args = dict(settings.optimizer_args)
     if settings.optimizer in ("Adam", "AdamW"):
@@ -360,7 +360,7 @@ class Engine(Carried):
         """Go on from a checkpoint of `save_checkpoint`: (its folder, client_state); None: none."""
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise ConfigError(
-                "load_checkpoint: weights alone come from a file of weights; nearest: "
+                "load_checkpoint: weights alone come from a file of weights; try: "
                 "shoal checkpoint export RUN OUT, and model.load_state_dict before initialize"
             )
         step = _step_of(tag)
@@ -376,13 +376,13 @@ class Engine(Carried):
     def compile(self, *_how: Any, **_named: Any) -> None:
         """Nothing: blocks are compiled by the run's own key, compile.mode."""
         self.run.recorder.notice(
-            'deepspeed: engine.compile() changes nothing; nearest: parallelize(compile="blocks")'
+            'deepspeed: engine.compile() changes nothing; try: parallelize(compile="blocks")'
         )
 
     def save_16bit_model(self, save_dir: Any, save_filename: str = "model.safetensors") -> bool:
         """Refused: weights are exported from a checkpoint."""
         raise ConfigError(
-            "save_16bit_model: no pickle is written; nearest: engine.save_checkpoint(folder), and "
+            "save_16bit_model: no pickle is written; try: engine.save_checkpoint(folder), and "
             "shoal checkpoint export FOLDER model.safetensors"
         )
 
@@ -441,7 +441,7 @@ class Scale(loss_scale.LossScale):
             self.left -= 1
         elif self.value <= self.settings.least and self.settings.stops:
             raise ConfigError(
-                f"fp16: gradients overflow at the least loss scale, {self.value:g}; nearest: "
+                f"fp16: gradients overflow at the least loss scale, {self.value:g}; try: "
                 f'"bf16": {{"enabled": true}}, or a smaller optimizer.lr'
             )
         else:

@@ -100,7 +100,7 @@ def _rise(k: int, args: Arguments) -> float | None:
     """The share of a warm-up that is done at k; None after it."""
     steps, kind = max(2, args["warmup_num_steps"]), args["warmup_type"]
     if kind not in ("log", "linear"):
-        raise ConfigError(f"warmup_type = {kind}: not one of log, linear; nearest: log")
+        raise ConfigError(f"warmup_type = {kind}: not one of log, linear; try: log")
     if k < 0 or k >= steps:
         return 0.0 if k < 0 else None
     return 1.0 / math.log(steps) * math.log(k + 1) if kind == "log" else k / steps

@@ -52,7 +52,7 @@ def count_of(loss: torch.Tensor) -> torch.Tensor:
         last = loss.grad_fn.name() if loss.grad_fn is not None else "nothing that has a gradient"
         raise ConfigError(
             f"--exact: the loss (its last operation: {last}) is no mean that a function of torch's "
-            f"made, so nobody knows how many targets it is of; nearest: "
+            f"made, so nobody knows how many targets it is of; try: "
             f"loss = nn.CrossEntropyLoss()(outputs, targets), or without --exact"
         )
     return found

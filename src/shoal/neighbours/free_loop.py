@@ -133,7 +133,7 @@ class Alone(FreeLoop):
         if layout.zero or compute != "fp32":
             raise ConfigError(
                 f"LocalSGD: each rank steps whole weights in fp32 by itself, and layout.strategy "
-                f"is {layout.strategy}, precision.compute {compute}; nearest: ddp in fp32, or an "
+                f"is {layout.strategy}, precision.compute {compute}; try: ddp in fp32, or an "
                 f"island for each process (docs/islands.md)"
             )
         super().__init__(run)

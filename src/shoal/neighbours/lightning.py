@@ -84,7 +84,7 @@ class _Methods:
         for name in named.keys() - policies - {*OWN}:
             known = [*OWN, *POLICIES]
             near = ELSEWHERE.get(name) or nearest(name, known) or "a key of docs/configuration.md"
-            raise ConfigError(f"ShoalStrategy: {name} is no argument of it; nearest: {near}")
+            raise ConfigError(f"ShoalStrategy: {name} is no argument of it; try: {near}")
         self.policies = {name: named.pop(name) for name in policies}
         super().__init__(**named)
         self.layout = layout
@@ -112,7 +112,7 @@ class _Methods:
         if self.lightning_module in _in_parts:
             raise ConfigError(
                 "LightningModule: since a fit under fsdp it holds this rank's parts of its "
-                "weights; nearest: a new one, and ckpt_path="
+                "weights; try: a new one, and ckpt_path="
             )
         super().setup(trainer)  # type: ignore[misc]  # of the ddp strategy
         if trainer.state.fn != "fit":
@@ -121,16 +121,16 @@ class _Methods:
         if not module.automatic_optimization:
             raise ConfigError(
                 "LightningModule.automatic_optimization = False: a run makes each step whole; "
-                "nearest: True, or shoal.parallelize in a loop of your own (run.micro_batches)"
+                "try: True, or shoal.parallelize in a loop of your own (run.micro_batches)"
             )
         if type(module).backward is not self.package.LightningModule.backward:
             raise ConfigError(
                 "LightningModule.backward is overridden: gradients of a pass are the run's; "
-                "nearest: leave it out, and give training_step's loss the factor"
+                "try: leave it out, and give training_step's loss the factor"
             )
         if not any(group["params"] for one in optimizers for group in one.param_groups):
             raise ConfigError(
-                "configure_optimizers: no optimizer that steps a weight; nearest: one, over "
+                "configure_optimizers: no optimizer that steps a weight; try: one, over "
                 "self.parameters()"
             )
         self._begin(optimizers[0], compute, states)
@@ -167,8 +167,7 @@ class _Methods:
         if plugin.precision not in PRECISIONS:
             near = TRUE.get(plugin.precision, "bf16-mixed")
             raise ConfigError(
-                f"Trainer(precision={plugin.precision!r}): weights are stepped in fp32; nearest: "
-                f"{near}"
+                f"Trainer(precision={plugin.precision!r}): weights are stepped in fp32; try: {near}"
             )
         return PRECISIONS[plugin.precision]
 
@@ -208,7 +207,7 @@ class _Methods:
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *_: Any, **named: Any) -> Any:
         """Gradients of a loss, which Lightning has divided by the accumulation."""
         if self.loop is None:
-            raise ConfigError("backward: no fit is under way; nearest: Trainer.fit")
+            raise ConfigError("backward: no fit is under way; try: Trainer.fit")
         plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's
         loss = plugin.pre_backward(closure_loss, self.lightning_module)
         self.loop.backward(loss, share=1.0, last=not self._more, **named)
@@ -217,7 +216,7 @@ class _Methods:
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **_: Any) -> Any:
         """Run the last pass of a step, then update; hooks and clipping see the mean gradient."""
         if self.loop is None:
-            raise ConfigError("optimizer.step: no fit is under way; nearest: Trainer.fit")
+            raise ConfigError("optimizer.step: no fit is under way; try: Trainer.fit")
         found, run = closure(), self.loop.run
         if run.free is None or not run.free.count:
             return found  # training_step gave None
@@ -324,7 +323,7 @@ def check_layout(layout: Any) -> None:
     first = nearest(str(layout), LAYOUTS) or "ddp, zero1, zero2 or fsdp"
     raise ConfigError(
         f"ShoalStrategy(layout={layout!r}): Lightning's loop calls training_step on whole layers, "
-        f"once per batch; nearest: {first}; tp, pp and cp: shoal.parallelize(…, sample=…)"
+        f"once per batch; try: {first}; tp, pp and cp: shoal.parallelize(…, sample=…)"
     )
 
 
@@ -352,7 +351,7 @@ def _written(value: Any) -> Any:
     if hasattr(value, "__fspath__"):
         return {"path": str(value)}
     raise ConfigError(
-        f"strategy.broadcast: {type(value).__name__} would travel as a pickle; nearest: plain "
+        f"strategy.broadcast: {type(value).__name__} would travel as a pickle; try: plain "
         f"values, lists, dicts and tensors of it"
     )
 

@@ -59,7 +59,7 @@ class Lacking(ConfigError, AttributeError):
     """Something that a facade has not: one line for a user, none for `hasattr`."""
 
     def __init__(self, what: str, near: str | None) -> None:
-        said = f"; nearest: {near}" if near else ": a run of Shoal has nothing of this name"
+        said = f"; try: {near}" if near else ": a run of Shoal has nothing of this name"
         super().__init__(f"{what} is not answered by Shoal{said}")
 
 

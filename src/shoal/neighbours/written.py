@@ -95,7 +95,7 @@ def load_written(config: Mapping[str, Any] | str | Path, where: str) -> dict[str
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"{where}: {', '.join(twice)}: stands twice; nearest: leave one out")
+            raise ConfigError(f"{where}: {', '.join(twice)}: stands twice; try: leave one out")
         return dict(pairs)
 
     loads, said = _parser()
@@ -188,9 +188,7 @@ class Written:
                 raise ConfigError(f"{self.where}: {short(here)}: no such key{self._hint(there)}")
             gone = version(key.fate)
             if gone and self.era >= gone:
-                why = (
-                    f"{self.library} {key.fate} took it away; nearest: leave it out, or {key.words}"
-                )
+                why = f"{self.library} {key.fate} took it away; try: leave it out, or {key.words}"
                 raise self.wrong(here, value, why)
             inner = isinstance(value, Mapping) and any(
                 x.startswith(f"{there}.") for x in self.table
@@ -200,7 +198,7 @@ class Written:
             elif off or _harmless(value, key, inner=inner):
                 yield Verdict(here, value, "told", "is as without it")
             else:
-                raise self.wrong(here, value, f"is not here; nearest: {key.words}")
+                raise self.wrong(here, value, f"is not here; try: {key.words}")
             if inner:
                 yield from self.judge(here, there, off=off or "off" in key.values)
 
@@ -217,10 +215,10 @@ class Written:
         inside, dot, name = path.rpartition(".")
         here = [one[len(inside + dot) :] for one in self.table if one.startswith(inside + dot)]
         if close := nearest(name, [one for one in here if "." not in one]):
-            return f"; nearest: {close}"
+            return f"; try: {close}"
         known = (one for one in self.table if not one.startswith("args."))
         elsewhere = [one for one in known if one.rpartition(".")[2] == name]
-        return f"; nearest: {elsewhere[0]}" if elsewhere else f", here or in {self.library}"
+        return f"; try: {elsewhere[0]}" if elsewhere else f", here or in {self.library}"
 
 
 def told_lines(verdicts: Iterable[Verdict]) -> list[str]:

@@ -84,5 +84,5 @@ def needs_closure(kind: type) -> ConfigError:
     """Make the error for an optimizer class that calls the model itself."""
     return ConfigError(
         f"optimizer: {kind.__name__} evaluates the model itself through a closure, which a layout "
-        f"cannot split; nearest: torch.optim.AdamW"
+        f"cannot split; try: torch.optim.AdamW"
     )

@@ -37,7 +37,7 @@ class WeightAverage:
 
     def __init__(self, decay: float, parameters: Mapping[str, nn.Parameter]) -> None:
         if not 0 <= decay < 1:
-            raise ConfigError(f"average decay = {decay}: wanted 0 ≤ decay < 1; nearest: 0.999")
+            raise ConfigError(f"average decay = {decay}: wanted 0 ≤ decay < 1; try: 0.999")
         self.decay = decay
         self.updates = 0
         self._pieces = dict(parameters)

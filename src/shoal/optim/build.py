@@ -79,7 +79,7 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
             raise ConfigError(f"optimizer.name = {name}: does not import: {failure}") from failure
         if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
             raise ConfigError(
-                f"optimizer.name = {name}: is no subclass of torch.optim.Optimizer; nearest: adamw"
+                f"optimizer.name = {name}: is no subclass of torch.optim.Optimizer; try: adamw"
             )
         return found
     classes = {
@@ -97,7 +97,7 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
         close = nearest(name.lower(), there)
         raise ConfigError(
             f"optimizer.name = {name}: no such optimizer"
-            + (f"; nearest: {close}" if close else f"; there are {', '.join(there)}")
+            + (f"; try: {close}" if close else f"; there are {', '.join(there)}")
         )
     return classes[name.lower()]
 

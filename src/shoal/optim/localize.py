@@ -112,5 +112,5 @@ def _cut_value(
     raise PlanError(
         f"optimizer: {type(optimizer).__name__} has stepped already and keeps {key} of shape "
         f"{list(value.shape)} for a parameter of shape {list(parameter.shape)}, which cannot be "
-        f"cut with it; hand over an optimizer that has not stepped; nearest: layout ddp"
+        f"cut with it; hand over an optimizer that has not stepped; try: layout ddp"
     )

@@ -22,7 +22,7 @@ def check_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> 
     if record["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"optimizer: the checkpoint was written by {record['class']}, this run has "
-            f"{type(optimizer).__name__}; nearest: optimizer.name={name_of(record['class'])}"
+            f"{type(optimizer).__name__}; try: optimizer.name={name_of(record['class'])}"
         )
 
 

@@ -33,7 +33,7 @@ def apply(program: Program) -> Program:
             raise PlanError(
                 f"model: {name} is a SyncBatchNorm: a rank without a micro-batch in an epoch's "
                 f"short last step would not join its sums, and the others would wait for ever; "
-                f"nearest: nn.BatchNorm, whose running statistics are kept equal on all ranks"
+                f"try: nn.BatchNorm, whose running statistics are kept equal on all ranks"
             )
     layers = [
         m

@@ -167,7 +167,7 @@ def _refuse_replaced(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle
             raise PlanError(
                 f"{path}: the model's first forward pass replaces this "
                 f"{type(before[path]).__name__}, so ranks would not compute what one process "
-                f"computes; nearest: run the model once, on such inputs, before it is divided"
+                f"computes; try: run the model once, on such inputs, before it is divided"
             )
 
     hooks = (

@@ -127,5 +127,5 @@ def said_of_files(module: nn.Module, folder: Path | None) -> list[str]:
         f"model: {bytes_text(made_bytes)} of {bytes_text(sum(sizes.values()))} are not in the "
         f"files of {folder} as the model holds them (another format, merged, or missing), first: "
         f"{names[0]}; one process of each machine reads those whole, every process its part of the "
-        f"rest; nearest: save_pretrained of the model as it is built"
+        f"rest; try: save_pretrained of the model as it is built"
     ]

@@ -91,7 +91,7 @@ class _Told:
                 f"memory.recompute = {self.policy}: {self.block} saved other tensors in its second "
                 f"run than in its first: it depends on something beside its inputs, its buffers "
                 f"and torch's generators (a cache that it fills, Python's random); "
-                f"nearest: memory.recompute=none"
+                f"try: memory.recompute=none"
             ) from failure
 
     def in_place(self, block: str) -> PlanError:
@@ -213,7 +213,7 @@ class _Buffers:
             name = ".".join(part for part in (self.name, path, key) if part)
             raise PlanError(
                 f"memory.recompute = {self.told.policy}: {name} changes in some forward passes "
-                f"only, so its value before this one was not kept; nearest: memory.recompute=none"
+                f"only, so its value before this one was not kept; try: memory.recompute=none"
             )
         return {place: look.copies[place] for place in self.changing[look.modes]}
 

@@ -80,7 +80,7 @@ def _lost(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | No
             return (
                 f"{name}: max_norm shortens the rows that a pass looks up, which on "
                 f"{program.data.size} ranks are those of their own samples, so their weights would "
-                f"drift apart; nearest: torch.nn.utils.parametrize with a norm of all rows, or one "
+                f"drift apart; try: torch.nn.utils.parametrize with a norm of all rows, or one "
                 f"process"
             ), False
         if is_lost:
@@ -130,7 +130,7 @@ def _told(name: str, was: Look, now: Look, plan: Plan) -> tuple[str, bool]:
         to = str(now[0]).removeprefix("torch.")
         return (
             f"{name}: the model's own forward pass turns it into {to}, and {layout} in "
-            f"{plan.compute} would train on without it; nearest: cast values there (weight.to("
+            f"{plan.compute} would train on without it; try: cast values there (weight.to("
             f"torch.{to}) in the place of module.to(torch.{to})), or precision.compute="
             f"{FORMATS.get(now[0], 'fp32')}"
         ), True
@@ -138,6 +138,6 @@ def _told(name: str, was: Look, now: Look, plan: Plan) -> tuple[str, bool]:
     fp32 = "" if plan.compute in ("fp32", "fp64") else " with precision.compute=fp32"
     return (
         f"{name}: the model's own forward pass {what}, and {layout} in {plan.compute} would lose "
-        f"what it wrote; nearest: torch.nn.utils.parametrize, which computes a weight from the "
+        f"what it wrote; try: torch.nn.utils.parametrize, which computes a weight from the "
         f"one that trains, or layout.strategy=ddp{fp32}"
     ), False

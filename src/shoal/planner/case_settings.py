@@ -57,18 +57,18 @@ def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
     """
     asked, parts = plan.compute, (cluster, *cluster.groups)
     if any(part.device.kind != cluster.device.kind for part in parts):
-        raise PlanError("--on: devices and cores cannot share one run; nearest: leave cpu out")
+        raise PlanError("--on: devices and cores cannot share one run; try: leave cpu out")
     if cluster.device.kind != "gpu":
         if asked == "fp16":
             raise PlanError(
-                "precision.compute = fp16: a CPU has no fast fp16 and no rate for it; nearest: "
+                "precision.compute = fp16: a CPU has no fast fp16 and no rate for it; try: "
                 "precision.compute=bf16"
             )
         return "fp32" if asked == "auto" else asked
     if plan.states_in_files:
         raise PlanError(
             "memory.offload_to = files: states in files are stepped by the CPU, and these are "
-            "devices; nearest: memory.offload_to=host"
+            "devices; try: memory.offload_to=host"
         )
     every = [part.device.matrix_flops_per_s for part in parts]
     rates = {name: min(rate.get(name, 0.0) for rate in every) for name in WIDTHS}

@@ -243,7 +243,7 @@ def find_model(name: str, where: str = "--on") -> Model:
     if plain in _KNOWN:
         return CATALOGUE[_KNOWN[plain]]
     close = _KNOWN.get(nearest(plain, _KNOWN) or "")
-    hint = f"; nearest: {close}" if close else ""
+    hint = f"; try: {close}" if close else ""
     families = ", ".join(dict.fromkeys(_family(key) for key in CATALOGUE))
     raise PlanError(f'{where}: "{name}" is no device of the catalogue ({families}){hint}')
 

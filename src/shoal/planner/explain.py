@@ -152,27 +152,27 @@ def starting(best: Candidate) -> str:
     if one.name == "building" and word.place == "host":
         return (
             f"while building, each of a node's {local_ranks(case)} ranks holds {weights}: {size}; "
-            f"nearest: {builder if is_divided(case) else 'layout.strategy=fsdp'}"
+            f"try: {builder if is_divided(case) else 'layout.strategy=fsdp'}"
         )
     if one.name == "building" and case.handed == "device" and is_divided(case):
         return (
             f"while building, {weights} stand on every device already, beside its part: {size}; "
-            f"nearest: {builder}, or the module on the CPU"
+            f"try: {builder}, or the module on the CPU"
         )
     if one.name == "building":
         return (
             f"while building, a device holds its part of {weights} and the largest unit whole: "
-            f"{size}; nearest: more devices, or smaller blocks"
+            f"{size}; try: more devices, or smaller blocks"
         )
     if one.name == "proving":
-        return f"while proving, in float64: {size}; nearest: train.prove=off"
+        return f"while proving, in float64: {size}; try: train.prove=off"
     if one.name == "checking":
         return (
-            f"while checking, a layer is computed whole in float64: {size}; nearest: a layout "
+            f"while checking, a layer is computed whole in float64: {size}; try: a layout "
             f"without tp and cp"
         )
     at = "in its first step" if one.name == "first step" else f"while {one.name}"
-    return f"{at}: {size}; nearest: more nodes, or machines with more memory"
+    return f"{at}: {size}; try: more nodes, or machines with more memory"
 
 
 def guide_layout(parameters: int, cluster: Cluster, heads: int, blocks: int) -> Layout:

@@ -35,14 +35,14 @@ def check_cores(processes: int, machine: MachineFacts) -> None:
 
     >>> check_cores(3000, MachineFacts(cores=2, memory_bytes=2**34, gpus=0))
     Traceback (most recent call last):
-    shoal.base.errors.PlanError: launch.processes = 3000: this machine has 2 cores; nearest: \
+    shoal.base.errors.PlanError: launch.processes = 3000: this machine has 2 cores; try: \
 launch.processes=2
     """
     if machine.gpus or processes <= MOST_PER_CORE * machine.cores:
         return
     cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
     raise PlanError(
-        f"launch.processes = {processes}: this machine has {cores}; nearest: "
+        f"launch.processes = {processes}: this machine has {cores}; try: "
         f"launch.processes={default_processes(machine)}"
     )
 
@@ -111,7 +111,7 @@ def _too_large(parameters: int, processes: int, machine: MachineFacts) -> str:
     return (
         f"layout.strategy = auto: {count_text(parameters)} parameters take {need} of states even "
         f"with {strategy} on {processes} process{'es' if processes > 1 else ''}, this machine has "
-        f"{bytes_text(machine.memory_bytes)}; nearest: {fewer}a smaller model"
+        f"{bytes_text(machine.memory_bytes)}; try: {fewer}a smaller model"
     )
 
 
@@ -124,7 +124,7 @@ def check_guide(parameters: int | None) -> None:
         return
     raise PlanError(
         f"layout.strategy = auto: {count_text(parameters)} parameters, above 10B: the guide says "
-        f"3d (tp × pp × dp), whose degrees auto does not choose; nearest: layout.strategy=3d, or "
+        f"3d (tp × pp × dp), whose degrees auto does not choose; try: layout.strategy=3d, or "
         f"layout.strategy=fsdp, if {bytes_text(parameters * STATE_BYTES_PER_PARAMETER)} of states "
         f"fit on all ranks together"
     )

@@ -92,7 +92,7 @@ def _check_alike(config: _Config, kind: str) -> None:
         if config.found.get(key):
             raise ConfigError(
                 f"{config.where}: model_type {kind} {why}, which no arithmetic here counts; "
-                f"nearest: model.build=pkg.mod:function, whose layers are traced"
+                f"try: model.build=pkg.mod:function, whose layers are traced"
             )
 
 

@@ -54,7 +54,7 @@ def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tup
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             f"model.name = {name}: needs transformers, which is not installed; "
-            f"nearest: pip install 'shoal[hf]'"
+            f"try: pip install 'shoal[hf]'"
         )
     given = Path(name.removeprefix(PREFIX)).expanduser()
     path = given if given.suffix == ".json" else given / "config.json"
@@ -62,7 +62,7 @@ def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tup
     if arguments:
         key = next(iter(arguments))
         raise ConfigError(
-            f"model.{key}: {name} takes its arguments from {path}; nearest: change them there"
+            f"model.{key}: {name} takes its arguments from {path}; try: change them there"
         )
     if path == given:
         return path, False
@@ -71,7 +71,7 @@ def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tup
     if pickled and not stored:
         raise ConfigError(
             f"model.name = {name}: {pickled[0]} is a pickle, which runs code when it is read; "
-            f"nearest: shoal checkpoint import {given} {given}, which runs none, or "
+            f"try: shoal checkpoint import {given} {given}, which runs none, or "
             f"{PREFIX}{path} for new weights"
         )
     return path, stored
@@ -97,7 +97,7 @@ def _check_file(name: str, path: Path) -> None:
     if not path.is_file():
         folders = [*path.parent.glob("*/config.json"), *path.parent.parent.glob("*/config.json")]
         close = nearest(str(path.parent), [str(found.parent) for found in folders])
-        hint = f"nearest: {PREFIX}{close}" if close else "give a folder with a config.json"
+        hint = f"try: {PREFIX}{close}" if close else "give a folder with a config.json"
         raise ConfigError(f"model.name = {name}: there is no file {path}; {hint}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

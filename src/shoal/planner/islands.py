@@ -86,21 +86,17 @@ class IslandsFacts:
             ("ranks", self.ranks, "1"),
         ):
             if not value > 0:
-                raise PlanError(
-                    f"{name} = {value:g}: must be more than 0; nearest: {name}={nearest}"
-                )
+                raise PlanError(f"{name} = {value:g}: must be more than 0; try: {name}={nearest}")
         for name, value in (
             ("latency_s", self.latency_s),
             ("near_bytes_per_s", self.near_bytes_per_s),
             ("tokens", self.tokens),
         ):
             if not value >= 0:
-                raise PlanError(f"{name} = {value:g}: must be 0 or more; nearest: {name}=0")
+                raise PlanError(f"{name} = {value:g}: must be 0 or more; try: {name}=0")
         if not all(0 < speed <= 1 for speed in self.speeds):
             wrong = next(speed for speed in self.speeds if not 0 < speed <= 1)
-            raise PlanError(
-                f"speeds: {wrong:g} is no share of the fastest island's speed; nearest: 1"
-            )
+            raise PlanError(f"speeds: {wrong:g} is no share of the fastest island's speed; try: 1")
 
 
 @dataclass(frozen=True)
@@ -305,7 +301,7 @@ def _kept(policy: IslandsPolicy) -> int:
 
 def _check(policy: IslandsPolicy, facts: IslandsFacts) -> None:
     if not policy.on:
-        raise PlanError("islands.method = none: nothing to foresee; nearest: islands.method=diloco")
+        raise PlanError("islands.method = none: nothing to foresee; try: islands.method=diloco")
     if facts.speeds and len(facts.speeds) != policy.count:
         raise PlanError(
             f"speeds: {len(facts.speeds)} for islands.count = {policy.count}; one for each island"

@@ -184,6 +184,4 @@ def _halved(low: int, high: int, enough: Callable[[int], bool]) -> int:
 
 def _check_target(target: float) -> None:
     if not 0 < target < 1:
-        raise PlanError(
-            f"target = {target:g}: a share between 0 and 1, both out; nearest: target=0.95"
-        )
+        raise PlanError(f"target = {target:g}: a share between 0 and 1, both out; try: target=0.95")

@@ -105,7 +105,7 @@ class _Reader:
         if others and (first.islands > 1 or any(other.islands > 1 for other in others)):
             raise PlanError(
                 f'--on "{self.text}": islands are equal, so "+" stands inside their brackets; '
-                f'nearest: --on "4x(8xV100-32GB + 8xA100-40GB)@200Mbit"'
+                f'try: --on "4x(8xV100-32GB + 8xA100-40GB)@200Mbit"'
             )
         joined = list(first.groups)
         for other in others:  # brackets may hold several parts
@@ -157,7 +157,7 @@ class _Reader:
         if not found or not float(found[2]) or found[1] == "0":
             raise PlanError(
                 f'--on "{self.text}": {key}={value} is no number of network cards per node and '
-                f"their rate in bits per second; nearest: {key}=8x400Gb"
+                f"their rate in bits per second; try: {key}=8x400Gb"
             )
         gbit_per_s = float(found[2]) * _BIG[found[3]] / 1e9
         return network(key, int(found[1] or 1), gbit_per_s, sharing)
@@ -187,13 +187,11 @@ class _Reader:
         if found[1].lower() != "latency":
             raise PlanError(
                 f'--on "{self.text}": {found[1]}= is no option of the link between islands; '
-                f"nearest: latency=50ms"
+                f"try: latency=50ms"
             )
         value = _TIME.match(found[2])
         if not value:
-            raise PlanError(
-                f'--on "{self.text}": latency={found[2]} is no time; nearest: latency=50ms'
-            )
+            raise PlanError(f'--on "{self.text}": latency={found[2]} is no time; try: latency=50ms')
         return float(value[1]) * _SHORT[value[2]], "as given"
 
 
@@ -205,7 +203,7 @@ def _of_catalogue(name: str, counts: list[int], text: str) -> tuple[Cluster, int
             nodes = -(-counts[0] // model.per_node)
             raise PlanError(
                 f'--on "{text}": {counts[0]} {model.device.name} are no whole nodes of '
-                f"{model.per_node}; nearest: {nodes}x{model.per_node}x{model.device.name}, or "
+                f"{model.per_node}; try: {nodes}x{model.per_node}x{model.device.name}, or "
                 f"1x{counts[0]}x{model.device.name} for one node"
             )
         counts = [counts[0] // model.per_node, model.per_node]

@@ -110,7 +110,7 @@ def blocks(name: str, arguments: Mapping[str, Any] | None = None) -> int | None:
 def _unknown_model(name: str) -> str:
     names = ", ".join([*FAMILIES, *PUBLISHED])
     close = nearest(name, [*FAMILIES, *PUBLISHED])
-    hint = f"nearest: model.name={close}; " if close else ""
+    hint = f"try: model.name={close}; " if close else ""
     return (
         f"model.name = {name}: not one of {names}; {hint}"
         f"any other model: hf:PATH of a config.json, or model.build=pkg.mod:function"
@@ -119,7 +119,7 @@ def _unknown_model(name: str) -> str:
 
 def _unknown_argument(model: str, key: str, allowed: list[str]) -> str:
     close = nearest(key, [*allowed, "name", "build", "loss", "call"])  # the section's own keys too
-    hint = f"nearest: model.{close}" if close else f"it has {', '.join(allowed)}"
+    hint = f"try: model.{close}" if close else f"it has {', '.join(allowed)}"
     return f"model.{key}: no such argument of {model}; {hint}"
 
 
@@ -141,10 +141,10 @@ def _check_value(spec: Argument, value: Any) -> Value:
         return 0
     if not value >= spec.least:
         raise ConfigError(
-            f"{where}: at least {spec.least:g}; nearest legal: model.{spec.name}={spec.least:g}"
+            f"{where}: at least {spec.least:g}; try: model.{spec.name}={spec.least:g}"
         )
     if spec.name == "dropout" and value >= 1:
-        raise ConfigError(f"{where}: a share below 1; nearest legal: model.dropout=0.9")
+        raise ConfigError(f"{where}: a share below 1; try: model.dropout=0.9")
     return int(value) if whole else float(value)
 
 
@@ -173,7 +173,7 @@ def _finish_llama(full: dict[str, Any], vocabulary: int | None, sequence: int | 
         )
         raise ConfigError(
             f"model.kv_heads = {kv_heads}: does not divide model.heads = {heads}; "
-            f"nearest legal: model.kv_heads={legal}"
+            f"try: model.kv_heads={legal}"
         )
     _check_heads(full["dim"], heads, 2 * heads)
 
@@ -183,7 +183,7 @@ def _finish_moe(full: dict[str, Any], vocabulary: int | None, sequence: int | No
     if full["top_k"] > full["experts"]:
         raise ConfigError(
             f"model.top_k = {full['top_k']}: more than model.experts = {full['experts']}; "
-            f"nearest legal: model.top_k={full['experts']}"
+            f"try: model.top_k={full['experts']}"
         )
     _finish_llama(full, vocabulary, sequence)
 
@@ -204,7 +204,7 @@ def _finish_vit(full: dict[str, Any], vocabulary: int | None, sequence: int | No
         legal = min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: _far(n, patch))
         raise ConfigError(
             f"model.patch = {patch}: does not divide model.image_size = {size}; "
-            f"nearest legal: model.patch={legal}"
+            f"try: model.patch={legal}"
         )
 
 
@@ -226,7 +226,7 @@ def _cover_data(full: dict[str, Any], vocabulary: int | None, sequence: int | No
         if needed is not None and full[key] < needed:
             raise ConfigError(
                 f"model.{key} = {full[key]}: less than the {needed} of {owner}; "
-                f"nearest legal: model.{key}={needed}"
+                f"try: model.{key}={needed}"
             )
 
 
@@ -237,9 +237,7 @@ def _check_heads(dim: int, heads: int, unit: int) -> None:
         legal = max(
             unit, min(dim // unit * unit, dim // unit * unit + unit, key=lambda n: _far(n, dim))
         )
-        raise ConfigError(
-            f"model.dim = {dim}: {why} model.heads = {heads}; nearest legal: model.dim={legal}"
-        )
+        raise ConfigError(f"model.dim = {dim}: {why} model.heads = {heads}; try: model.dim={legal}")
 
 
 def _far(a: int, b: int) -> int:

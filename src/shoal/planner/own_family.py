@@ -29,8 +29,7 @@ def own_family(name: str, arguments: dict[str, Any] | None = None, **known: int)
     given = found.arguments
     if found.family not in _SHAPES:
         raise PlanError(
-            f"model.name = {name}: is no transformer, its facts are traced; nearest: "
-            f"model.name=llama"
+            f"model.name = {name}: is no transformer, its facts are traced; try: model.name=llama"
         )
     shared = {
         "name": name,

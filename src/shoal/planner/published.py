@@ -204,7 +204,7 @@ def published(name: str) -> Transformer:
         return found
     key = _plain(name)
     close = nearest(key, SHAPES)
-    hint = f"nearest: {close}; " if close else ""
+    hint = f"try: {close}; " if close else ""
     raise ConfigError(
         f"model = {name}: no published shape of that name; {hint}"
         f"others: hf:PATH of a config.json, or one of {', '.join(SHAPES)}"

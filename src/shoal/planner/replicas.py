@@ -85,5 +85,5 @@ def told(case: Case, memory: MemoryEstimate, sent_bytes: float) -> str:
     return (
         f"dp: the first device holds {bytes_text(memory.peak_bytes)} with the optimizer's state, "
         f"{each} {bytes_text(memory.others_bytes)}; {bytes_text(sent_bytes)} per step go through "
-        f"its link, beside no pass; not fitted to any machine; nearest: layout.strategy=ddp"
+        f"its link, beside no pass; not fitted to any machine; try: layout.strategy=ddp"
     )

@@ -102,16 +102,16 @@ def legal(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:
         )
     if name == "interleaved":
         if chunks < 2:
-            raise PlanError(f"{where}: needs at least 2 chunks per rank, got {chunks}; nearest: 2")
+            raise PlanError(f"{where}: needs at least 2 chunks per rank, got {chunks}; try: 2")
         if m % p:
             raise PlanError(
                 f"{where}: needs micro-batches per step in a multiple of layout.pp = {p}, got {m}; "
-                f"nearest: {_multiple(m, p)}, or layout.schedule=1f1b"
+                f"try: {_multiple(m, p)}, or layout.schedule=1f1b"
             )
     elif chunks != 1 and not (name in ("zbv", "dualpipe") and chunks == 2):
         fixed = "2 stages" if name in ("zbv", "dualpipe") else "1 stage"
         raise PlanError(
-            f"{where}: holds {fixed} per rank, got {chunks} chunks; nearest: "
+            f"{where}: holds {fixed} per rank, got {chunks} chunks; try: "
             f"chunks=1, or layout.schedule=interleaved"
         )
     if name == "dualpipe" and (p % 2 or m % 2 or m < 2 * p):
@@ -119,7 +119,7 @@ def legal(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:
         right_m = max(m + m % 2, 2 * right_p)
         raise PlanError(
             f"{where}: needs an even number of ranks and an even number of micro-batches, at least "
-            f"two per rank, got layout.pp = {p} and {m}; nearest: layout.pp={right_p} and {right_m}"
+            f"two per rank, got layout.pp = {p} and {m}; try: layout.pp={right_p} and {right_m}"
         )
     return name
 
@@ -158,7 +158,7 @@ def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> None:
         )
         raise PlanError(
             f"layout.schedule = {name}: needs {which}, got {count} per data-parallel rank "
-            f"(train.batch {batch}, train.micro_batch {micro_batch}); nearest: "
+            f"(train.batch {batch}, train.micro_batch {micro_batch}); try: "
             f"{', or '.join([*nearest, 'layout.schedule=1f1b'])}"
         )
 

@@ -105,18 +105,18 @@ def _nothing(case: Case, space: SearchSpace) -> str:
     if tp > 1 and (not model.heads or model.heads % tp):
         legal = max((n for n in range(1, tp) if model.heads and model.heads % n == 0), default=1)
         return (
-            f"layout.tp = {tp}: does not divide the {model.heads} heads of {model.name}; nearest "
-            f"legal: layout.tp={legal}"
+            f"layout.tp = {tp}: does not divide the {model.heads} heads of {model.name}; try:"
+            f" layout.tp={legal}"
         )
     if tp > cluster.per_node:
         return (
             f"layout.tp = {tp}: a node has {cluster.per_node} devices, and between nodes tensor "
-            f"parallelism never pays; nearest: layout.tp={cluster.per_node}"
+            f"parallelism never pays; try: layout.tp={cluster.per_node}"
         )
     if pp > model.blocks:
         return (
-            f"layout.pp = {pp}: {model.name} has {model.blocks} blocks to cut between; nearest "
-            f"legal: layout.pp={max(1, model.blocks)}"
+            f"layout.pp = {pp}: {model.name} has {model.blocks} blocks to cut between; try:"
+            f" layout.pp={max(1, model.blocks)}"
         )
     degree = space.layout.data_degree if space.layout else cluster.devices // (tp * pp)
     if pp > 1 and (why := _no_schedule(pp, degree, case.plan, space)):
@@ -134,7 +134,7 @@ def _nothing(case: Case, space: SearchSpace) -> str:
     whom = f"{degree} workers" if serves else f"{cluster.devices} devices"
     return (
         f"train.batch = {case.batch}: nothing divides it over {whom}{each}; "
-        f"nearest: train.batch={legal}"
+        f"try: train.batch={legal}"
     )
 
 

@@ -99,7 +99,7 @@ def _zero(section: LayoutSection) -> int | None:
     if section.strategy not in stages:
         raise PlanError(
             f"layout.strategy = {section.strategy}: is a whole layout, and so are degrees beside "
-            f"it; nearest: leave layout.strategy out"
+            f"it; try: leave layout.strategy out"
         )
     return stages[section.strategy]
 
@@ -124,7 +124,7 @@ def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
         if threads > cluster.per_node:
             raise PlanError(
                 f"layout.threads = {threads}: dp has a replica on each of so many devices, and a "
-                f"node has {cluster.per_node}; nearest: layout.threads={cluster.per_node}"
+                f"node has {cluster.per_node}; try: layout.threads={cluster.per_node}"
             )
     return expand(
         strategy,

@@ -146,9 +146,9 @@ def pace(
     1.25
     """
     if not worker_s or min(worker_s) <= 0:
-        raise PlanError("worker_s: every worker takes more than 0 seconds; nearest: worker_s=1,1,4")
+        raise PlanError("worker_s: every worker takes more than 0 seconds; try: worker_s=1,1,4")
     if not 1 <= steps <= MOST_STEPS:
-        raise PlanError(f"steps = {steps}: 1 to {MOST_STEPS} are played; nearest: steps=2000")
+        raise PlanError(f"steps = {steps}: 1 to {MOST_STEPS} are played; try: steps=2000")
     count = len(worker_s)
     if synchronous:
         step_s = max(worker_s) / count + apply_s
@@ -156,7 +156,7 @@ def pace(
         return Pace(1 / step_s, 0.0, 0, (steps,) * count, held)
     if bound is not None and bound < count - 1:
         raise PlanError(
-            f"staleness = {bound}: {count} workers need at least {count - 1}; nearest: "
+            f"staleness = {bound}: {count} workers need at least {count - 1}; try: "
             f"staleness={count - 1}"
         )
     turns, now_s, held_s = Admission(bound), 0.0, 0.0

@@ -134,7 +134,7 @@ def _check_name(strategy: str, layout: Layout) -> None:
         nearest = f"layout.strategy={layout.strategy}" if named else "leave layout.strategy out"
         raise PlanError(
             f"layout.strategy = {strategy}: the degrees given with it are {layout.text()}; "
-            f"nearest: {nearest}, or leave the degrees out"
+            f"try: {nearest}, or leave the degrees out"
         )
 
 

@@ -62,7 +62,7 @@ def peak_flops_per_s(device: Device, compute: str) -> float:
         close = nearest(compute, rates) or next(iter(rates), "none is known")
         raise PlanError(
             f"precision.compute = {compute}: no matrix rate is known for {device.name}, which has "
-            f"{', '.join(rates) or 'none'}; nearest: precision.compute={close}"
+            f"{', '.join(rates) or 'none'}; try: precision.compute={close}"
         )
     return rate
 
@@ -101,7 +101,7 @@ def repeated(case: Case, habits: Habits, in_block: bool) -> tuple[float, float, 
         return habits.selective
     raise PlanError(
         f"memory.recompute = {case.plan.recompute}: not one of none, selective, full; "
-        f"nearest: {nearest(case.plan.recompute, ('none', 'selective', 'full')) or 'none'}"
+        f"try: {nearest(case.plan.recompute, ('none', 'selective', 'full')) or 'none'}"
     )
 
 

@@ -49,9 +49,9 @@ def model_facts(
     41.0
     """
     if sequence < 1:
-        raise PlanError(f"data.sequence = {sequence}: at least 1 token; nearest legal: 1")
+        raise PlanError(f"data.sequence = {sequence}: at least 1 token; try: 1")
     if element_bytes not in (1, 2, 4, 8):
-        raise PlanError(f"element_bytes = {element_bytes}: not one of 1, 2, 4, 8; nearest: 2")
+        raise PlanError(f"element_bytes = {element_bytes}: not one of 1, 2, 4, 8; try: 2")
     cut = Cut(shape, sequence, element_bytes, kernels)
     units = [_embedding(cut)]
     dense = shape.layers if not shape.experts else min(shape.dense_layers, shape.layers)

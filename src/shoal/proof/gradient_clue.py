@@ -270,7 +270,7 @@ def _rounded(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
                 f"rounds",
                 f"gradients are summed or sent in {name}",
                 f"look for casts to {name} in backward passes and gradient hooks of your own; "
-                f"nearest: precision.reduce=fp32; without any cast, {REPORT}",
+                f"try: precision.reduce=fp32; without any cast, {REPORT}",
             )
     return None
 
@@ -325,11 +325,11 @@ def nearest(layout: Layout, axes: Sequence[str]) -> str:
     """Propose settings that do without some of `AXES`: the beginning of an advice, or "".
 
     >>> nearest(Layout(tp=2, pp=2), ("tp", "pp"))
-    'nearest: layout.tp=1, or layout.pp=1; '
+    'try: layout.tp=1, or layout.pp=1; '
     >>> nearest(Layout(dp_shard=4), ("dp",)), nearest(Layout(dp_replicate=4), ("dp",))
-    ('nearest: layout.dp_replicate=4 and layout.dp_shard=1; ', '')
+    ('try: layout.dp_replicate=4 and layout.dp_shard=1; ', '')
     """
     without = [f"layout.{axis}=1" for axis in axes if axis != "dp" and degree_of(layout, axis) > 1]
     if "dp" in axes and layout.dp_shard > 1:
         without.append(f"layout.dp_replicate={layout.data_degree} and layout.dp_shard=1")
-    return f"nearest: {', or '.join(without)}; " if without else ""
+    return f"try: {', or '.join(without)}; " if without else ""

@@ -78,7 +78,7 @@ def calculate(
         screen = function(**values)
     except (OverflowError, ZeroDivisionError):
         raise PlanError(
-            f"{word}: these numbers are too far apart to compute with; nearest: its defaults"
+            f"{word}: these numbers are too far apart to compute with; try: its defaults"
         ) from None
     if path:
         named = dataclasses.replace(screen.chart, title=screen.title)
@@ -106,7 +106,7 @@ def known_word(word: str) -> str:
     close = nearest(word, SCREENS)
     raise PlanError(
         f"simulate {word}: no calculator, there are {', '.join(SCREENS)}; "
-        f"nearest: shoal simulate {close or 'goodput'}"
+        f"try: shoal simulate {close or 'goodput'}"
     )
 
 
@@ -126,7 +126,7 @@ def parse(word: str, function: Callable[..., Screen], texts: Mapping[str, str]) 
         if key not in options and not (dot and section in sections):
             raise PlanError(
                 f"simulate {word}: {key} is not an option, there are {', '.join(options)}, svg; "
-                f"nearest: {_nearest_option(key, [*options, 'svg'], sections)}"
+                f"try: {_nearest_option(key, [*options, 'svg'], sections)}"
             )
     values = {
         key: _value(key, texts[key], default) if key in texts else default
@@ -165,11 +165,11 @@ def _split(word: str, arguments: Sequence[str]) -> dict[str, str]:
         key, equals, value = argument.partition("=")
         if not equals or not value:
             raise PlanError(
-                f"simulate {word}: {argument} has no value; nearest: {key or 'key'}=…, as in "
+                f"simulate {word}: {argument} has no value; try: {key or 'key'}=…, as in "
                 f"shoal simulate {word} {_example(word)}"
             )
         if key in texts:
-            raise PlanError(f"simulate {word}: {key} is given twice; nearest: {key}={value}")
+            raise PlanError(f"simulate {word}: {key} is given twice; try: {key}={value}")
         texts[key] = value
     return texts
 
@@ -197,19 +197,19 @@ def _number(key: str, text: str, default: object) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise PlanError(f"{key} = {text}: not a number; nearest: {key}={default}")
+        raise PlanError(f"{key} = {text}: not a number; try: {key}={default}")
     if value < 0 or (value == 0 and key not in MAY_BE_ZERO):
         least = "0 or more" if key in MAY_BE_ZERO else "more than 0"
-        raise PlanError(f"{key} = {text}: must be {least}; nearest: {key}={default}")
+        raise PlanError(f"{key} = {text}: must be {least}; try: {key}={default}")
     if value > LARGEST:
-        raise PlanError(f"{key} = {text}: at most {LARGEST:g}; nearest: {key}={default}")
+        raise PlanError(f"{key} = {text}: at most {LARGEST:g}; try: {key}={default}")
     return value
 
 
 def _count(key: str, text: str, default: object) -> int:
     value = _number(key, text, default)
     if value != int(value):
-        raise PlanError(f"{key} = {text}: a whole number; nearest: {key}={max(1, round(value))}")
+        raise PlanError(f"{key} = {text}: a whole number; try: {key}={max(1, round(value))}")
     return int(value)
 
 

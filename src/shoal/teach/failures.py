@@ -58,16 +58,14 @@ class FailureCase:
         goodput(self.interval_s, self.stall_s, self.restart_s, self.mean_s, self.write_s)
         if self.spares < 0 or self.repair_s < 0:
             raise PlanError(
-                f"spares = {self.spares}, repair_s = {self.repair_s:g}: 0 or more; nearest: "
+                f"spares = {self.spares}, repair_s = {self.repair_s:g}: 0 or more; try: "
                 f"spares={max(0, self.spares)} repair_s={max(0.0, self.repair_s):g}"
             )
         if not 0 <= self.node_share <= 1:
-            raise PlanError(
-                f"node_share = {self.node_share:g}: a share, 0 to 1; nearest: node_share=1"
-            )
+            raise PlanError(f"node_share = {self.node_share:g}: a share, 0 to 1; try: node_share=1")
         if not 0.2 <= self.shape <= 5:
             raise PlanError(
-                f"shape = {self.shape:g}: of a Weibull distribution, 0.2 to 5; nearest: shape=1"
+                f"shape = {self.shape:g}: of a Weibull distribution, 0.2 to 5; try: shape=1"
             )
 
     @property
@@ -153,7 +151,7 @@ def spares_for(case: FailureCase, share: float = 0.01) -> int:
     14
     """
     if not 0 < share < 1:
-        raise PlanError(f"share = {share:g}: between 0 and 1, both out; nearest: share=0.01")
+        raise PlanError(f"share = {share:g}: between 0 and 1, both out; try: share=0.01")
     load = case.node_share * case.repair_s / case.mean_s
     blocked, spares = load / (1 + load), 0
     while blocked > share:
@@ -192,7 +190,7 @@ def stretches(case: FailureCase, duration_s: float, seed: int = 0) -> Iterator[S
     if not 0 < duration_s <= MOST_FAILURES * case.mean_s:
         raise PlanError(
             f"duration_s = {duration_s:g}: more than 0 and at most {MOST_FAILURES:,} mean times "
-            f"between failures; nearest: duration_s={min(86400.0, 1000 * case.mean_s):g}"
+            f"between failures; try: duration_s={min(86400.0, 1000 * case.mean_s):g}"
         )
     draw = random.Random(seed)
     scale_s = case.mean_s / math.gamma(1 + 1 / case.shape)

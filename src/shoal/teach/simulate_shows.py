@@ -94,8 +94,8 @@ def _words_of_options() -> Iterator[None]:
         # the number of micro-batches is bare there: run.toml has no key for it
         text = re.sub(r"(--ranks \d+) and (\d+)", r"\1 and --micro-batches \2", text)
         text = re.sub(
-            r"(--ranks \d+), got (\d+); nearest: ",
-            r"\1, got --micro-batches \2; nearest: --micro-batches ",
+            r"(--ranks \d+), got (\d+); try: ",
+            r"\1, got --micro-batches \2; try: --micro-batches ",
             text,
         )
         raise PlanError(text) from None

@@ -55,7 +55,7 @@ def shape_names(text: str) -> list[str]:
         name = SIZES.get(word, word)
         if name not in SHAPES:
             close = nearest(name, [*SIZES, *SHAPES]) or "7b"
-            raise PlanError(f"--models {word}: no published model; nearest: --models {close}")
+            raise PlanError(f"--models {word}: no published model; try: --models {close}")
         names.append(name)
     return names
 
@@ -68,9 +68,7 @@ def gpu_counts(text: str) -> list[int]:
     counts = []
     for word in text.split(","):
         if not word.strip().isdecimal() or int(word) < 1:
-            raise PlanError(
-                f"--gpus {word.strip()}: whole numbers of at least 1; nearest: 2,4,8,16"
-            )
+            raise PlanError(f"--gpus {word.strip()}: whole numbers of at least 1; try: 2,4,8,16")
         counts.append(int(word))
     return counts
 

@@ -84,7 +84,7 @@ def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn
             close = nearest(pattern, [*parts, *{type(part).__name__ for part in parts.values()}])
             raise PlanError(
                 f"layout.blocks = {pattern}: matches no module of {type(module).__name__}, by name "
-                f"or class; nearest: {close or next(iter(parts), 'leave layout.blocks out')}"
+                f"or class; try: {close or next(iter(parts), 'leave layout.blocks out')}"
             )
         found.update(matching)
     for name in sorted(found):
@@ -92,13 +92,13 @@ def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn
         if outer:
             raise PlanError(
                 f"layout.blocks = {', '.join(wished)}: {name} lies inside of {outer[0]}, which is "
-                f"a block too; nearest: layout.blocks={outer[0]}"
+                f"a block too; try: layout.blocks={outer[0]}"
             )
         if isinstance(parts[name], UNCALLED):
             inside = next((f"{name}.*" for _ in parts[name].children()), "leave it out")
             raise PlanError(
                 f"layout.blocks = {', '.join(wished)}: {name} is a {type(parts[name]).__name__}, "
-                f"which is never called; nearest: layout.blocks={inside}"
+                f"which is never called; try: layout.blocks={inside}"
             )
     return {name: part for name, part in parts.items() if name in found}
 

@@ -156,7 +156,7 @@ class Marking(TorchDispatchMode):
         return PlanError(
             f"layout.pp: in {mode}, {kind}'s forward pass writes into a parameter outside of its "
             f"blocks ({name}, at {called_from() or 'an unknown line'}), and other stages' "
-            f"parameters are not there to be written; nearest: layout.pp=1, or a forward pass "
+            f"parameters are not there to be written; try: layout.pp=1, or a forward pass "
             f"that leaves its parameters as they are"
         )
 

@@ -77,9 +77,9 @@ def trace_facts(
     if kernels not in ("cpu", "gpu"):
         raise PlanError(one_of("kernels", kernels, ("cpu", "gpu")))
     if autocast and element_bytes != 2:
-        raise PlanError(f"element_bytes = {element_bytes}: autocast is narrow; nearest: 2")
+        raise PlanError(f"element_bytes = {element_bytes}: autocast is narrow; try: 2")
     if element_bytes not in FORMATS:
-        raise PlanError(f"element_bytes = {element_bytes}: not one of 2, 4, 8; nearest: 4")
+        raise PlanError(f"element_bytes = {element_bytes}: not one of 2, 4, 8; try: 4")
     dtype = FORMATS[element_bytes]
     wide = torch.float32 if autocast else dtype
     twin = shapes_of(build_or_module).to(wide)

@@ -42,7 +42,7 @@ def adapt(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
             near = nearest(target, ends) or sorted(e for e in ends if not e.isdigit())[0]
             raise ConfigError(
                 f"tune.targets: {target} is the end of no layer's name in {type(model).__name__}; "
-                f"nearest: {near}"
+                f"try: {near}"
             )
     causal = hasattr(model, "prepare_inputs_for_generation")
     said = peft.LoraConfig(
@@ -62,7 +62,7 @@ def adapt(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
     except (ValueError, TypeError, NotImplementedError) as failure:
         line = (str(failure).splitlines() or [type(failure).__name__])[0]
         raise ConfigError(
-            f"tune.adapter = {tune.adapter}: peft refuses {type(model).__name__}: {line}; nearest: "
+            f"tune.adapter = {tune.adapter}: peft refuses {type(model).__name__}: {line}; try: "
             f"tune.targets with names of linear layers"
         ) from failure
     said.base_model_name_or_path = base  # peft writes what the model says of itself over it

@@ -68,7 +68,7 @@ def refuse_unknown(
         where = f"run.{function.__name__}"
     for name in unknown:
         close = elsewhere.get(name) or nearest(name, names)
-        hint = f"nearest: {close}" if close else f"there are {', '.join(names)}"
+        hint = f"try: {close}" if close else f"there are {', '.join(names)}"
         raise ConfigError(f"{where} has no argument {name}; {hint}")
 
 
@@ -142,4 +142,4 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _refuse(name: str, value: Any, wanted: str, usual: object) -> None:
-    raise ConfigError(f"{name} = {short(str(value))}: {wanted} is wanted; nearest: {name}={usual}")
+    raise ConfigError(f"{name} = {short(str(value))}: {wanted} is wanted; try: {name}={usual}")

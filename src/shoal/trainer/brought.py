@@ -40,7 +40,7 @@ LOOKS = 3
 CHANCE_BITS = 32
 """Information from which equal samples are no coincidence."""
 
-CURE = "nearest: run.loader(dataset), which deals it to ranks, or a DistributedSampler in yours"
+CURE = "try: run.loader(dataset), which deals it to ranks, or a DistributedSampler in yours"
 
 
 class Brought:
@@ -124,7 +124,7 @@ class Brought:
             if told[other]["hash"] != one["hash"]:
                 raise ConfigError(
                     f"step {step}: ranks {other} and {rank} hold different samples, and layout "
-                    f"{self.program.plan.layout.text()} has them work on the same ones; nearest: "
+                    f"{self.program.plan.layout.text()} has them work on the same ones; try: "
                     f"run.loader(dataset), or the same seed where data are made (torch.manual_seed)"
                 )
 
@@ -162,7 +162,7 @@ class Brought:
         )
         if brought > self.batch or brought == self._short:
             raise ConfigError(
-                f"{line}; nearest: run.loader(dataset), which cuts and deals such steps, or "
+                f"{line}; try: run.loader(dataset), which cuts and deals such steps, or "
                 f"batch={brought}, if each rank brings samples of its own"
             )
         if self.looks == 1:  # the last step of an epoch may be short

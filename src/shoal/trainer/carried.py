@@ -74,7 +74,7 @@ class Carried:
             self.notice(
                 f"model: {found[0]}{more} is computed in one pass and read in the next: every rank "
                 f"carries its own from batch to batch, every micro-batch meets the one before it, "
-                f"and no checkpoint has it; nearest: begin each forward pass with a fresh one, or "
+                f"and no checkpoint has it; try: begin each forward pass with a fresh one, or "
                 f"bring it with the batch; if a stream per rank is meant, all is well"
             )
 

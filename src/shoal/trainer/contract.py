@@ -37,7 +37,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     raise ConfigError(
         f"batch: (inputs, targets) or one dict is wanted, got {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
-        + "; nearest: return (inputs, targets) from the dataset or collate function; for a model "
+        + "; try: return (inputs, targets) from the dataset or collate function; for a model "
         'of several inputs ({"a": a, "b": b}, targets) with call="kwargs"'
     )
 
@@ -52,7 +52,7 @@ def bare(model: nn.Module) -> tuple[nn.Module, list[str]]:
         inside, said = bare(model._orig_mod)
         return inside, [
             "model: taken out of torch.compile, which knows nothing of layouts, so it is not "
-            'compiled now; nearest: compile="blocks"',
+            'compiled now; try: compile="blocks"',
             *said,
         ]
     if not isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -72,7 +72,7 @@ def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
     if call != "single" and not isinstance(inputs, Mapping):
         raise ConfigError(
             f"model.call = kwargs: inputs must be a dict, got {type(inputs).__name__}; "
-            f"nearest: model.call=single"
+            f"try: model.call=single"
         )
     try:
         return module(inputs) if call == "single" else module(**inputs)
@@ -94,20 +94,20 @@ def _form_line(module: nn.Module, inputs: Any, call: str, error: Exception) -> s
             return ""
         return (
             f"model: forward() takes no {', '.join(extra)}, and a batch that is one dict goes to "
-            f"it whole; nearest: ({{inputs}}, targets), a pair of the model's dict and the rest"
+            f"it whole; try: ({{inputs}}, targets), a pair of the model's dict and the rest"
         )
     if isinstance(inputs, Mapping) and any(key in names for key in inputs):
         takes = ", ".join(key for key in inputs if key in names)
         return (
             f"model: forward() takes {takes} by name and was given one dict "
-            f'({type(error).__name__}: {error}); nearest: call="kwargs" (model.call=kwargs)'
+            f'({type(error).__name__}: {error}); try: call="kwargs" (model.call=kwargs)'
         )
     missing = isinstance(error, TypeError) and "missing" in str(error) and "forward()" in str(error)
     if missing and isinstance(inputs, tuple | list) and len(inputs) > 1:
         takes = ", ".join(f'"{name}": …' for name in names[: len(inputs)])
         return (
             f"model: forward() takes {len(inputs)} inputs and was given one tuple of them; "
-            f'nearest: a batch ({{{takes}}}, targets) with call="kwargs" (model.call=kwargs)'
+            f'try: a batch ({{{takes}}}, targets) with call="kwargs" (model.call=kwargs)'
         )
     return ""
 
@@ -244,7 +244,7 @@ def batch_length(batch: Any) -> int:
     held = sorted({type(leaf).__name__ for leaf in pytree.tree_leaves(_plain(batch))})
     raise ConfigError(
         f"batch: holds no tensor whose dim 0 counts samples, but {', '.join(held) or 'nothing'}; "
-        f"nearest: samples of tensors or numbers, or a collate function that makes them of these"
+        f"try: samples of tensors or numbers, or a collate function that makes them of these"
     )
 
 

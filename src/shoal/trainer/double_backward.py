@@ -44,7 +44,7 @@ def watched(outputs: Any, what: str) -> Any:
         if torch.is_grad_enabled():
             raise ConfigError(
                 f"loss: a gradient of a gradient (create_graph=True) passes through the model, and "
-                f"{what} can be differentiated once only; nearest: layout.strategy=ddp, zero1 or "
+                f"{what} can be differentiated once only; try: layout.strategy=ddp, zero1 or "
                 f"zero2, without train.compile"
             )
 

@@ -18,7 +18,7 @@ from shoal.trainer.recorder import Recorder
 
 WORD_BITS = 64
 MENDS = (
-    "nothing of this step is kept: nearest: go on from the last checkpoint; if it comes again on "
+    "nothing of this step is kept: try: go on from the last checkpoint; if it comes again on "
     "this machine, test its memory"
 )
 

@@ -40,7 +40,7 @@ class Epochs:
     def turns(self, count: int, stopping: Callable[[], bool]) -> Iterator[int]:
         """The numbers of the turns that are left of `count`. Errors: ConfigError for no count."""
         if not isinstance(count, int) or count < 0:
-            raise ConfigError(f"run.epochs({count!r}): a count of epochs is wanted; nearest: 1")
+            raise ConfigError(f"run.epochs({count!r}): a count of epochs is wanted; try: 1")
         if not self.used:
             self.used, self.done, self.steps = True, self.feed.passes(), 0
         self._stopping = stopping

@@ -98,7 +98,7 @@ def _passes(
         if gathers and not program.data.all_true(batch is not None):
             raise ConfigError(
                 f"run.evaluate: fewer micro-batches than ranks, and layout "
-                f"{program.plan.layout.strategy} runs the model on all ranks at once; nearest: "
+                f"{program.plan.layout.strategy} runs the model on all ranks at once; try: "
                 f"more validation samples, or a smaller micro_batch"
             )
         if gathers or following is not None:

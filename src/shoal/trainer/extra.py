@@ -52,7 +52,7 @@ def encoded(value: Any, name: str = "extra") -> Any:
     near = "its .tolist()" if hasattr(value, "tolist") else "numbers that it can be made of again"
     raise ConfigError(
         f"{name}: {type(value).__name__} cannot be saved; plain values and objects with "
-        f"state_dict() can; nearest: {near}"
+        f"state_dict() can; try: {near}"
     )
 
 
@@ -91,7 +91,7 @@ def agreed(extra: Mapping[str, Any], world: World) -> dict[str, Any]:
     """
     if not isinstance(extra, Mapping):
         raise ConfigError(
-            f"extra: a dict of names and values is wanted, got {type(extra).__name__}; nearest: "
+            f"extra: a dict of names and values is wanted, got {type(extra).__name__}; try: "
             f'run.save(extra={{"state": …}})'
         )
     try:
@@ -105,7 +105,7 @@ def agreed(extra: Mapping[str, Any], world: World) -> dict[str, Any]:
     size_bytes = len(str(told))
     if size_bytes > MOST_BYTES:
         raise ConfigError(
-            f"extra: {size_bytes} bytes of text, at most {MOST_BYTES} are kept; nearest: tensors "
+            f"extra: {size_bytes} bytes of text, at most {MOST_BYTES} are kept; try: tensors "
             f"in a file of your own, and its name in extra"
         )
     unlike = world.differing({name: str(one) for name, one in told.items()})
@@ -114,6 +114,6 @@ def agreed(extra: Mapping[str, Any], world: World) -> dict[str, Any]:
         name = next(n for n in [*first, *other] if first.get(n) != other.get(n))
         raise ConfigError(
             f"extra.{name}: {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}; "
-            f"nearest: values of run.step's and run.evaluate's results, which all ranks have alike"
+            f"try: values of run.step's and run.evaluate's results, which all ranks have alike"
         )
     return told

@@ -91,7 +91,7 @@ def cannot_write(folder: Path, failure: OSError) -> str:
         owner = folder.stat().st_uid
         whose = f" (it is {pwd.getpwuid(owner).pw_name}'s)" if owner != os.geteuid() else ""
     return (
-        f"folder = {folder}: nothing can be written there: {failure.strerror}{whose}; nearest: "
+        f"folder = {folder}: nothing can be written there: {failure.strerror}{whose}; try: "
         f"another folder, or a copy of this one that is yours"
     )
 
@@ -126,7 +126,7 @@ def check_beside(plan: Plan, folder: object) -> None:
         told = (
             f"trace = {plan.trace}: is" if plan.trace else f"remote = {plan.remote}: copies what is"
         )
-        raise ConfigError(f'{told} written into the run folder; nearest: folder="runs/mine"')
+        raise ConfigError(f'{told} written into the run folder; try: folder="runs/mine"')
     if plan.remote:
         from shoal.checkpoint.remote import check_remote
 

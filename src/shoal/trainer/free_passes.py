@@ -45,7 +45,7 @@ class FreePasses:
         if program.run is not in_turn or max(layout.pp, layout.cp) > 1:
             raise ConfigError(
                 f"layout.strategy = {layout.strategy} runs the passes of a step in an order of its "
-                f"own, which a loop of its own cannot follow; nearest: ddp, zero1, zero2 or fsdp"
+                f"own, which a loop of its own cannot follow; try: ddp, zero1, zero2 or fsdp"
             )
         self.program, self.step, self.count = replace(program, keyed=None), step, 0
         self._flags, self._scale = flags, scale
@@ -91,7 +91,7 @@ class FreePasses:
         if self._sent:
             raise ConfigError(
                 "backward: gradients of this step are on their way already, by the pass before, "
-                "which was its last one; nearest: one backward pass of the sum of the losses"
+                "which was its last one; try: one backward pass of the sum of the losses"
             )
         self._sent = last
         reducer = reducer_of(self.program)

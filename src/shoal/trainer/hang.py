@@ -128,7 +128,7 @@ class Hang:
             if model
             else "make the same calls on every rank, in the same order and equally often"
         )
-        self._end_with(f"shoal: ranks wait for each other: {said}; nearest: {cure}")
+        self._end_with(f"shoal: ranks wait for each other: {said}; try: {cure}")
 
     def _end_with(self, line: str) -> None:
         """Every rank ends, and one of them says why."""

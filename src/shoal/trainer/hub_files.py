@@ -56,7 +56,7 @@ def keep_config(
     except (TypeError, ValueError) as failure:  # whatever a user put into it
         return {}, (
             f"model: its config cannot be written ({failure}), so what `shoal checkpoint export` "
-            f"writes of this run has no config.json; nearest: take out of model.config what is no "
+            f"writes of this run has no config.json; try: take out of model.config what is no "
             f"number, text, list or dict"
         )
     if folder is not None:
@@ -121,7 +121,7 @@ def check_tokenizer(tokenizer: Any) -> None:
         said = tokenizer if isinstance(tokenizer, str) else type(tokenizer).__name__
         raise ConfigError(
             f"tokenizer = {said}: a tokenizer of the library tokenizers, or of transformers, is "
-            f"wanted; nearest: open_data(…).tokenizer, or AutoTokenizer.from_pretrained(…)"
+            f"wanted; try: open_data(…).tokenizer, or AutoTokenizer.from_pretrained(…)"
         )
 
 

@@ -30,7 +30,7 @@ def predict(program: Program, inputs: Any, call: str) -> Any:
     if program.plan.layout.cp > 1:
         raise ConfigError(
             f"run.predict: layout.cp = {program.plan.layout.cp} leaves each rank a part of every "
-            f"sequence; nearest: a metric of run.evaluate, which sees these parts"
+            f"sequence; try: a metric of run.evaluate, which sees these parts"
         )
     with evaluating(program):
         one = MicroBatch(program, _no_loss, 0, 0, (inputs, None), call, 1.0, torch.zeros(2))
@@ -69,7 +69,7 @@ def _from_last_stage(outputs: Any, pipe: World) -> Any:
     if not known["form"]:
         raise ConfigError(
             "run.predict: under pp the model's outputs are told to the other stages, and these are "
-            "of a class that pytree cannot write; nearest: tensors, tuples and dicts of them"
+            "of a class that pytree cannot write; try: tensors, tuples and dicts of them"
         )
     here: list[Any] = []
     for place, leaf in enumerate(known["leaves"]):

@@ -254,7 +254,7 @@ def agree(plane: Plane, own: Mapping[str, Any]) -> None:
             if other.get(key) != value:
                 raise ConfigError(
                     f"{key} = {other.get(key)} on island {island}, {value} on island 0: islands of "
-                    f"a run are alike; nearest: {key}={value} on all of them"
+                    f"a run are alike; try: {key}={value} on all of them"
                 )
 
 
@@ -295,7 +295,7 @@ def _go_on(run: Run, joined: Joined) -> None:
         if other != heard[0][0]:
             raise ConfigError(
                 f"island {island}: its weights before round {common.round + 1} are not those of "
-                f"island 0; nearest: the same model, seed and versions on all islands"
+                f"island 0; try: the same model, seed and versions on all islands"
             )
     if point is not None and folder and run.world.is_first:
         _forget(folder, run.step_count)
@@ -355,7 +355,7 @@ def check_donors(point: Resume) -> None:
         if donor != island:
             raise CheckpointError(
                 f"island {island}: holds no round of this run, island {donor} holds round "
-                f"{point.round}; nearest: copy checkpoints/ of island {donor}'s run folder into "
+                f"{point.round}; try: copy checkpoints/ of island {donor}'s run folder into "
                 f"that of island {island}, then resume"
             )
 

@@ -104,7 +104,7 @@ class Rounds:
         if not isinstance(loader, Loader):
             raise ConfigError(
                 "data.source: islands deal samples by their number, and an iterable has none; "
-                "nearest: a dataset with __getitem__ and __len__"
+                "try: a dataset with __getitem__ and __len__"
             )
         self.loader, self.first_step = loader, run.step_count
         run.first_key = joined.policy.index * -(-run.plan.batch // run.plan.micro_batch)
@@ -269,7 +269,7 @@ class Rounds:
                 self.check_moved()  # 0 targets of all islands: a mean over them is not finite
             line = f"islands: {common.failures} rounds in a row were discarded, last because "
             kind = TrainingError if numbers else ClusterError
-            raise kind(f"{line}{merge.why}; nearest: {nearest}")
+            raise kind(f"{line}{merge.why}; try: {nearest}")
 
     def _well(self, merge: Merge, island: int) -> bool:
         """Whether the step of those that an island merged with happened."""
@@ -336,7 +336,7 @@ class Rounds:
             if name in outer.weights and outer.weights[name].numel() != one.parameter.numel():
                 raise ConfigError(
                     f"islands.method = {self.policy.method}: pulls whole parameters, and "
-                    f"{run.plan.layout.text()} steps slices of them; nearest: layout.strategy=fsdp"
+                    f"{run.plan.layout.text()} steps slices of them; try: layout.strategy=fsdp"
                 )
         parameters = {name: one.parameter for name, one in local.items() if name in outer.weights}
         run.adjust = lambda: method.before_update(outer, parameters)

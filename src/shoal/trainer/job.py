@@ -161,14 +161,14 @@ def _check_arguments(path: str, builder: Any, arguments: Mapping[str, Any]) -> N
         if name not in taken and inspect.Parameter.VAR_KEYWORD not in kinds:
             close = nearest(name, taken)
             hint = (
-                f"nearest: model.{close}={value}"
+                f"try: model.{close}={value}"
                 if close
                 else (f"it takes {', '.join(taken) or 'none'}")
             )
             raise ConfigError(f"model.{name}: {path}() takes no argument {name}; {hint}")
     for name, one in taken.items():
         if one.default is inspect.Parameter.empty and name not in arguments:
-            raise ConfigError(f"model.{name}: {path}() needs it; nearest: model.{name}=…")
+            raise ConfigError(f"model.{name}: {path}() needs it; try: model.{name}=…")
 
 
 def import_loss(section: ModelSection) -> Loss:
@@ -194,7 +194,7 @@ def steps_of(config: Config, source: Source, batch: int) -> int:
         samples = len(source.train)
     except TypeError:
         raise ConfigError(
-            "train.epochs: the data has no length, so its epochs cannot be counted; nearest: "
+            "train.epochs: the data has no length, so its epochs cannot be counted; try: "
             "train.steps=1000"
         ) from None
     return config.train.epochs * -(-samples // batch)

@@ -175,7 +175,7 @@ class Feed:
         if told and entry is not None and all(one == entry for one in told):
             raise ConfigError(
                 f"run.steps: the DataLoader has a {entry[0]}, so each of {self.world.size} ranks "
-                f"would train on the whole dataset; nearest: run.steps(loader.dataset), or a "
+                f"would train on the whole dataset; try: run.steps(loader.dataset), or a "
                 f"DistributedSampler in the loader"
             )
         return self._own(data)
@@ -262,7 +262,7 @@ def _refuse_collate(call: str, batches: Any, collate: Any) -> None:
     if collate is not None:
         raise ConfigError(
             f"{call}: a {type(batches).__name__} is taken as batches that are made already, for "
-            f"which collate= is not called; nearest: a Dataset of its samples (with __len__ and "
+            f"which collate= is not called; try: a Dataset of its samples (with __len__ and "
             f"__getitem__), or run.loader(samples, collate=…)"
         )
 

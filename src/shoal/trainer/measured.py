@@ -40,10 +40,10 @@ def check_metrics(metrics: Mapping[str, Metric], where: str) -> None:
 def _check_name(name: Any, holds: str) -> None:
     if name in TAKEN:
         raise ConfigError(
-            f"{holds} the name {name}, which the result has already; nearest: {name}_metric"
+            f"{holds} the name {name}, which the result has already; try: {name}_metric"
         )
     if not isinstance(name, str):
-        raise ConfigError(f"{holds} the name {name!r}, a string is wanted; nearest: {str(name)!r}")
+        raise ConfigError(f"{holds} the name {name!r}, a string is wanted; try: {str(name)!r}")
 
 
 class Measured:

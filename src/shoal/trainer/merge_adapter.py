@@ -59,7 +59,7 @@ def merged(path: Path, *, average: bool = False) -> Merged | None:
     if not (hub / CONFIG).is_file() or not (hub / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
             f"{path}: keeps no {CONFIG} of the model beneath its adapters, so they cannot be "
-            f"merged; nearest: the same with --adapter"
+            f"merged; try: the same with --adapter"
         )
     with phase("import"):
         import transformers
@@ -72,7 +72,7 @@ def merged(path: Path, *, average: bool = False) -> Merged | None:
     if unlike:
         raise CheckpointError(
             f"{path}: {unlike[0]} is not as in the model of {hub / CONFIG} with the adapters of "
-            f"{ADAPTER_CONFIG}; nearest: the same with --adapter, or one file of weights"
+            f"{ADAPTER_CONFIG}; try: the same with --adapter, or one file of weights"
         )
     adapted.to(_format(found))
     with phase("read", of=len(found.names)) as told:

@@ -44,23 +44,23 @@ def refuse_unready(module: nn.Module) -> None:
     """Errors: ConfigError for a module that has no weights to train, or that a run has already."""
     if any(part in _in_a_run for part in module.modules()):
         raise ConfigError(
-            "model: a run trains it already, and two would both sum its gradients; nearest: "
+            "model: a run trains it already, and two would both sum its gradients; try: "
             "run.close() on that one first, or build the model again"
         )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ConfigError(
-                f"model: {name} has no shape yet, its layer is a lazy one; nearest: one forward "
+                f"model: {name} has no shape yet, its layer is a lazy one; try: one forward "
                 f"pass, model(inputs), before shoal.parallelize"
             )
         if hasattr(parameter, "device_mesh"):
             raise ConfigError(
                 f"model: {name} is sharded already, by fully_shard or by a run that is closed; "
-                f"nearest: the module as it was built"
+                f"try: the module as it was built"
             )
         if parameter.is_meta:
             raise ConfigError(
-                f"model: {name} is on the meta device and has no values; nearest: a function that "
+                f"model: {name} is on the meta device and has no values; try: a function that "
                 f'builds the model, or model.to_empty(device="cpu") and its weights loaded'
             )
 
@@ -87,7 +87,7 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
         return
     rank, first, other = unlike
     where, nearest = (
-        (f"step {step}: the model changed", "nearest: the same change on every rank")
+        (f"step {step}: the model changed", "try: the same change on every rank")
         if step
         else (
             "model",
@@ -124,7 +124,7 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
         if divided or not gradient_hooks(here):
             raise PlanError(
                 f"model: {name} has a gradient hook (register_hook), and under {layout.text()} the "
-                f"gradient goes to a part or a copy of it, so the hook would be left out; nearest: "
+                f"gradient goes to a part or a copy of it, so the hook would be left out; try: "
                 f"clip=… of shoal.parallelize in the place of a clamp, or layout=zero2"
             )
     if not names:
@@ -133,5 +133,5 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
     return [
         f"model: {count} with a gradient hook, first {next(iter(names))}: it sees sums over the "
         f"targets of one micro-batch, and no mean; a factor or a mask is right, a clamp is not: "
-        f"nearest: clip=… of shoal.parallelize"
+        f"try: clip=… of shoal.parallelize"
     ]

@@ -73,7 +73,7 @@ def take_over(feed: Streams, loader: Any, dataset: Any, workers: int, collate: A
             feed.told_of_another = True
             feed.notice(
                 f"run.loader: another {type(dataset).__name__} of {loader.samples} samples, and "
-                f"other ones: a stream of its own, in the order of a first epoch; nearest: one "
+                f"other ones: a stream of its own, in the order of a first epoch; try: one "
                 f"dataset, made before the loop, if its samples are drawn anew"
             )
     return False

@@ -102,5 +102,5 @@ def within_memory(run: Run, config: Config, folder: Path) -> Iterator[None]:
         fits = f"train.micro_batch={size} (the same batch in more passes), or " if size else ""
         how = "" if not size else ", train.on_oom=halve to have that done by itself"
         raise ConfigError(
-            f"train.micro_batch = {used}: {where}; nearest: {fits}memory.recompute=full{how}"
+            f"train.micro_batch = {used}: {where}; try: {fits}memory.recompute=full{how}"
         ) from failure

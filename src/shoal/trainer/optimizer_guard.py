@@ -80,7 +80,7 @@ class OptimizerGuard:
                 raise ConfigError(
                     f"optimizer: lr was set to {now[0]:g} beside the run, which sets it by "
                     f"schedule = {policy.schedule}: one of two schedules would be without effect; "
-                    f"nearest: leave out schedule=…, or the other scheduler"
+                    f"try: leave out schedule=…, or the other scheduler"
                 )
             from shoal.optim.schedule import lr_factor
 
@@ -108,7 +108,7 @@ class OptimizerGuard:
     def _refuse_state(self, *_what: object) -> None:
         raise ConfigError(
             f"optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
-            f"{self.program.plan.layout.text()}); nearest: load before shoal.parallelize, or "
+            f"{self.program.plan.layout.text()}); try: load before shoal.parallelize, or "
             f"run.restore()"
         )
 

@@ -64,13 +64,13 @@ class OwnPasses:
         if program.run is not in_turn:
             raise ConfigError(
                 f"run.micro_batches: layout.strategy = {program.plan.layout.strategy} runs the "
-                f"passes of a step in an order of its own; nearest: run.step(batch), with the loss "
+                f"passes of a step in an order of its own; try: run.step(batch), with the loss "
                 f"given to shoal.parallelize"
             )
         if program.plan.parks_parameters and not program.together:
             raise ConfigError(
                 "run.micro_batches: memory.offload = parameters brings weights for one backward "
-                "pass of each micro-batch; nearest: run.step(batch), or memory.offload=optimizer"
+                "pass of each micro-batch; try: run.step(batch), or memory.offload=optimizer"
             )
         self.program, self.spare, self.step = program, spare, step
         self._flags, self._is_first = flags, is_first
@@ -111,7 +111,7 @@ class OwnPasses:
             if not isinstance(value, tuple) or len(value) != 2:
                 raise ConfigError(
                     f"run.log: {name} is {type(value).__name__}, (sum, count) is wanted, over this "
-                    f"micro-batch; nearest: {name}=(value * n, n)"
+                    f"micro-batch; try: {name}=(value * n, n)"
                 )
             if self._at.index != JOINING:
                 measuring().put(name, *value, where="run.log")
@@ -147,7 +147,7 @@ class OwnPasses:
         if count is not None and self._count is None:
             raise ConfigError(
                 "run.backward: the first loss of a micro-batch came without a count and the second "
-                "with one; nearest: the count with the first"
+                "with one; try: the count with the first"
             )
         if count is not None and self._count is not None:
             self._unequal.append((self._count, said))
@@ -162,7 +162,7 @@ class OwnPasses:
             if float(first) != float(other):
                 raise ConfigError(
                     f"run.backward: counts {float(first):g} and {float(other):g} in one "
-                    f"micro-batch, whose losses share one; nearest: divide each sum by its "
+                    f"micro-batch, whose losses share one; try: divide each sum by its "
                     f"run.total(n) of the whole step, and give no count"
                 )
 
@@ -194,7 +194,7 @@ class OwnPasses:
         if whole and any(told[3]):
             raise ConfigError(
                 f"run.backward: some losses of step {self.step + 1} came with a count and some "
-                f"without; nearest: one of both everywhere"
+                f"without; try: one of both everywhere"
             )
         tally = replace(tally, said=tally.said[: -len(says)])
         return tally if whole else replace(tally, count=1.0)
@@ -209,7 +209,7 @@ class OwnPasses:
             return
         if not many:
             raise ConfigError(
-                f"run.update: run.backward was not called in step {self.step + 1}; nearest: "
+                f"run.update: run.backward was not called in step {self.step + 1}; try: "
                 f"run.backward(loss_sum, count) in the loop over run.micro_batches(batch)"
             )
         raise ConfigError(
@@ -233,5 +233,5 @@ def described(loss: Any, near: str) -> str:
     if not isinstance(loss, torch.Tensor):
         return type(loss).__name__
     if loss.dim():
-        return f"a tensor of shape {list(loss.shape)}; nearest: {near}"
+        return f"a tensor of shape {list(loss.shape)}; try: {near}"
     return "one without: it is cut off from the model (by .detach(), .item(), torch.no_grad())"

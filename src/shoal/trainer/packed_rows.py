@@ -72,5 +72,5 @@ def _logits(model: nn.Module, name: str, *documents: torch.Tensor) -> torch.Tens
 def _refuse(model: nn.Module, name: str, why: str, error: Exception | None = None) -> NoReturn:
     raise ConfigError(
         f"data.packing = on: {name} ({type(model).__name__}) cannot keep documents of a packed row "
-        f"apart: {why}; nearest: data.packing=off"
+        f"apart: {why}; try: data.packing=off"
     ) from error

@@ -158,7 +158,7 @@ def _refuse_beside(plan: Plan, given: Mapping[str, Any]) -> None:
     """Errors: ConfigError for what is no plan, and for words beside one, which it has itself."""
     if not isinstance(plan, Plan):
         raise ConfigError(
-            f"plan = {type(plan).__name__}: a shoal.Plan is wanted; nearest: "
+            f"plan = {type(plan).__name__}: a shoal.Plan is wanted; try: "
             f'shoal.Plan(shoal.Layout(tp=2), recompute="full"), or layout={{"tp": 2}}'
         )
     check_policies(plan, {})
@@ -168,7 +168,7 @@ def _refuse_beside(plan: Plan, given: Mapping[str, Any]) -> None:
         if name in given["policies"] or value != plain[name].default:
             key = {"precision": "compute"}.get(name, name)
             raise ConfigError(
-                f"{name} = {value}: stands beside a plan, which says it itself; nearest: "
+                f"{name} = {value}: stands beside a plan, which says it itself; try: "
                 f"plan=dataclasses.replace(plan, {key}=…)"
             )
 
@@ -410,7 +410,7 @@ def narrow_weights(parameters: Mapping[str, nn.Parameter], compute: str) -> list
     products = compute if compute in ("bf16", "fp16") else "bf16"
     return [
         f"model: {len(narrow)} of {len(parameters)} trainable tensors are {kind}, first: "
-        f"{narrow[0]}; updates smaller than their rounding are lost; nearest: model.float() "
+        f"{narrow[0]}; updates smaller than their rounding are lost; try: model.float() "
         f'before, and precision="{products}" for products in that format'
     ]
 
@@ -425,5 +425,5 @@ def _refuse_untrainable(
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ConfigError(
                 f"model: {name or 'the embedding'} gives sparse gradients (sparse=True), which are "
-                f"neither clipped nor summed over ranks; nearest: sparse=False"
+                f"neither clipped nor summed over ranks; try: sparse=False"
             )

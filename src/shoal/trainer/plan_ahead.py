@@ -138,5 +138,5 @@ def _none_starts(found: list[Candidate]) -> str:
     nearest = near[0][0] if near else "more devices, or larger ones"
     return (
         f"{best.case.layout.text()}: lacks {bytes_text(-best.verdict.margin_bytes)} of memory on "
-        f"{best.case.cluster.device.name}, and nothing else fits; nearest: {nearest}"
+        f"{best.case.cluster.device.name}, and nothing else fits; try: {nearest}"
     )

@@ -74,7 +74,7 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
         return model_facts(shape, config.data.sequence, element_bytes, kept)
     if not is_indexed(source.train):
         raise PlanError(
-            "data.source: can only be iterated, so a trace has no sample to look at; nearest: "
+            "data.source: can only be iterated, so a trace has no sample to look at; try: "
             "a dataset with __getitem__ and __len__"
         )
     with kept_draws():

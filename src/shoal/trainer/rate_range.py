@@ -100,7 +100,7 @@ def range_test(
     run.close()
     if not rates:
         raise TrainingError(
-            f"range test: {ended}; nearest: a smaller --from, or precision.compute=fp32"
+            f"range test: {ended}; try: a smaller --from, or precision.compute=fp32"
         )
     return RateRange(tuple(rates), tuple(losses), smooth(tuple(losses)), ended)
 

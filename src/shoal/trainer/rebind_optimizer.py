@@ -39,13 +39,13 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
             nearest = "layout.strategy=ddp" if allowed.apart else "layout.strategy=zero2"
             raise PlanError(
                 f"layout.strategy = {plan.layout.strategy}: cuts every parameter by rows, and "
-                f"{allowed.rows}; nearest: {nearest}"
+                f"{allowed.rows}; try: {nearest}"
             )
         return plan, []
     if allowed.flat and allowed.apart:
         raise PlanError(
             f"layout.strategy = {plan.layout.strategy}: no rank sees all parameters, and "
-            f"{allowed.apart}; nearest: layout.strategy=ddp"
+            f"{allowed.apart}; try: layout.strategy=ddp"
         )
     from shoal.planner.cut_buckets import cut_buckets  # only stages 1 and 2 of zero cut them
 
@@ -63,11 +63,11 @@ def _check_division(program: Program, allowed: Slicing) -> None:
     if "ep" in axes and allowed.rows:
         raise PlanError(
             f"layout.ep = {layout.ep}: cuts stacks of experts by rows, and {allowed.rows}; "
-            f"nearest: layout.ep=1, or optimizer.name=adamw"
+            f"try: layout.ep=1, or optimizer.name=adamw"
         )
     if "tp" in axes and allowed.flat:
         raise PlanError(
-            f"layout.tp = {layout.tp}: cuts weights inside, and {allowed.flat}; nearest: "
+            f"layout.tp = {layout.tp}: cuts weights inside, and {allowed.flat}; try: "
             f"layout.tp=1, or optimizer.name=adamw"
         )
     if "servers" in axes:
@@ -76,7 +76,7 @@ def _check_division(program: Program, allowed: Slicing) -> None:
         check_optimizer(layout, allowed)
     if program.pipe.size > 1 and allowed.apart:
         raise PlanError(
-            f"layout.pp = {layout.pp}: no rank sees all parameters, and {allowed.apart}; nearest: "
+            f"layout.pp = {layout.pp}: no rank sees all parameters, and {allowed.apart}; try: "
             f"layout.pp=1, or optimizer.name=adamw"
         )
 

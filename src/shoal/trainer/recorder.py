@@ -41,7 +41,7 @@ class Recorder:
                 folder.mkdir(parents=True, exist_ok=True)
             except FileExistsError as failure:
                 raise ConfigError(
-                    f"folder = {folder}: is a file, a folder is wanted; nearest: {folder}-run"
+                    f"folder = {folder}: is a file, a folder is wanted; try: {folder}-run"
                 ) from failure
             except OSError as failure:
                 raise ConfigError(f"folder = {folder}: cannot be made: {failure}") from failure

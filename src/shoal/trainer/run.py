@@ -294,7 +294,7 @@ class Run:
     def _passes(self, name: str, near: str) -> OwnPasses:
         if self._own is None:
             loop = "loops over run.micro_batches(batch)"
-            raise ConfigError(f"run.{name} is for {loop}; nearest: {near}")
+            raise ConfigError(f"run.{name} is for {loop}; try: {near}")
         return self._own
 
     def _note(self, result: Any, outputs: Any, targets: Any) -> None:
@@ -586,7 +586,7 @@ class Run:
     def _folder(self, folder: str | Path | None) -> Path:
         chosen = Path(folder) if folder is not None else self.recorder.folder
         if chosen is None:
-            raise ConfigError('no run folder; nearest: shoal.parallelize(…, folder="runs/x")')
+            raise ConfigError('no run folder; try: shoal.parallelize(…, folder="runs/x")')
         return chosen
 
     def _tell(self) -> None:

@@ -94,7 +94,7 @@ def tagged(folder: Path, tag: str) -> Path:
     """The folder that holds the checkpoint of a tag. Errors: ConfigError for what is no name."""
     if tag and not re.fullmatch(r"\w[\w.-]*", tag):
         near = re.sub(r"[^\w.-]+", "-", tag).strip("-.") or "best"
-        raise ConfigError(f"tag = {tag!r}: a plain name is wanted; nearest: tag={near!r}")
+        raise ConfigError(f"tag = {tag!r}: a plain name is wanted; try: tag={near!r}")
     return folder / "tags" / tag if tag else folder
 
 

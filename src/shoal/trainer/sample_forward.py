@@ -55,7 +55,7 @@ def look_at(sample: Any, plan: Plan, world: World) -> Look | None:
     if sample is None:
         raise ConfigError(
             f"layout = {layout.text()}: is derived from what the model does with a few samples; "
-            f"nearest: shoal.parallelize(…, sample=batch), a batch as run.step takes it"
+            f"try: shoal.parallelize(…, sample=batch), a batch as run.step takes it"
         )
     given = sample() if callable(sample) else sample
     few = _of_first(next(cut_batch(given, min(LOOKED_AT, plan.micro_batch))), world)

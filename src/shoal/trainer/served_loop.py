@@ -101,11 +101,11 @@ def _check(run: Run, source: Source) -> None:
     if any(isinstance(part, BatchNorm) for part in run.model.modules()):
         raise PlanError(
             "layout.updates: the model has BatchNorm, whose running statistics every worker would "
-            "have of its own; nearest: layout.updates=synchronous, or GroupNorm"
+            "have of its own; try: layout.updates=synchronous, or GroupNorm"
         )
     if not isinstance(run.loader(source.train, collate=source.collate), Loader):
         raise ConfigError(
-            "data.source: servers deal samples by their number, and an iterable has none; nearest: "
+            "data.source: servers deal samples by their number, and an iterable has none; try: "
             "a dataset with __getitem__ and __len__, or layout.updates=synchronous"
         )
 

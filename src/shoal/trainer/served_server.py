@@ -158,7 +158,7 @@ class Server:
         if head.moved:
             raise ConfigError(
                 "layout.updates: a forward pass changed a buffer of the model, of which every "
-                "worker has its own; nearest: layout.updates=synchronous"
+                "worker has its own; try: layout.updates=synchronous"
             )
         self.loader.position = self.position
         total = -(-(reading.stop - reading.start) // run.plan.micro_batch)

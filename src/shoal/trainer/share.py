@@ -80,7 +80,7 @@ def _given(world: World, own: Any) -> Any:
         raise ConfigError(
             "the first step has no sample for some ranks, which must run the model with the "
             "others, and what others have is more than tensors, numbers and texts in tuples, "
-            "lists and dicts; nearest: a smaller micro_batch, or layout zero2"
+            "lists and dicts; try: a smaller micro_batch, or layout zero2"
         )
     held = iter(tensors)
 

@@ -76,7 +76,7 @@ class StepTrace:
             first, last = self._seen[0], self._seen[-1]
             self.notice(
                 f"train.trace = {self.text}: none of these steps was taken, but {first} to {last}; "
-                f"nearest: train.trace={max(first, last - 3)}:{last}"
+                f"try: train.trace={max(first, last - 3)}:{last}"
             )
 
     def _begin(self, step: int) -> None:

@@ -37,7 +37,7 @@ from shoal.trainer.step import NO_GRADIENT
 FEWEST = 8
 """Targets that must all equal their inputs before anything is said."""
 
-SHIFT = "nearest: (ids[:, :-1], ids[:, 1:]) as (inputs, targets)"
+SHIFT = "try: (ids[:, :-1], ids[:, 1:]) as (inputs, targets)"
 
 DRAWS = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
@@ -98,7 +98,7 @@ class FirstStep:
             notice(
                 f"loss: calls torch.distributed.{', '.join(sorted(self.asked))}; the run sums what "
                 f"it returns over all ranks and divides once, so a sum over ranks or a division by "
-                f"their number would count twice; nearest: (sum, count) of this rank's own samples"
+                f"their number would count twice; try: (sum, count) of this rank's own samples"
             )
         if self.together:
             notice(
@@ -192,7 +192,7 @@ class _RefuseParts(TorchFunctionMode):
             if name is not None and not _asked_by_us():
                 raise PlanError(
                     f"loss: it computes with {name}, and under {self.layout} a rank holds parts "
-                    f"of weights, so that a penalty on them would be another one; nearest: "
+                    f"of weights, so that a penalty on them would be another one; try: "
                     f"weight_decay of the optimizer, or layout=zero2"
                 )
         return func(*args, **(kwargs or {}))
@@ -311,7 +311,7 @@ def _refuse_form(targets: object) -> None:
     if isinstance(targets, Mapping):
         got = f"one dict ({', '.join(map(str, targets))})"
     raise ConfigError(
-        f"loss: the default loss takes a tensor of integer targets, got {got}; nearest: a loss of "
+        f"loss: the default loss takes a tensor of integer targets, got {got}; try: a loss of "
         f"your own; for a model that shifts labels and takes their mean itself: lambda out, batch: "
         f'(out.loss * n, n) with n = (batch["labels"][:, 1:] != -100).sum()'
     )
@@ -331,7 +331,7 @@ def _refuse_pairs(losses: Any, outputs: Any, targets: Any) -> None:
         raise ConfigError(
             f"loss: gives {rows} × {rows} numbers for {rows} samples: outputs "
             f"{list(outputs.shape)} and targets {list(targets.shape)} were broadcast against each "
-            f"other; nearest: outputs.flatten() and targets.flatten() in it"
+            f"other; try: outputs.flatten() and targets.flatten() in it"
         )
 
 
@@ -358,7 +358,7 @@ def refuse_mean(
     told = f"{float(count):g}"
     raise ConfigError(
         f"{where} (mean, {told}), where (sum, count) is wanted: a mean is divided by the "
-        f"count again, or weighs ranks with unequal counts wrongly; nearest: {nearest}"
+        f"count again, or weighs ranks with unequal counts wrongly; try: {nearest}"
     )
 
 
@@ -372,5 +372,5 @@ def evaluation_line(module: nn.Module) -> str:
         return ""
     return (
         "the model is in evaluation mode while it trains: dropout is off and BatchNorm frozen; "
-        "nearest: model.train() before run.step"
+        "try: model.train() before run.step"
     )

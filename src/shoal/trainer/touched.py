@@ -86,7 +86,7 @@ class Touched:
             self._under_way = False
             raise ConfigError(
                 "gradients were changed beside the run (by loss.backward(), or by clipping after "
-                "run.step), and the next step begins with none: nearest: one loss for run.step, "
+                "run.step), and the next step begins with none: try: one loss for run.step, "
                 "clip=… of shoal.parallelize; or model.zero_grad(), if they were only looked at"
             )
         if self._closely and (held := self._holders()) != self._held:
@@ -227,7 +227,7 @@ class Touched:
         if not self._agreed(f"step {step} trains {self._training}"):
             raise ConfigError(
                 f"step {step}: this rank trains {self._training} parameters, and others do not: "
-                f"requires_grad_() was called on some ranks only; nearest: on every rank, or "
+                f"requires_grad_() was called on some ranks only; try: on every rank, or "
                 f"before shoal.parallelize"
             )
 
@@ -247,14 +247,14 @@ class Touched:
                 raise ConfigError(
                     f"{name} lies in other memory than when shoal.parallelize was called, which "
                     f"the layout knows nothing of (by model.half(), model.to(…), or by setting "
-                    f".data): nearest: do it before shoal.parallelize; formats: precision=…"
+                    f".data): try: do it before shoal.parallelize; formats: precision=…"
                 )
             one = program.local.get(name)
             master = id(one.parameter) if one is not None else 0
             if name in program.parts and (not master or now[master] == before[master]):
                 raise ConfigError(
                     f"{name} was changed beside the run, but it is a {program.plan.compute} copy "
-                    f"that the next update makes anew from its fp32 master; nearest: change "
+                    f"that the next update makes anew from its fp32 master; try: change "
                     f"weights before shoal.parallelize, or run.model.load_state_dict(…)"
                 )
 
@@ -262,7 +262,7 @@ class Touched:
         if self.watching and not self.ours:
             raise ConfigError(
                 "optimizer.step() was called beside the run: each rank would step on its own "
-                "samples' gradients, and ranks drift apart; nearest: run.step(batch) in the place "
+                "samples' gradients, and ranks drift apart; try: run.step(batch) in the place "
                 "of backward() and step(), or run.forward_backward(batch) and run.update()"
             )
 
@@ -273,7 +273,7 @@ def _refuse_other_parts(before: Holders, now: Holders) -> None:
     what = "is new" if name not in before else "is gone" if name not in now else "was replaced"
     raise ConfigError(
         f"model: {name} {what} since shoal.parallelize was called, so the optimizer does not step "
-        f"what is there now, and nothing sums its gradient over ranks; nearest: change or tie "
+        f"what is there now, and nothing sums its gradient over ranks; try: change or tie "
         f"layers before shoal.parallelize"
     )
 

@@ -37,7 +37,7 @@ def refuse_unlike_ranks(touched: Touching, step: int, said: Sequence[Sequence[fl
     if len(set(written)) > 1:
         raise ConfigError(
             f"step {step}: weights were changed beside the run on {_ranks(written, 1)} and not "
-            f"on {_ranks(written, 0)}; nearest: the same change on every rank"
+            f"on {_ranks(written, 0)}; try: the same change on every rank"
         )
     first: dict[float, int] = {}
     for rank, (group, value) in enumerate(zip(groups, weights, strict=True)):
@@ -46,14 +46,14 @@ def refuse_unlike_ranks(touched: Touching, step: int, said: Sequence[Sequence[fl
             raise ConfigError(
                 f"step {step}: weights on rank {rank} are not those on rank {other}: they "
                 f"were changed beside the run, or by the model's own forward pass, by each "
-                f"rank for itself; nearest: the same change on every rank (seed it), or before "
+                f"rank for itself; try: the same change on every rank (seed it), or before "
                 f"shoal.parallelize"
             )
     if len(set(rates)) > 1:
         told = ", ".join(f"{rate:g} on rank {rank}" for rank, rate in enumerate(rates))
         raise ConfigError(
             f"optimizer: the learning rate is {told}: a scheduler follows what only its own "
-            f"rank has seen; nearest: scheduler.step(result.loss), which all ranks share"
+            f"rank has seen; try: scheduler.step(result.loss), which all ranks share"
         )
     by_group: dict[float, float] = {}
     for group, count in zip(groups, trains, strict=True):
@@ -61,14 +61,14 @@ def refuse_unlike_ranks(touched: Touching, step: int, said: Sequence[Sequence[fl
             raise ConfigError(
                 f"step {step}: ranks train unlike numbers of parameters ("
                 f"{', '.join(f'{n:.0f}' for n in trains)} by rank): some were frozen on some "
-                f"ranks only; nearest: requires_grad_() before shoal.parallelize, on every rank"
+                f"ranks only; try: requires_grad_() before shoal.parallelize, on every rank"
             )
     if len(set(zip(groups, layers, strict=True))) > len(set(groups)):
         refuse_unlike(touched.program.module, touched.program.replicas, step)
     if len(set(training)) > 1:
         raise ConfigError(
             f"step {step}: the model is in training mode on {_ranks(training, 1)} and in "
-            f"evaluation mode on {_ranks(training, 0)}; nearest: model.train() on every rank"
+            f"evaluation mode on {_ranks(training, 0)}; try: model.train() on every rank"
         )
 
 

@@ -170,7 +170,7 @@ def _told(run: Run, reading: Reading, config: Config, step_s: Any) -> str:
     if reading.held is None and (ranks := run.plan.layout.data_degree) > 1:
         what += (
             f" of what can only be iterated, so that each of {ranks} ranks reads all of them "
-            f"(nearest: a dataset with __getitem__ and __len__)"
+            f"(try: a dataset with __getitem__ and __len__)"
         )
     size = f"{reading.micro_batch} at a time"
     if reading.micro_batch == run.plan.micro_batch and reading.why:

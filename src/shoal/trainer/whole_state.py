@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def check_averaged(average: WeightAverage | None) -> None:
     """Errors: ConfigError where weights are not averaged, or no step was made yet."""
     if average is None or not average.updates:
-        why = "no step was made yet" if average else "nearest: parallelize(…, average=0.999)"
+        why = "no step was made yet" if average else "try: parallelize(…, average=0.999)"
         raise ConfigError(f"run.state_dict: there is no average of the weights; {why}")
 
 
@@ -114,7 +114,7 @@ class _Weights:
             if master is None:
                 raise ConfigError(
                     f"model.state_dict(): this rank holds a part of {prefix}{name} only "
-                    f"({self.where}); nearest: run.state_dict(), called on every rank"
+                    f"({self.where}); try: run.state_dict(), called on every rank"
                 )
             state[prefix + name] = master.detach()
 
@@ -128,7 +128,7 @@ class _Weights:
             if master is None:
                 raise ConfigError(
                     f"model.load_state_dict(…): this rank holds a part of {prefix}{name} only "
-                    f"({self.where}); nearest: load before shoal.parallelize, or run.restore()"
+                    f"({self.where}); try: load before shoal.parallelize, or run.restore()"
                 )
             if given.shape == master.shape:
                 master.copy_(given)

@@ -64,7 +64,7 @@ def write_on(
     # As the run's own text was encoded: nothing is put before or after.
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
-        raise ConfigError("--prompt: is empty, and there is nothing to go on from; nearest: 'The'")
+        raise ConfigError("--prompt: is empty, and there is nothing to go on from; try: 'The'")
     device = torch.device(accelerator() or "cpu")
     model: Any = _model(config, folder, tokenizer.get_vocab_size())
     _load(model, checkpoint, average)
@@ -102,14 +102,14 @@ def text_run(folder: Path) -> Config | None:
             return None
         raise ConfigError(
             f"{folder}: has no run.toml, so it is no run of `shoal train`, and nothing here builds "
-            f"its model; nearest: shoal checkpoint export {folder} FOLDER"
+            f"its model; try: shoal checkpoint export {folder} FOLDER"
         )
     config = load(folder / "run.toml").config
     kind = split_source(config.data.source)[0]
     if kind == "tokens":
         raise ConfigError(
             f"{folder}: trained on {config.data.source}, tokens whose tokenizer is not known here; "
-            f"nearest: shoal checkpoint export {folder} FOLDER"
+            f"try: shoal checkpoint export {folder} FOLDER"
         )
     if kind not in (*TEXTS, "mix"):
         raise ConfigError(
@@ -124,7 +124,7 @@ def _tokenizer(folder: Path, is_own: bool) -> Any:
     path = folder / HUB / TOKENIZER
     if not path.is_file() and is_own:
         raise ConfigError(
-            f"{folder}: keeps no {HUB}/{TOKENIZER}; nearest: shoal.parallelize(…, tokenizer=…), or "
+            f"{folder}: keeps no {HUB}/{TOKENIZER}; try: shoal.parallelize(…, tokenizer=…), or "
             f"tokenizer.save_pretrained({str(folder / HUB)!r})"
         )
     if not path.is_file():

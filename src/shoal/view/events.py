@@ -168,7 +168,7 @@ def left_out_text(event: Record) -> str:
 
 def _spike(event: Record) -> str:
     """Whose samples they were stays in the log: none of them is known to be at fault."""
-    cure = "nearest: train.spikes=skip leaves such steps out"
+    cure = "try: train.spikes=skip leaves such steps out"
     return f"step {event.get('step')}: {event.get('reason')}; the update was made; {cure}"
 
 

@@ -169,7 +169,7 @@ def test_shapes_that_depend_on_data_are_refused() -> None:
     assert str(refused.value) == (
         "pipeline: outputs of stage 0 for stage 1, micro-batch 2: are [1, 3] float64 with "
         "gradient, and were [2, 3] float64 with gradient for inputs of the same shapes: shapes "
-        "that depend on data cannot cross between stages; nearest: another layout.pp, or "
+        "that depend on data cannot cross between stages; try: another layout.pp, or "
         "layout.pp=1"
     )
 

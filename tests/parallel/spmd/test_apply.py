@@ -126,9 +126,9 @@ def test_the_users_patterns() -> None:
         PlanError, match=r'"blocks.*.mpl.up.weight": matches no parameter of Llama; '
     ):
         plan(llama(), overrides={"blocks.0.mpl.up.weight": "whole"})
-    with pytest.raises(PlanError, match=r"nearest: blocks.0.mlp.up.weight$"):
+    with pytest.raises(PlanError, match=r"try: blocks.0.mlp.up.weight$"):
         plan(llama(), overrides={"blocks.0.mpl.up.weight": "whole"})
-    with pytest.raises(ConfigError, match=r"= colum: not one of whole, column, row; nearest: col"):
+    with pytest.raises(ConfigError, match=r"= colum: not one of whole, column, row; try: col"):
         plan(llama(), overrides={"blocks.0.mlp.up.weight": "colum"})
 
 

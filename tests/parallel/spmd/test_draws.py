@@ -67,7 +67,7 @@ def test_a_function_that_draws_in_code_that_is_no_graph_is_refused() -> None:
     assert str(refused.value) == (
         "layout.tp = 2: layers.0 draws random numbers (dropout) and cannot be traced "
         "(DataDependentOutputException: aten._local_scalar_dense.default), so they may depend on "
-        "the layout; nearest: no dropout there, or layout.tp=1"
+        "the layout; try: no dropout there, or layout.tp=1"
     )
 
 

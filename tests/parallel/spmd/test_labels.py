@@ -80,6 +80,6 @@ def test_a_size_that_does_not_divide_is_named() -> None:
         cut(torch.zeros(10), Split(0), 0, 4)
     with pytest.raises(
         PlanError,
-        match="size 12 in 3 segments does not divide into 8 equal parts; nearest: a degree that divides 4",
+        match="size 12 in 3 segments does not divide into 8 equal parts; try: a degree that divides 4",
     ):
         cut(torch.zeros(12), Split(0, 3), 0, 8)

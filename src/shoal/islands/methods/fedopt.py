@@ -95,13 +95,13 @@ class FedOpt(Method):
         policy = self.policy
         if policy.outer != "sgd":
             raise ConfigError(
-                f"islands.outer = {policy.outer}: fedopt brings its own, islands.server; nearest: "
+                f"islands.outer = {policy.outer}: fedopt brings its own, islands.server; try: "
                 f"islands.server=adam, or islands.method=fedavg"
             )
         if policy.outer_momentum >= 1:
             raise ConfigError(
                 f"islands.outer_momentum = {policy.outer_momentum:g}: below 1, it is the share of "
-                f"the old mean; nearest: islands.outer_momentum=0.9"
+                f"the old mean; try: islands.outer_momentum=0.9"
             )
         return lambda parameters: ServerOptimizer(
             parameters, policy.outer_lr, policy.outer_momentum, policy.server

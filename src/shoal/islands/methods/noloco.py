@@ -126,7 +126,7 @@ class NoLoCo(Method):
             if got != only:
                 raise ConfigError(
                     f"islands.{key} = {got}: noloco merges whole weights in random pairs with an "
-                    f"outer step of its own; nearest: islands.{key}={only}"
+                    f"outer step of its own; try: islands.{key}={only}"
                 )
         super().__init__(policy)
         self.seed = seed

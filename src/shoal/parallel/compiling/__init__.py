@@ -100,7 +100,7 @@ def check_compiler(device: torch.device) -> None:
     if is_accelerator(device) and importlib.util.find_spec("triton") is None:
         raise PlanError(
             "train.compile = blocks: on a GPU torch.compile needs Triton, which is not installed "
-            "here; nearest: pip install triton, or train.compile=none"
+            "here; try: pip install triton, or train.compile=none"
         )
     if device.type != "cpu":
         return
@@ -108,7 +108,7 @@ def check_compiler(device: torch.device) -> None:
     if not any(shutil.which(name) for name in (wanted, "g++", "clang++", "c++") if name):
         raise PlanError(
             "train.compile = blocks: on a CPU torch.compile needs a C++ compiler and this machine "
-            "has none (g++, clang++, or what CXX names); nearest: train.compile=none"
+            "has none (g++, clang++, or what CXX names); try: train.compile=none"
         )
 
 
@@ -153,7 +153,7 @@ def _in_one_line(name: str) -> Iterator[None]:
     except torch._dynamo.exc.BackendCompilerFailed as failure:
         raise PlanError(
             f"train.compile = blocks: {name}: torch.compile cannot make code for it: "
-            f"{str(failure).strip().splitlines()[0]}; nearest: train.compile=none"
+            f"{str(failure).strip().splitlines()[0]}; try: train.compile=none"
         ) from failure
 
 

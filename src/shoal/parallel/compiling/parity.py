@@ -83,7 +83,7 @@ def refuse_wrong_code(
             raise PlanError(
                 f"train.compile = blocks: {name}: the {what} of its compiled code differ by "
                 f"{apart:.0e} of their norm from those of the block itself: torch "
-                f"{torch.__version__} makes wrong code of it; nearest: train.compile=none"
+                f"{torch.__version__} makes wrong code of it; try: train.compile=none"
             )
 
 

@@ -77,7 +77,7 @@ def plan(program: Program, record: Record, tensor: ModelSplit | None = None) -> 
     if whole and policy.strict:
         name, why = next(iter(whole.items()))
         raise PlanError(
-            f"layout.cp = {world.size} with layout.strict: {name} {why}; nearest: "
+            f"layout.cp = {world.size} with layout.strict: {name} {why}; try: "
             f"layout.strict=false, or layout.cp=1"
         )
     return replace(units, classes=tuple(classes), whole=whole, ring=ring)
@@ -133,15 +133,12 @@ def _nothing(program: Program, units: Units, whole: dict[str, str]) -> str:
         fitting = max(n for n in range(1, degree) if length % n == 0)
         return (
             f"layout.cp = {degree}: {kind} works on {length} tokens, which do not divide into "
-            f"{degree} equal parts; nearest: layout.cp={fitting}, or sequences of "
+            f"{degree} equal parts; try: layout.cp={fitting}, or sequences of "
             f"{-(-length // degree) * degree}"
         )
     none = "it has no layer that repeats on [batch, tokens, dim]"
     why = " ".join(next(iter(whole.items()), (none,)))
-    return (
-        f"layout.cp = {degree}: no layer of {kind} can share a sequence: {why}; nearest: "
-        f"layout.cp=1"
-    )
+    return f"layout.cp = {degree}: no layer of {kind} can share a sequence: {why}; try: layout.cp=1"
 
 
 def _told(degree: int, classes: Sequence[BlockClass], whole: dict[str, str]) -> list[str]:

@@ -142,7 +142,7 @@ def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
     return [
         f"layout.strategy = {name}: the model has no blocks of layers (entries of a ModuleList or "
         f"Sequential, or attributes of one class), so {bytes_text(size_bytes)} are gathered at "
-        f"once instead of block by block; nearest: layout.strategy=zero2, or layout.blocks=NAME"
+        f"once instead of block by block; try: layout.strategy=zero2, or layout.blocks=NAME"
     ]
 
 
@@ -459,5 +459,5 @@ def _check(program: Program) -> None:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         raise PlanError(
             f"layout.strategy = {program.plan.layout.strategy}: gathers parameters of one format, "
-            f"the model has {names}; nearest: layout.strategy=zero2"
+            f"the model has {names}; try: layout.strategy=zero2"
         )

@@ -83,7 +83,7 @@ class OnServers(nn.Parameter):
             raise ConfigError(
                 f"model: {weight.row.name} is used in {name}(…), and its rows are on the parameter "
                 f"servers, which answer lookups alone (nn.Embedding, nn.EmbeddingBag, F.embedding, "
-                f"F.embedding_bag); nearest: layout.serves=weights, or the names of other tables"
+                f"F.embedding_bag); try: layout.serves=weights, or the names of other tables"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -109,7 +109,7 @@ def _looked_up(
         raise ConfigError(
             f"model: {name} is looked up outside of a run's calls, and its rows are on the "
             f"parameter servers, which answer inside of run.step, run.evaluate and run.predict "
-            f"only; nearest: run.predict(inputs), called on every rank"
+            f"only; try: run.predict(inputs), called on every rank"
         )
     wanted, local = torch.unique(ids, return_inverse=True)
     if wanted.numel() and not 0 <= int(wanted[0]) <= int(wanted[-1]) < length:
@@ -194,7 +194,7 @@ class Lookups:
         if self.is_open:
             raise ConfigError(
                 "run.step, run.evaluate or run.predict was called between the passes of a step, "
-                "and parameter servers answer one after the other; nearest: after run.update()"
+                "and parameter servers answer one after the other; try: after run.update()"
             )
         self.is_open = True
         for held in self.held.values():

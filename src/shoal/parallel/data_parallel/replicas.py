@@ -75,7 +75,7 @@ def check_replicas(plan: Plan, device: torch.device) -> None:
         nearest = f"layout.threads={there}" if there > 1 else "layout.strategy=single"
         raise PlanError(
             f"layout.threads = {count}: dp has a replica on each of so many devices, and this "
-            f"process sees {there}; nearest legal: {nearest}"
+            f"process sees {there}; try: {nearest}"
         )
 
 
@@ -92,7 +92,7 @@ def apply(program: Program) -> Program:
     if 0 < micro_batches < count:
         program.notices.append(
             f"dp: a step has {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} for "
-            f"{count} devices, so some do nothing; nearest: a smaller train.micro_batch"
+            f"{count} devices, so some do nothing; try: a smaller train.micro_batch"
         )
     return replace(
         program,
@@ -213,7 +213,7 @@ class Replicas:
                 raise PlanError(
                     f"layout.strategy = dp: the forward pass changed the buffer "
                     f"{self.buffers[number][place][1]} for the first time after its first step; "
-                    f"nearest: layout.strategy=ddp"
+                    f"try: layout.strategy=ddp"
                 )
 
     def _on_device(self, number: int, one: Pass) -> None:
@@ -228,7 +228,7 @@ class Replicas:
                 raise PlanError(
                     f"layout.strategy = dp: the replica on {device} met a tensor of another "
                     f"device, which the model or the loss keeps without registering it: "
-                    f"{str(failure).splitlines()[0]}; nearest: register_buffer, or "
+                    f"{str(failure).splitlines()[0]}; try: register_buffer, or "
                     f"layout.strategy=ddp"
                 ) from failure
 
@@ -271,7 +271,7 @@ class _Twin:
         except Exception as failure:
             raise PlanError(
                 f"layout.strategy = dp: the model cannot be copied to another device: {failure}; "
-                f"nearest: layout.strategy=ddp"
+                f"try: layout.strategy=ddp"
             ) from failure
         _bring_attributes(module, own, device)
         self.program = replace(

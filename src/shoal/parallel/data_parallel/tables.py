@@ -105,7 +105,7 @@ def _check_max_norm(path: str, part: nn.Module, layout: Layout) -> None:
     if getattr(part, "max_norm", None) is not None:
         raise PlanError(
             f"layout.serves = {layout.serves}: {path}.max_norm shortens the rows that a pass looks "
-            f"up, which are the servers'; nearest: torch.nn.utils.parametrize with a norm of all "
+            f"up, which are the servers'; try: torch.nn.utils.parametrize with a norm of all "
             f"rows, or layout.strategy=single"
         )
 
@@ -115,7 +115,7 @@ def _no_table(what: str, layout: Layout, able: Mapping[str, Any]) -> PlanError:
     near = f"layout.serves={has.replace(', ', ',')}" if has else "layout.serves=weights"
     return PlanError(
         f"layout.serves = {layout.serves}: {what} (a trained weight of nn.Embedding or "
-        f"nn.EmbeddingBag that no other layer holds too); nearest: {near}, or layout.strategy=ddp"
+        f"nn.EmbeddingBag that no other layer holds too); try: {near}, or layout.strategy=ddp"
     )
 
 
@@ -272,10 +272,10 @@ def check_optimizer(layout: Layout, allowed: Any) -> None:
     if allowed.flat and layout.servers > 1:
         raise PlanError(
             f"layout.servers = {layout.servers}: cuts embedding tables by columns, and "
-            f"{allowed.flat}; nearest: layout.servers=1, or optimizer.name=adamw"
+            f"{allowed.flat}; try: layout.servers=1, or optimizer.name=adamw"
         )
     if allowed.apart:
         raise PlanError(
             f"layout.serves = {layout.serves}: no rank sees all parameters, and {allowed.apart}; "
-            f"nearest: layout.strategy=ddp, or optimizer.name=adamw"
+            f"try: layout.strategy=ddp, or optimizer.name=adamw"
         )

@@ -28,7 +28,7 @@ from shoal.trace.copies import copied_module
 
 LATE = (
     "layout.strategy = dp: the model drew random numbers for the first time after its first step; "
-    "threads share one generator; nearest: layout.strategy=ddp"
+    "threads share one generator; try: layout.strategy=ddp"
 )
 """Why a step ends that began in threads."""
 

@@ -59,7 +59,7 @@ def dealt(record: Record, layout: Layout) -> list[Experts]:
         raise PlanError(
             f"layout.ep = {layout.ep}: the model has no part whose parameters are all stacked by "
             f"expert and that is called with tokens [n, d], chosen experts [n, k] and weights "
-            f"[n, k], and no list of equal modules that are called with rows [n, d]; nearest: "
+            f"[n, k], and no list of equal modules that are called with rows [n, d]; try: "
             f"layout.ep=1"
         )
     found: dict[Any, ExpertLayer] = {}
@@ -71,12 +71,12 @@ def dealt(record: Record, layout: Layout) -> list[Experts]:
             raise PlanError(
                 f"layout.ep = {layout.ep}: {one.name} holds its experts in a list, whose entries "
                 f"are whole on a rank, and layout.dp_shard = {layout.dp_shard} would share each; "
-                f"nearest: layout.ep={layout.dp_shard}, or layout.zero=2"
+                f"try: layout.ep={layout.dp_shard}, or layout.zero=2"
             )
         if layout.zero == 3 and layout.pp > 1:
             raise PlanError(
                 f"layout.ep = {layout.ep}: {one.name} holds its experts in a list, which goes with "
-                f"layout.pp = {layout.pp} where nothing is gathered block by block; nearest: "
+                f"layout.pp = {layout.pp} where nothing is gathered block by block; try: "
                 f"layout.zero=2"
             )
         if one.kind not in kinds:
@@ -85,7 +85,7 @@ def dealt(record: Record, layout: Layout) -> list[Experts]:
             except NotExperts as why:
                 raise PlanError(
                     f"layout.ep = {layout.ep}: {one.names[0]} is called like an expert, but {why}; "
-                    f"nearest: layout.ep=1"
+                    f"try: layout.ep=1"
                 ) from why
             kinds.add(one.kind)
         done.append(one)
@@ -97,7 +97,7 @@ def dealt(record: Record, layout: Layout) -> list[Experts]:
             except NotExperts as why:
                 raise PlanError(
                     f"layout.ep = {layout.ep}: {layer.name} is called like experts, but {why}; "
-                    f"nearest: layout.ep=1"
+                    f"try: layout.ep=1"
                 ) from why
         done.append(replace(layer, counts=found[layer.kind].counts, sample=()))
     return done
@@ -111,7 +111,7 @@ def _check_number(layer: Experts, layout: Layout) -> None:
     nearest = min(fitting, key=lambda n: (abs(n - layout.ep), n))
     raise PlanError(
         f"layout.ep = {layout.ep}: {layer.name} has {layer.experts} experts, which cannot be dealt "
-        f"to {layout.ep} ranks evenly; nearest: layout.ep={nearest}"
+        f"to {layout.ep} ranks evenly; try: layout.ep={nearest}"
     )
 
 
@@ -129,7 +129,7 @@ def place(
             if row.cut is not None and row.cut.axis != "ep":
                 raise PlanError(
                     f"layout.ep = {layout.ep}: {row.name} is cut by layout.tp = {layout.tp} "
-                    f"already; nearest: layout.tp=1"
+                    f"already; try: layout.tp=1"
                 )
             unit = "" if layout.zero < 3 or layout.expert_shard == 1 else layer.name
             found[row.name] = replace(row, cut=cut, unit=unit)

@@ -83,7 +83,7 @@ class _Entry(StandIn):
         if self.home.now is None:
             raise PlanError(
                 f"layout.ep = {self.home.axis.size}: {self.name} is called outside of the forward "
-                f"pass of {self.home.name}; nearest: layout.ep=1"
+                f"pass of {self.home.name}; try: layout.ep=1"
             )
         return self.home.now.call(self.place, rows)
 
@@ -106,13 +106,13 @@ class _Exchanges:
             raise PlanError(
                 f"layout.ep = {self.axis.size}: {self.home.name} calls expert {place} after expert "
                 f"{len(self.counts) - 1}: ranks can only exchange rows in the order of the list; "
-                f"nearest: a loop in that order, or layout.ep=1"
+                f"try: a loop in that order, or layout.ep=1"
             )
         if rows.dim() != 2 or rows.shape[1] != self.home.width or rows.dtype != self.none.dtype:
             raise PlanError(
                 f"layout.ep = {self.axis.size}: {self.home.entries[place].name} is called with "
                 f"{list(rows.shape)} of {rows.dtype}, not with rows of {self.home.width} numbers "
-                f"in the format of its layer's input ({self.none.dtype}); nearest: layout.ep=1"
+                f"in the format of its layer's input ({self.none.dtype}); try: layout.ep=1"
             )
         self._skip_to(place)
         return self._exchange(place, rows)

@@ -47,12 +47,12 @@ def check_here(plan: Plan, device: torch.device) -> None:
     if plan.offload in ("none", "activations"):
         raise PlanError(
             f"memory.offload_to = files: with memory.offload = {plan.offload} there is nothing to "
-            f"put there; nearest: memory.offload=optimizer, or memory.offload_to=host"
+            f"put there; try: memory.offload=optimizer, or memory.offload_to=host"
         )
     if device.type != "cpu":
         raise PlanError(
             f"memory.offload_to = files: states in files are stepped by the CPU, and this run "
-            f"computes on {device.type}; nearest: memory.offload_to=host"
+            f"computes on {device.type}; try: memory.offload_to=host"
         )
 
 
@@ -66,13 +66,13 @@ def check(plan: Plan, device: torch.device) -> None:
     if layout.threads > 1 and device.type != "cpu" and plan.offload == "activations":
         raise PlanError(
             "memory.offload = activations: waits on one device's streams, and layout.strategy = dp "
-            "has several in one process; nearest: layout.strategy=ddp"
+            "has several in one process; try: layout.strategy=ddp"
         )
     on_device = plan.parks_parameters and device.type != "cpu"
     if on_device and not streams_parameters(plan, device) and layout.zero < 3:
         raise PlanError(
             f"memory.offload = parameters: {layout.strategy} needs whole parameters on every "
-            f"device; nearest: layout.strategy=fsdp, or memory.offload=optimizer"
+            f"device; try: layout.strategy=fsdp, or memory.offload=optimizer"
         )
 
 

@@ -162,7 +162,7 @@ class Pieces:
             if before.get(key) != value:
                 raise PlanError(
                     f"memory.offload = optimizer: {type(self.optimizer).__name__} counts {key} per "
-                    f"group, and its parameters are stepped in pieces; nearest: "
+                    f"group, and its parameters are stepped in pieces; try: "
                     f"memory.offload=none, or an optimizer of torch.optim"
                 )
 

@@ -171,7 +171,7 @@ def drop_foreign(module: nn.Module, keep: AbstractSet[str]) -> None:
     }
     for unknown in sorted(keep - set(names.values())):
         close = nearest(unknown, names.values())
-        raise BugError(f"{unknown} is kept, and no tensor of the module; nearest: {close}")
+        raise BugError(f"{unknown} is kept, and no tensor of the module; try: {close}")
     hollow: dict[int, torch.Tensor] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):

@@ -161,6 +161,6 @@ def _changed(cut: StageCut, who: str, why: str = "") -> PlanError:
     return PlanError(
         f"layout.pp = {cut.stages}: {who} would get other values than in the whole model, since "
         f"code between the blocks depends on blocks of other stages in a way that cannot be "
-        f"followed (numpy, tolist, random numbers){': ' + why if why else ''}; nearest: torch "
+        f"followed (numpy, tolist, random numbers){': ' + why if why else ''}; try: torch "
         f"operations in their place, or layout.pp=1"
     )

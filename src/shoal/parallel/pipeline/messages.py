@@ -266,7 +266,7 @@ class Messages:
     def _moved(self, message: Message, known: Form, form: Form) -> PlanError:
         return PlanError(
             f"{self._name(message)}: are {shown(form)}, and were {shown(known)} for inputs of the "
-            f"same shapes: shapes that depend on data cannot cross between stages; nearest: "
+            f"same shapes: shapes that depend on data cannot cross between stages; try: "
             f"another layout.pp, or layout.pp=1"
         )
 

@@ -189,7 +189,7 @@ def deal(
     if stages > len(blocks):
         raise PlanError(
             f"layout.pp = {stages}: more stages than the {len(blocks)} blocks of "
-            f"{type(module).__name__}; nearest legal: layout.pp={max(1, len(blocks))}"
+            f"{type(module).__name__}; try: layout.pp={max(1, len(blocks))}"
         )
     goes_with = _attached(flow, blocks)
     each = _costs(module, flow, costs)
@@ -300,7 +300,7 @@ def _check_asides(flow: Flow, stage_of: list[int], stages: int) -> None:
                     f"layout.pp = {stages}: {flow.calls[maker].name} leaves a tensor aside (an "
                     f"attribute, a cache, a hook) that {reader} reads on another stage; a stage "
                     f"sends only what a block returns; return it from the block's forward; "
-                    f"nearest: layout.pp=1"
+                    f"try: layout.pp=1"
                 )
 
 

@@ -128,7 +128,7 @@ class Unit(StandIn):
             raise PlanError(
                 f"layout.pp: {self.name} is called outside of a stage's forward pass, and lives on "
                 f"another stage: the model is called directly, or its own checkpointing spans "
-                f"blocks of several stages; nearest: memory.recompute instead of the model's own"
+                f"blocks of several stages; try: memory.recompute instead of the model's own"
             )
         if passage is None or passage.inside:
             return self.forward(*inputs, **named)
@@ -252,14 +252,14 @@ class Passage:
         expected = calls[self.at].name if self.at < len(calls) else "no other block"
         return PlanError(
             f"layout.pp = {self.cut.stages}: the forward pass calls {name} where the sample's "
-            f"called {expected}: a pipeline's stages are cut for one order of blocks; nearest: "
+            f"called {expected}: a pipeline's stages are cut for one order of blocks; try: "
             f"a forward pass that calls its blocks in one order for all inputs, or layout.pp=1"
         )
 
     def _counted(self, plan: CallPlan, count: int) -> PlanError:
         return PlanError(
             f"layout.pp = {self.cut.stages}: {plan.name} returns {count} tensors where it returned "
-            f"{len(plan.devices)} for the sample; nearest: outputs of one form for all "
+            f"{len(plan.devices)} for the sample; try: outputs of one form for all "
             f"inputs, in training and evaluation, or layout.pp=1"
         )
 
@@ -351,7 +351,7 @@ def _like_inputs(plan: CallPlan, inputs: Any, failure: Exception) -> Any:
         raise PlanError(
             f"layout.pp: {plan.name} cannot be run without values ({first_line(failure)}), so the "
             f"shape that it gives for inputs {[tuple(t.shape) for t in now]} is not known on other "
-            f"stages; nearest: micro-batches of one size and length"
+            f"stages; try: micro-batches of one size and length"
         ) from failure
 
     return map_tensors(like, plan.outputs)

@@ -53,8 +53,7 @@ def checked(
         failed[finding.block] = finding.text()
         if strict:
             raise PlanError(
-                f"layout.tp = {split.degree}: {finding.block}: {finding.text()}; nearest: "
-                f"layout.tp=1"
+                f"layout.tp = {split.degree}: {finding.block}: {finding.text()}; try: layout.tp=1"
             )
     if not failed:
         return split

@@ -98,7 +98,7 @@ def cut(tensor: Tensor, label: Label, rank: int, degree: int) -> Tensor:
         least = min(segment_sizes(size, groups) or (size // count_of(groups),))
         raise PlanError(
             f"a dim of size {size}{in_segments(label)} does not divide into {degree} equal parts; "
-            f"nearest: a degree that divides {least}"
+            f"try: a degree that divides {least}"
         )
     if isinstance(groups, int):
         width = size // (groups * degree)

@@ -81,7 +81,7 @@ def _wishes(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
             close = nearest(pattern, names) or names[0]
             raise PlanError(
                 f'layout.split."{pattern}": matches no parameter of {type(module).__name__}; '
-                f"nearest: {close}"
+                f"try: {close}"
             )
         wishes |= dict.fromkeys(matching, wish)
     return wishes
@@ -125,13 +125,13 @@ class _Planner:
             why = self.refused[0] if self.refused else "it has no layer that repeats"
             raise PlanError(
                 f"nothing of {type(self.module).__name__} can be split over layout.tp = "
-                f"{self.degree}: {why}; nearest: layout.tp=1"
+                f"{self.degree}: {why}; try: layout.tp=1"
             )
         if self.untraced:
             self.refuse_draws()
         if strict and self.refused:
             raise PlanError(
-                f"layout.tp = {self.degree} with layout.strict: {self.refused[0]}; nearest: "
+                f"layout.tp = {self.degree} with layout.strict: {self.refused[0]}; try: "
                 f"layout.strict=false, or layout.tp=1"
             )
         return ModelSplit(
@@ -264,7 +264,7 @@ class _Planner:
                 raise PlanError(
                     f"layout.tp = {self.degree}: {name or type(self.module).__name__} draws random "
                     f"numbers ({draw.text(name)}) and cannot be traced ({self.untraced[name]}), so "
-                    f"they may depend on the layout; nearest: no dropout there, or layout.tp=1"
+                    f"they may depend on the layout; try: no dropout there, or layout.tp=1"
                 )
 
     def check_wishes(self, name: str, split: BlockSplit, wishes: Mapping[str, str]) -> None:
@@ -274,7 +274,7 @@ class _Planner:
                 full = f"{name}.{own}" if name else own
                 raise PlanError(
                     f'layout.split."{full}" = {wish}: cannot be cut so over layout.tp = '
-                    f"{self.degree}: {split.reasons[own].removeprefix('whole: ')}; nearest: whole"
+                    f"{self.degree}: {split.reasons[own].removeprefix('whole: ')}; try: whole"
                 )
 
     def split(
@@ -353,7 +353,7 @@ def without(module: nn.Module, split: ModelSplit, failed: Mapping[str, str]) -> 
             for p in module.get_submodule(name).parameters():
                 held[first[id(p)]] = ParameterSplit(WHOLE, False, why)
     if all(isinstance(one.label, Whole) for one in held.values()):
-        raise PlanError(f"{notices[-1]}; nothing else can be split; nearest: layout.tp=1")
+        raise PlanError(f"{notices[-1]}; nothing else can be split; try: layout.tp=1")
     told = exchanges_of(module, kept, split.tables, split.calls, split.degree)
     return replace(
         split,

@@ -36,7 +36,7 @@ def made_for(
         from shoal.trace.unseen import handed  # few models hand objects around
 
         if why := max(map(handed, leaves)):
-            raise PlanError(f"{name}: unlike in the sample, {why}; nearest: the tensors themselves")
+            raise PlanError(f"{name}: unlike in the sample, {why}; try: the tensors themselves")
     wholes = [_as_whole(leaf) if is_shard(leaf) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(wholes, tree)
     try:
@@ -51,7 +51,7 @@ def made_for(
     except (Untraceable, NotSplit) as failure:
         raise PlanError(
             f"{name}: cannot be split over layout.tp = {first.degree} for this input, "
-            f"unlike the first one: {failure}; nearest: layout.tp=1"
+            f"unlike the first one: {failure}; try: layout.tp=1"
         ) from failure
 
 

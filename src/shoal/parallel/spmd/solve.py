@@ -172,7 +172,7 @@ class _Search:
                 shape = list(self.problem.by_name[name].meta["val"].shape)
                 raise PlanError(
                     f"{name} {shape}: cannot be split as {choice.kind} over {self.problem.degree} "
-                    f"ranks; nearest: whole"
+                    f"ranks; try: whole"
                 )
 
 

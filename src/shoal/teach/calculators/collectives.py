@@ -27,13 +27,13 @@ from shoal.planner.collectives import rounds
 
 def _check(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float) -> None:
     if ranks < 1:
-        raise PlanError(f"ranks = {ranks}: a collective has at least 1; nearest: ranks=1")
+        raise PlanError(f"ranks = {ranks}: a collective has at least 1; try: ranks=1")
     named = {
         "message_bytes": message_bytes, "alpha_s": alpha_s, "beta_s_per_byte": beta_s_per_byte
     }  # fmt: skip
     for name, value in named.items():
         if value < 0:
-            raise PlanError(f"{name} = {value:g}: must be 0 or more; nearest: {name}=0")
+            raise PlanError(f"{name} = {value:g}: must be 0 or more; try: {name}=0")
 
 
 def ring_all_reduce_s(
@@ -158,7 +158,7 @@ def bus_bytes_per_s(ranks: int, message_bytes: float, seconds: float) -> float:
     """
     _check(ranks, message_bytes, 0.0, 0.0)
     if seconds <= 0:
-        raise PlanError(f"seconds = {seconds:g}: must be more than 0; nearest: seconds=1e-6")
+        raise PlanError(f"seconds = {seconds:g}: must be more than 0; try: seconds=1e-6")
     return message_bytes / seconds * 2 * (ranks - 1) / ranks
 
 

@@ -31,7 +31,7 @@ def bytes_per_outer_step(parameters: float, workers: int, wire_bits: float) -> f
     20.0
     """
     if wire_bits <= 0:
-        raise PlanError(f"bits = {wire_bits:g}: must be more than 0; nearest: bits=4")
+        raise PlanError(f"bits = {wire_bits:g}: must be more than 0; try: bits=4")
     return ring_all_reduce_s(workers, parameters * wire_bits / 8, 0.0, 1.0)
 
 
@@ -63,9 +63,9 @@ def outer_step_s(
     37.1
     """
     if bytes_per_s <= 0:
-        raise PlanError(f"bytes_per_s = {bytes_per_s:g}: must be more than 0; nearest: 125e6")
+        raise PlanError(f"bytes_per_s = {bytes_per_s:g}: must be more than 0; try: 125e6")
     if latency_s < 0:
-        raise PlanError(f"latency_s = {latency_s:g}: must be 0 or more; nearest: latency_s=0")
+        raise PlanError(f"latency_s = {latency_s:g}: must be 0 or more; try: latency_s=0")
     sent = bytes_per_outer_step(parameters, workers, wire_bits)
     return sent / bytes_per_s + 2 * (workers - 1) * latency_s
 
@@ -80,7 +80,7 @@ def utilisation(compute_s: float, waiting_s: float) -> float:
     [95.7, 85.6, 82.9]
     """
     if compute_s <= 0:
-        raise PlanError(f"compute_s = {compute_s:g}: must be more than 0; nearest: compute_s=1")
+        raise PlanError(f"compute_s = {compute_s:g}: must be more than 0; try: compute_s=1")
     return compute_s / (compute_s + waiting_s)
 
 
@@ -96,11 +96,11 @@ def less_traffic(period: int, wire_bits: float, compared_bits: float) -> float:
     """
     check_period(period)
     if wire_bits <= 0:
-        raise PlanError(f"bits = {wire_bits:g}: must be more than 0; nearest: bits=4")
+        raise PlanError(f"bits = {wire_bits:g}: must be more than 0; try: bits=4")
     return period * compared_bits / wire_bits
 
 
 def check_period(period: int) -> None:
     """Refuse a number of inner steps below 1. Errors: PlanError."""
     if period < 1:
-        raise PlanError(f"period = {period}: at least 1 inner step; nearest: period=1")
+        raise PlanError(f"period = {period}: at least 1 inner step; try: period=1")

@@ -45,7 +45,7 @@ def mtbf_s(devices: int, device_mtbf_s: float) -> float:
     (5.8, 3.1)
     """
     if devices < 1:
-        raise PlanError(f"gpus = {devices}: at least 1; nearest: gpus=1")
+        raise PlanError(f"gpus = {devices}: at least 1; try: gpus=1")
     _check(device_mtbf_s=device_mtbf_s)
     return device_mtbf_s / devices
 
@@ -115,7 +115,7 @@ def goodput(
     if write_s > interval_s:
         raise PlanError(
             f"write_s = {write_s:g}: a checkpoint must be on disk before the next begins, after "
-            f"{interval_s:.0f} s; nearest: write_s={interval_s:.0f}, or interval_s={write_s:g}"
+            f"{interval_s:.0f} s; try: write_s={interval_s:.0f}, or interval_s={write_s:g}"
         )
     attempt = (interval_s + stall_s) / mean_s
     again = (restart_s + write_s) / mean_s + attempt
@@ -174,10 +174,10 @@ def wasted(
 def _check(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
-            raise PlanError(f"{name} = {value:g}: must be more than 0; nearest: {name}=1")
+            raise PlanError(f"{name} = {value:g}: must be more than 0; try: {name}=1")
 
 
 def _check_zero(**values: float) -> None:
     for name, value in values.items():
         if value < 0:
-            raise PlanError(f"{name} = {value:g}: must be 0 or more; nearest: {name}=0")
+            raise PlanError(f"{name} = {value:g}: must be 0 or more; try: {name}=0")

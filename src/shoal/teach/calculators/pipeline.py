@@ -28,7 +28,7 @@ def bubble_of_ideal(
     if ranks < 1 or micro_batches < 1 or chunks < 1:
         raise PlanError(
             f"ranks = {ranks}, micro_batches = {micro_batches}, chunks = {chunks}: each at least "
-            f"1; nearest: ranks={max(1, ranks)} micro_batches={max(1, micro_batches)} "
+            f"1; try: ranks={max(1, ranks)} micro_batches={max(1, micro_batches)} "
             f"chunks={max(1, chunks)}"
         )
     half = backward / 2
@@ -78,7 +78,7 @@ def micro_batches_for(
     16
     """
     if not 0 < share < 1:
-        raise PlanError(f"share = {share:g}: between 0 and 1, both out; nearest: share=0.05")
+        raise PlanError(f"share = {share:g}: between 0 and 1, both out; try: share=0.05")
     unit = ranks if canonical(schedule) == "interleaved" else 1
     least = least_micro_batches(schedule, ranks) // unit
 

@@ -42,7 +42,7 @@ def amdahl_speedup(serial: float, devices: int) -> float:
     """
     if not 0 <= serial <= 1:
         raise PlanError(
-            f"serial = {serial:g}: a share, 0 to 1; nearest: serial={min(1.0, max(0.0, serial)):g}"
+            f"serial = {serial:g}: a share, 0 to 1; try: serial={min(1.0, max(0.0, serial)):g}"
         )
     _check_devices(devices)
     return 1 / (serial + (1 - serial) / devices)
@@ -67,9 +67,9 @@ def serial_share(speedup: float, devices: int) -> float:
     [11.1, 6.7, 1.0]
     """
     if devices < 2:
-        raise PlanError(f"gpus = {devices}: a speed-up is of at least 2; nearest: gpus=2")
+        raise PlanError(f"gpus = {devices}: a speed-up is of at least 2; try: gpus=2")
     if speedup <= 0:
-        raise PlanError(f"speedup = {speedup:g}: must be more than 0; nearest: speedup=1")
+        raise PlanError(f"speedup = {speedup:g}: must be more than 0; try: speedup=1")
     return (devices / speedup - 1) / (devices - 1)
 
 
@@ -124,8 +124,7 @@ def ring_step_s(
     _check_devices(devices)
     if not 0 <= overlap <= 1:
         raise PlanError(
-            f"overlap = {overlap:g}: a share, 0 to 1; nearest: "
-            f"overlap={min(1.0, max(0.0, overlap)):g}"
+            f"overlap = {overlap:g}: a share, 0 to 1; try: overlap={min(1.0, max(0.0, overlap)):g}"
         )
     compute_s = single_s / devices
     ring_s = volume * ring_all_reduce_s(devices, message_bytes, alpha_s, beta_s_per_byte)
@@ -178,4 +177,4 @@ def speedup_table(
 
 def _check_devices(devices: int) -> None:
     if devices < 1:
-        raise PlanError(f"gpus = {devices}: at least 1; nearest: gpus=1")
+        raise PlanError(f"gpus = {devices}: at least 1; try: gpus=1")

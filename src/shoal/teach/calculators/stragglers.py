@@ -47,10 +47,10 @@ class StepTimes:
         if self.distribution not in DISTRIBUTIONS:
             raise PlanError(one_of("distribution", self.distribution, DISTRIBUTIONS))
         if not self.mean_s > 0:
-            raise PlanError(f"step_s = {self.mean_s:g}: must be more than 0; nearest: step_s=1")
+            raise PlanError(f"step_s = {self.mean_s:g}: must be more than 0; try: step_s=1")
         if not 0 <= self.spread <= 1:
             raise PlanError(
-                f"spread = {self.spread:g}: deviation per mean, 0 to 1; nearest: "
+                f"spread = {self.spread:g}: deviation per mean, 0 to 1; try: "
                 f"spread={min(1.0, max(0.0, self.spread)):g}"
             )
 
@@ -78,7 +78,7 @@ def largest_quantile_s(times: StepTimes, devices: int, share: float) -> float:
     """
     _check(devices)
     if not 0 < share < 1:
-        raise PlanError(f"share = {share:g}: between 0 and 1, both out; nearest: share=0.5")
+        raise PlanError(f"share = {share:g}: between 0 and 1, both out; try: share=0.5")
     return times.upper_quantile_s(-math.expm1(math.log(share) / devices))
 
 
@@ -116,7 +116,7 @@ def waiting_share(times: StepTimes, devices: int, every: int = 1) -> float:
     0.021
     """
     if every < 1:
-        raise PlanError(f"every = {every}: at least 1 step; nearest: every=1")
+        raise PlanError(f"every = {every}: at least 1 step; try: every=1")
     if every > 1:
         times = StepTimes(times.mean_s * every, times.spread / math.sqrt(every))
     # the sum that stands for the integral is off by 1e-15 where nobody waits
@@ -133,7 +133,7 @@ def chance_of_slow(devices: int, slow_share: float) -> float:
     """
     _check(devices)
     if not 0 <= slow_share <= 1:
-        raise PlanError(f"slow_share = {slow_share:g}: a share, 0 to 1; nearest: slow_share=0.001")
+        raise PlanError(f"slow_share = {slow_share:g}: a share, 0 to 1; try: slow_share=0.001")
     return 1.0 if slow_share == 1 else -math.expm1(devices * math.log1p(-slow_share))
 
 
@@ -151,7 +151,7 @@ def simulate_steps(
     _check(devices)
     if not 1 <= steps <= MOST_STEPS:
         near = 1000 if steps < 1 else MOST_STEPS
-        raise PlanError(f"steps = {steps}: 1 to {MOST_STEPS} are drawn; nearest: steps={near}")
+        raise PlanError(f"steps = {steps}: 1 to {MOST_STEPS} are drawn; try: steps={near}")
     draw = random.Random(seed)
     seconds = sorted(
         times.upper_quantile_s(-math.expm1(math.log(1 - draw.random()) / devices))
@@ -162,4 +162,4 @@ def simulate_steps(
 
 def _check(devices: int) -> None:
     if devices < 1:
-        raise PlanError(f"gpus = {devices}: at least 1; nearest: gpus=1")
+        raise PlanError(f"gpus = {devices}: at least 1; try: gpus=1")

@@ -44,7 +44,7 @@ def recompute_factor(recompute: str, parameters: float, attention: float) -> flo
     if recompute == "selective":
         return 1 + attention / 3 / (parameters + attention)
     raise PlanError(
-        f"recompute = {recompute}: not one of none, selective, full; nearest: recompute=none"
+        f"recompute = {recompute}: not one of none, selective, full; try: recompute=none"
     )
 
 
@@ -59,7 +59,7 @@ def mfu(tokens_per_s: float, flops_token: float, devices: int, peak_flops_per_s:
     if devices < 1 or peak_flops_per_s <= 0:
         raise PlanError(
             f"gpus = {devices}, peak = {peak_flops_per_s:g} FLOP/s: both must be more than 0; "
-            f"nearest: gpus=1 peak_tflops=989"
+            f"try: gpus=1 peak_tflops=989"
         )
     return tokens_per_s * flops_token / (devices * peak_flops_per_s)
 
@@ -83,7 +83,7 @@ def megatron_step_flops(
     repeats = {"none": (1.0, 1.0), "selective": (1.0, 4 / 3), "full": (4 / 3, 4 / 3)}
     if recompute not in repeats:
         raise PlanError(
-            f"recompute = {recompute}: not one of none, selective, full; nearest: recompute=none"
+            f"recompute = {recompute}: not one of none, selective, full; try: recompute=none"
         )
     matrices, attention = repeats[recompute]
     unit = 72 * batch * sequence * layers * hidden**2

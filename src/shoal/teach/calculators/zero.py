@@ -32,10 +32,10 @@ def state_bytes(parameters: float, stage: int, devices: int) -> float:
     [112.0, 38.5, 26.25, 14.0]
     """
     if devices < 1:
-        raise PlanError(f"gpus = {devices}: at least 1; nearest: gpus=1")
+        raise PlanError(f"gpus = {devices}: at least 1; try: gpus=1")
     split = {0: 0, 1: 12, 2: 14, 3: 16}
     if stage not in split:
-        raise PlanError(f"zero = {stage}: a stage is 0, 1, 2 or 3; nearest: zero=3")
+        raise PlanError(f"zero = {stage}: a stage is 0, 1, 2 or 3; try: zero=3")
     return parameters * (STATE_BYTES - split[stage] + split[stage] / devices)
 
 

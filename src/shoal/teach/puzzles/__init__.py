@@ -78,7 +78,7 @@ def puzzle_of(number: int) -> Puzzle:
     if not 0 <= number < len(PUZZLES):
         last = len(PUZZLES) - 1
         raise PlanError(
-            f"puzzle = {number}: puzzles are 0 to {last}; nearest: {min(max(number, 0), last)}"
+            f"puzzle = {number}: puzzles are 0 to {last}; try: {min(max(number, 0), last)}"
         )
     return PUZZLES[number]
 

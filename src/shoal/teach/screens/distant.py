@@ -171,7 +171,7 @@ def _parameters(model: str, parameters: float) -> float:
         return parameters
     if parameters != USUAL_PARAMETERS:
         raise PlanError(
-            f"parameters = {parameters:g} and model = {model}: one of them says how many; nearest: "
+            f"parameters = {parameters:g} and model = {model}: one of them says how many; try: "
             f"model={model}"
         )
     if model in FAMILIES:
@@ -182,7 +182,7 @@ def _parameters(model: str, parameters: float) -> float:
 def _speeds(count: int, slowest: float) -> tuple[float, ...]:
     if slowest > 1:
         raise PlanError(
-            f"slowest = {slowest:g}: a share of the other islands' speed; nearest: slowest=1"
+            f"slowest = {slowest:g}: a share of the other islands' speed; try: slowest=1"
         )
     return (*(1.0,) * (count - 1), slowest)
 

@@ -46,7 +46,7 @@ def failures_screen(
         least_days = MOST_DRAWN * mean_s / runs / 86400
         raise PlanError(
             f"runs = {runs}, days = {days:g}: more than {number(MOST_DRAWN)} failures to draw; "
-            f"nearest: " + (f"runs={fewer}" if fewer else f"days={least_days:.0f}")
+            f"try: " + (f"runs={fewer}" if fewer else f"days={least_days:.0f}")
         )
     _check_nodes(spares, node_share, repair_hours, mtbf_hours)
     tau = interval_s or best_interval_s(stall_s, restart_s, mean_s, write_s)
@@ -82,11 +82,11 @@ def failures_screen(
 def _check_nodes(spares: int, node_share: float, repair_hours: float, mtbf_hours: float) -> None:
     """Refuse more nodes, standing by or away, than any run has."""
     if spares > MOST_NODES:
-        raise PlanError(f"spares = {spares}: at most {MOST_NODES}; nearest: spares={MOST_NODES}")
+        raise PlanError(f"spares = {spares}: at most {MOST_NODES}; try: spares={MOST_NODES}")
     if node_share * repair_hours > MOST_NODES * mtbf_hours:
         raise PlanError(
             f"repair_hours = {repair_hours:g}: more than {MOST_NODES} nodes would be away; "
-            f"nearest: repair_hours={MOST_NODES * mtbf_hours / node_share:g}"
+            f"try: repair_hours={MOST_NODES * mtbf_hours / node_share:g}"
         )
 
 

@@ -29,9 +29,7 @@ def collectives_screen(
     per_node = min(ranks, per_node)
     if ranks % per_node:
         near = max(per_node, round(ranks / per_node) * per_node)
-        raise PlanError(
-            f"ranks = {ranks}: no multiple of per_node = {per_node}; nearest: ranks={near}"
-        )
+        raise PlanError(f"ranks = {ranks}: no multiple of per_node = {per_node}; try: ranks={near}")
     alpha_s, beta = alpha_us * 1e-6, 1e-9 / gb_per_s
     inside = (inside_alpha_us * 1e-6, 1e-9 / inside_gb_per_s)
     message, nodes = mib * 2**20, ranks // per_node

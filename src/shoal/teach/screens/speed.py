@@ -28,7 +28,7 @@ def amdahl_screen(gpus: int = 64, serial: float = 0.05, speedup: float = 0.0) ->
         if not 0 <= serial <= 1:
             raise PlanError(
                 f"speedup = {speedup:g}: {gpus} devices are 1 to {gpus} times as fast under "
-                f"Amdahl's law; nearest: speedup={min(gpus, max(1.0, speedup)):g}"
+                f"Amdahl's law; try: speedup={min(gpus, max(1.0, speedup)):g}"
             )
     reached, limit = scaling.amdahl_speedup(serial, gpus), scaling.amdahl_limit(serial)
     put_in = f"1/({number(serial)} + {number(1 - serial)}/{gpus})"
@@ -207,7 +207,7 @@ def servers_screen(
     if not 1 <= workers <= 64 or slow < 1:
         raise PlanError(
             f"workers = {workers}, slow = {slow:g}: 1 to 64 workers, of which one takes at least "
-            f"as long as the others; nearest: workers=4 slow=4"
+            f"as long as the others; try: workers=4 slow=4"
         )
     each = [worker_s * slow, *[worker_s] * (workers - 1)]
     apply_s = apply_ms / 1000

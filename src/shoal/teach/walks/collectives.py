@@ -118,7 +118,7 @@ def halving(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
         lower = 1 << (ranks.bit_length() - 1)
         raise PlanError(
             f"--ranks = {ranks}: halving pairs ranks, so a power of two is wanted; "
-            f"nearest: --ranks {lower} or --ranks {min(16, 2 * lower)}"
+            f"try: --ranks {lower} or --ranks {min(16, 2 * lower)}"
         )
     log = ranks.bit_length() - 1
     share = 2 * (ranks - 1) / ranks * message_bytes

@@ -51,11 +51,11 @@ def pipeline(name: str, asked: Pipeline) -> Timeline:
     if asked.ranks * asked.micro_batches * chunks > LARGEST:
         raise PlanError(
             f"--ranks × --micro-batches = {asked.ranks} × {asked.micro_batches}: too much to "
-            f"draw; nearest: --micro-batches {max(1, LARGEST // asked.ranks // chunks)}"
+            f"draw; try: --micro-batches {max(1, LARGEST // asked.ranks // chunks)}"
         )
     if asked.forward_s + asked.input_s + asked.weight_s <= 0:
         raise PlanError(
-            "--forward, --backward, --weight = 0: nothing takes any time; nearest: --forward 1"
+            "--forward, --backward, --weight = 0: nothing takes any time; try: --forward 1"
         )
     schedule = make_schedule(known, asked.ranks, asked.micro_batches, chunks)
     costs = AnalyticalCosts.of_stage(asked.forward_s, asked.input_s, asked.weight_s)

@@ -75,7 +75,7 @@ def check_ranks(what: str, ranks: int, least: int = 2) -> None:
         close = min(max(ranks, least), MOST_RANKS)
         raise PlanError(
             f"--ranks = {ranks}: {what} is shown with {least} to {MOST_RANKS} ranks; "
-            f"nearest: --ranks {close}"
+            f"try: --ranks {close}"
         )
 
 
