@@ -10,7 +10,7 @@ KIT_PYTHON ?= 3.12
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint types floors lanes worlds endings commands parallel unit test-sim proof proof-env wheel cuda-kit test-cuda test-gpus test-versions clean
+.PHONY: demo test lint types floors lanes worlds endings commands parallel unit test-sim proof quick proof-env wheel cuda-kit test-cuda test-gpus test-versions clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -68,37 +68,11 @@ unit: $(STAMP)
 test-sim: $(STAMP)  ## simulated CUDA devices: planted device bugs, and a loop of one's own beside the CPU
 	$(BIN)/python -m pytest tests/simgpu
 
-proof: $(STAMP) $(PROOF_STAMP)  ## the long matrices (hours are allowed), resumable; results land in docs/proof/
-	$(BIN)/python tests/proof/kills.py
-	$(BIN)/python tests/proof/flips.py
-	for what in worlds nodes sharded differ closed; do \
-	  $(BIN)/python tests/proof/endings.py $$what --out docs/proof/endings.json || exit 1; done
-	$(BIN)/python tests/proof/manifest_mutations.py --write docs/proof/manifest_mutations.json
-	$(BIN)/python tests/proof/hangs.py
-	$(BIN)/python tests/proof/hangs.py --simulated
-	$(BIN)/python tests/proof/hangs_nodes.py
-	$(BIN)/python tests/proof/slow_ranks.py
-	$(BIN)/python tests/proof/servers.py
-	$(BIN)/python tests/proof/faults.py
-	$(BIN)/python tests/proof/diagnosed.py --seed 35
-	$(BIN)/python tests/proof/poison.py --out docs/proof/poison.json
-	$(BIN)/python tests/proof/equality.py
-	$(BIN)/python tests/proof/formats.py
-	$(BIN)/python tests/proof/any_module.py
-	$(BIN)/python tests/proof/compositions.py
-	$(BIN)/python tests/proof/families.py
-	.venv-proof/bin/python tests/proof/architectures.py
-	.venv-proof/bin/python tests/proof/bytes_read.py
-	$(BIN)/python tests/proof/exported.py
-	$(BIN)/python tests/proof/long_context.py
-	$(BIN)/python tests/proof/size.py
-	$(BIN)/python tests/worlds/pipe_makespan.py
-	$(BIN)/python tests/simgpu/device_lines.py --out docs/proof/device-lines.json
-	$(BIN)/python tests/simgpu/mutants.py --out docs/proof/mutants.json
-	$(BIN)/python tests/simgpu/seeds.py --out docs/proof/seeds.json
-	$(BIN)/python benchmarks/deadlines.py
-	.venv-proof/bin/python -m pytest -m proof
-	$(MAKE) test-versions
+proof: $(STAMP)  ## the long matrices (hours are allowed), resumable; one part: make proof PART=faults
+	$(BIN)/python tests/proof/run.py $(PART)
+
+quick: $(STAMP)  ## one room in under 80 CPU seconds: make quick ROOM=trainer
+	$(BIN)/python tests/quick.py $(ROOM)
 
 wheel: $(STAMP)  ## what a user installs, in build/dist/
 	rm -rf build/lib  # setuptools packs what an earlier build left there, deleted modules too

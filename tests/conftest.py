@@ -43,6 +43,18 @@ os.environ["SHOAL_CACHE"] = tempfile.mkdtemp(prefix="shoal-tests-cache-")
 atexit.register(shutil.rmtree, os.environ["SHOAL_CACHE"], ignore_errors=True)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `make proof PART=…` choose tests by the part that their mark names."""
+    parser.addoption("--part", default="", help='tests marked `pytest.mark.proof("PART")` alone')
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other parts."""
+    if part := config.getoption("--part"):
+        marks = {item: item.get_closest_marker("proof") for item in items}
+        items[:] = [item for item, mark in marks.items() if mark and part in mark.args]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep how long each file took."""
     gc.disable()
