@@ -45,6 +45,7 @@ from shoal.trainer.step import (
     row_of,
     update,
 )
+from shoal.trainer.step_vector import entries_of, guards_of
 from shoal.trainer.suspicions import FirstStep, evaluation_line
 from shoal.trainer.touched import Touched
 from shoal.trainer.whole_state import check_averaged, full_state
@@ -133,6 +134,7 @@ class Run:
         self.meeting.join(program.world)
         drift = Drift(program, optimizer, self.average, recorder)
         self.touched = Touched(program, optimizer, recorder.notice, self.meeting.agreed, drift)
+        self.guards = guards_of(program, self.guard.settings, self.touched)
         self.program = count_forwards(program, self.meeting)
         self._tell()
 
@@ -358,12 +360,13 @@ class Run:
     def flags(self) -> Flags:
         """What this rank has to say to the others after its passes."""
         wanted, measured = self.recorder.wanted, self._measured
+        by_rank, sums = entries_of(self.guards, self.step_count + 1)
         return Flags(
             stop=self._stop_wanted or "stop" in wanted, save="save" in wanted,
             save_failed=self._saving is not None and self._saving.failed(),
             peak_memory_bytes=peak_memory_bytes(self.world.device),
-            by_rank=self.touched.says(self.step_count + 1),
-            sums={"unreadable": [lost_of(self._batch)]},
+            by_rank=by_rank,
+            sums={"unreadable": [lost_of(self._batch)], **sums},
             measured=measured.told() if measured else None,
             unnamed=measured is not None and measured.unknown,
         )  # fmt: skip
@@ -371,7 +374,8 @@ class Run:
     def _ran(self, tally: Tally, spare: Any) -> None:
         """The passes are over and summed up."""
         self._tally, self._weights_seen = tally, True
-        self.touched.agree(self.step_count + 1, tally.numbers)
+        for guard in self.guards:
+            guard.agree(self.step_count + 1, tally.numbers)
         self.touched.after()
         if tally.unnamed or self._measured is not None:
             self._values = self._measuring().values(tally.measured, tally.unnamed)
@@ -399,7 +403,7 @@ class Run:
             )  # fmt: skip
         self._tell()
         if not done.skipped:
-            self.guard.check_first_update()
+            self.guard.check_update()
             if self.average is not None:
                 self.average.update()
         self.touched.updated(self.step_count + 1)

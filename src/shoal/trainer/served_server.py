@@ -180,7 +180,9 @@ class Server:
 
     def _tally(self, worker: int, head: Brought, batch: StepBatch) -> Tally:
         run, size = self.run, self.run.world.size
-        sums = {"unreadable": [float(head.lost)]}
+        flags = run.flags()
+        alike = {name: [0.0] * len(values) for name, values in flags.sums.items()}
+        sums = {**alike, "unreadable": [float(head.lost)]}
         ranks = range(self.plan.layout.processes)
         self.peaks[worker] = head.peak_memory_bytes
         return Tally(
@@ -196,7 +198,7 @@ class Server:
             used=list(head.used),
             micro_batches=[head.ran if rank == worker else 0 for rank in ranks],
             peak_memory_bytes=[self.peaks.get(rank, 0) for rank in ranks],
-            numbers=same_on_all_ranks(size, run.flags().by_rank, sums),
+            numbers=same_on_all_ranks(size, flags.by_rank, sums),
             measured=[],
             unnamed=False,
         )

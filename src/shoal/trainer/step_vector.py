@@ -12,14 +12,20 @@
 
 Every rank adds the same names with the same widths in the same order, whatever way leads into the
 step: batches, written-out passes, free passes, servers. So no reader counts positions.
+
+A guard that only has to know whether ranks of a group have the same whole number needs no column
+per rank: rank r adds c_r · h_r, with whole coefficients c of the step that sum to zero over the
+group. The sum is exactly 0 where all h are equal, and most surely not where they differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from shoal.base.errors import BugError
+from shoal.parallel.program import Program
 
 
 @dataclass(frozen=True)
@@ -111,3 +117,70 @@ def same_on_all_ranks(
     for name, values in sums.items():
         vector.add_sums(name, values)
     return vector.summed(vector.values)
+
+
+class StepGuard(Protocol):
+    """Compares ranks by numbers of its own that travel in the step's vector."""
+
+    def by_rank(self, step: int) -> Mapping[str, Sequence[float]]:
+        """Return entries that every rank shall learn, by name."""
+
+    def sums(self, step: int) -> Mapping[str, Sequence[float]]:
+        """Return entries to be summed over ranks, by name."""
+
+    def agree(self, step: int, numbers: StepNumbers) -> None:
+        """Compare, before the update. Raises: ShoalError, the same on all ranks."""
+
+
+def guards_of(program: Program, *others: StepGuard) -> list[StepGuard]:
+    """Return the guards of a run's steps: before `others` that of a layout which gathers units."""
+    if program.unit_log is None:
+        return list(others)
+    from shoal.trainer.unit_order import UnitOrderCheck
+
+    return [UnitOrderCheck(program.unit_log, program.world), *others]
+
+
+def entries_of(
+    guards: Iterable[StepGuard], step: int
+) -> tuple[dict[str, Sequence[float]], dict[str, Sequence[float]]]:
+    """Return what guards add to the vector of a step: (by rank, summed)."""
+    by_rank: dict[str, Sequence[float]] = {}
+    sums: dict[str, Sequence[float]] = {}
+    for guard in guards:
+        by_rank |= guard.by_rank(step)
+        sums |= guard.sums(step)
+    return by_rank, sums
+
+
+HASH_BITS, SUM_BITS = 26, 52
+"""Bits of what is compared by a zero sum · of all terms together: float64 adds them exactly."""
+
+
+def zero_sum_term(value: int, step: int, members: Sequence[int], rank: int, terms: int) -> int:
+    """Return c · h of this rank, a term of a sum that is 0 where all members have the same value.
+
+    Args:
+        value: h, of which `HASH_BITS` count.
+        step: from which all members draw the same coefficients.
+        members: ranks that are compared, in one order for all of them.
+        rank: this one.
+        terms: how many terms are added up at most, over all ranks and groups.
+    """
+    bits = SUM_BITS - HASH_BITS - max(1, terms).bit_length()
+    place = members.index(rank)
+    following = members[(place + 1) % len(members)]
+    # Differences around a ring sum to zero.
+    coefficient = _drawn(step, rank, bits) - _drawn(step, following, bits)
+    return coefficient * (value & (1 << HASH_BITS) - 1)
+
+
+def _drawn(step: int, rank: int, bits: int) -> int:
+    """Draw a whole number of so many bits, by the mixing steps of splitmix64."""
+    mixed = (step * 0x9E3779B97F4A7C15 + rank * 0xD1B54A32D192ED03 + 1) & MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & MASK
+    return (mixed ^ mixed >> 31) >> (64 - bits)
+
+
+MASK = 2**64 - 1

@@ -31,12 +31,12 @@ Holders = dict[str, tuple[int, int]]
 Counters = dict[int, tuple[int, ...]]
 """Which tensor; how often it was written, and where its memory is."""
 
-SAME_ON_ALL = ("weights_written", "training_mode", "lr")
+SAME_ON_ALL = ("weights_written", "training_mode")
 SAME_IN_GROUPS = ("weights", "trainable", "layers")
-"""What `says` gives that must be equal on all ranks · among ranks of one `replica_group`."""
+"""What `by_rank` gives that must be equal on all ranks · among ranks of one `replica_group`."""
 
 UNCOUNTED = 2.0
-"""What `says` gives for weights that are other than they were, though no write was counted."""
+"""What `by_rank` gives for weights that are other than they were, though no write was counted."""
 
 CLOSELY = 8
 """First steps in which every tensor's counter is read; later, in most steps, those of a few."""
@@ -122,8 +122,8 @@ class Touched:
         finally:
             self.ours = False
 
-    def says(self, step: int) -> dict[str, list[float]]:
-        """What `agree` compares, in the step's one all-reduce.
+    def by_rank(self, step: int) -> dict[str, list[float]]:
+        """Return what `agree` compares, for the step's one all-reduce.
 
         Weights are read where they were written, and else in steps 1, 2, 4, 8, …, there in part.
         """
@@ -132,7 +132,6 @@ class Touched:
         program = self.program
         held = [p for name, p in program.parameters.items() if not program.is_expert(name)]
         weights = held if reads else []
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         read = float(fingerprint(weights, whole=self.weights_written)) if reads else 0.0
         return {
             "weights_written": [UNCOUNTED if self._uncounted else float(self.weights_written)],
@@ -140,10 +139,13 @@ class Touched:
             "replica_group": [float(min(program.replicas.ranks))],
             "training_mode": [float(program.module.training)],
             "trainable": [float(self._trains() if self._closely else 0)],
-            "lr": [rates[0] if rates else 0.0],
             "layers": [float(self._layers() if is_read(step) else 0)],
             "drift": self.drift.says(),
         }
+
+    def sums(self, step: int) -> dict[str, list[float]]:
+        """Return nothing: see `step_vector.StepGuard`."""
+        return {}
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """Errors: ConfigError, the same on all ranks, where ranks would train different models."""
