@@ -92,7 +92,8 @@ def test_what_is_no_utf8_is_refused_by_name_or_place(tmp_path: Path, name: str) 
     with pytest.raises(ConfigError) as caught:
         open_data(f"text:{tmp_path}/*.txt", tokenizer="bpe:300", sequence=8)
     said = str(caught.value)
-    assert said.startswith(f"{path}: {text.format(path)}"), said
+    assert said.startswith(f"{path}: ")
+    assert text.format(path) in said
     assert "\n" not in said
     assert "; try: " in said
 

@@ -14,6 +14,7 @@ import pytest
 from shoal.base.errors import ConfigError
 from shoal.config.paths import check_data
 from shoal.config.sections import DataSection
+from shoal.data.cache import content_key
 from shoal.data.sources import open_data
 from shoal.data.token_dtypes import find_dtype
 from shoal.data.tokens import open_folder
@@ -150,18 +151,19 @@ def test_uint32_that_is_read_as_uint16_is_refused(folder: Path) -> None:
         open_data(f"tokens:{folder}", sequence=7, dtype="uint16")
 
 
+def earlier_key(*parts: Any) -> str:
+    return content_key(*(part for part in parts if part != "dtype checked"))
+
+
 def test_a_file_that_was_scanned_by_an_earlier_version_is_looked_at(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.1.0 kept in the cache what it found in a file that it read as uint16."""
     WIDE["128,256 ids"].astype("<u4").tofile(folder / "train.bin")
-    monkeypatch.setattr("shoal.data.tokens.check_dtype", lambda *_: None)
-    key = "shoal.data.tokens.content_key"
-    from shoal.data.cache import content_key
-
-    monkeypatch.setattr(key, lambda *parts: content_key(*parts[:-1]))
-    open_folder(str(folder), 0.1)
-    monkeypatch.undo()
+    with monkeypatch.context() as earlier:
+        earlier.setattr("shoal.data.tokens.check_dtype", lambda *_: None)
+        earlier.setattr("shoal.data.tokens.content_key", earlier_key)
+        open_folder(str(folder), 0.1)
     with pytest.raises(ConfigError, match="written as uint32"):
         open_folder(str(folder), 0.1)
 
@@ -179,7 +181,7 @@ OTHERS = [
     (">u4", "uint32", r"big-endian uint32: .*; try: numpy.fromfile\(.*, '>u4'\).astype\('<u4'\)"),
     (">u4", "uint16", "big-endian uint32"),
     (">i8", "int64", "big-endian int64"),
-    ("u1", "uint16", "uint8: .*; try: data.dtype=uint8, or data.source=text:.*train.bin if it is"),
+    ("u1", "uint16", "uint8: .*; try: data.dtype=uint8, or data.source=text:.*val.bin if it is"),
     ("u1", "uint32", "uint8: .*"),
 ]
 SHORT = [OTHERS[0], OTHERS[4], OTHERS[5], OTHERS[8]]
