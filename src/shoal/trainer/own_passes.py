@@ -174,37 +174,29 @@ class OwnPasses:
                 f"from run.micro_batches; take all of them, whatever becomes of their losses"
             )
         least, most = (min(self._calls), max(self._calls)) if self._calls else (NONE, NONE)
-        says = [
-            float(least),
-            float(most),
-            float(True in self._counts),
-            float(False in self._counts),
-        ]
+        passes = {
+            "backward_calls": [float(least), float(most)],
+            "counts": [float(True in self._counts), float(False in self._counts)],
+        }
         flags = self._flags()
-        tally = sum_up(
-            self.program,
-            self._sums,
-            self._own,
-            replace(flags, says=[*flags.says, *says]),
-        )
+        flags = replace(flags, by_rank={**flags.by_rank, **passes})
+        tally = sum_up(self.program, self._sums, self._own, flags)
         self._compare_counts()  # the host has waited for the step already
-        told = tally.said[-len(says) :]
-        self._compare(told)
-        whole = any(told[2])
-        if whole and any(told[3]):
+        self._compare(*tally.numbers.rows("backward_calls"))
+        whole, bare = (any(row) for row in tally.numbers.rows("counts"))
+        if whole and bare:
             raise ConfigError(
                 f"run.backward: some losses of step {self.step + 1} came with a count and some "
                 f"without; try: one of both everywhere"
             )
-        tally = replace(tally, said=tally.said[: -len(says)])
         return tally if whole else replace(tally, count=1.0)
 
-    def _compare(self, told: list[list[float]]) -> None:
+    def _compare(self, fewest: Sequence[float], most: Sequence[float]) -> None:
         """Errors: ConfigError where a backward pass was left out or doubled somewhere."""
-        ranks = [rank for rank, calls in enumerate(told[0]) if calls != NONE]
-        least = min(ranks, key=lambda rank: told[0][rank], default=0)
-        most = max(ranks, key=lambda rank: told[1][rank], default=0)
-        few, many = int(told[0][least]), int(told[1][most])
+        ranks = [rank for rank, calls in enumerate(fewest) if calls != NONE]
+        low = min(ranks, key=lambda rank: fewest[rank], default=0)
+        high = max(ranks, key=lambda rank: most[rank], default=0)
+        few, many = int(fewest[low]), int(most[high])
         if few == many and many > 0:
             return
         if not many:
@@ -213,8 +205,8 @@ class OwnPasses:
                 f"run.backward(loss_sum, count) in the loop over run.micro_batches(batch)"
             )
         raise ConfigError(
-            f"run.backward: called {few} times in a micro-batch of rank {least} and {many} times "
-            f"in one of rank {most}, in step {self.step + 1}; call it equally often in every "
+            f"run.backward: called {few} times in a micro-batch of rank {low} and {many} times "
+            f"in one of rank {high}, in step {self.step + 1}; call it equally often in every "
             f"micro-batch, on every rank"
         )
 

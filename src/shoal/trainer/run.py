@@ -362,7 +362,8 @@ class Run:
             stop=self._stop_wanted or "stop" in wanted, save="save" in wanted,
             save_failed=self._saving is not None and self._saving.failed(),
             peak_memory_bytes=peak_memory_bytes(self.world.device),
-            says=[lost_of(self._batch), *self.touched.says(self.step_count + 1)],
+            by_rank=self.touched.says(self.step_count + 1),
+            sums={"unreadable": [lost_of(self._batch)]},
             measured=measured.told() if measured else None,
             unnamed=measured is not None and measured.unknown,
         )  # fmt: skip
@@ -370,7 +371,7 @@ class Run:
     def _ran(self, tally: Tally, spare: Any) -> None:
         """The passes are over and summed up."""
         self._tally, self._weights_seen = tally, True
-        self.touched.agree(self.step_count + 1, tally.said[1:])
+        self.touched.agree(self.step_count + 1, tally.numbers)
         self.touched.after()
         if tally.unnamed or self._measured is not None:
             self._values = self._measuring().values(tally.measured, tally.unnamed)

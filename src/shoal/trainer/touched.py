@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,7 @@ from shoal.parallel.program import Program
 from shoal.trainer.bit_sums import fingerprint, here
 from shoal.trainer.drift import Drift
 from shoal.trainer.module_guard import layers_of
+from shoal.trainer.step_vector import StepNumbers
 
 Holders = dict[str, tuple[int, int]]
 """Name of a parameter → which layer holds it; which object it is, 0 where that changes."""
@@ -30,8 +31,9 @@ Holders = dict[str, tuple[int, int]]
 Counters = dict[int, tuple[int, ...]]
 """Which tensor; how often it was written, and where its memory is."""
 
-SAYS = 7
-"""Numbers that a rank says before those of `Drift`."""
+SAME_ON_ALL = ("weights_written", "training_mode", "lr")
+SAME_IN_GROUPS = ("weights", "trainable", "layers")
+"""What `says` gives that must be equal on all ranks · among ranks of one `replica_group`."""
 
 UNCOUNTED = 2.0
 """What `says` gives for weights that are other than they were, though no write was counted."""
@@ -120,7 +122,7 @@ class Touched:
         finally:
             self.ours = False
 
-    def says(self, step: int) -> list[float]:
+    def says(self, step: int) -> dict[str, list[float]]:
         """What `agree` compares, in the step's one all-reduce.
 
         Weights are read where they were written, and else in steps 1, 2, 4, 8, …, there in part.
@@ -131,32 +133,34 @@ class Touched:
         held = [p for name, p in program.parameters.items() if not program.is_expert(name)]
         weights = held if reads else []
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return [
-            UNCOUNTED if self._uncounted else float(self.weights_written),
-            float(fingerprint(weights, whole=self.weights_written)) if reads else 0.0,
-            float(min(program.replicas.ranks)),
-            float(program.module.training),
-            float(self._trains() if self._closely else 0),
-            rates[0] if rates else 0.0,
-            float(self._layers() if is_read(step) else 0),
-            *self.drift.says(),
-        ]
+        read = float(fingerprint(weights, whole=self.weights_written)) if reads else 0.0
+        return {
+            "weights_written": [UNCOUNTED if self._uncounted else float(self.weights_written)],
+            "weights": [read],
+            "replica_group": [float(min(program.replicas.ranks))],
+            "training_mode": [float(program.module.training)],
+            "trainable": [float(self._trains() if self._closely else 0)],
+            "lr": [rates[0] if rates else 0.0],
+            "layers": [float(self._layers() if is_read(step) else 0)],
+            "drift": self.drift.says(),
+        }
 
-    def agree(self, step: int, said: Sequence[Sequence[float]]) -> None:
+    def agree(self, step: int, numbers: StepNumbers) -> None:
         """Errors: ConfigError, the same on all ranks, where ranks would train different models."""
         if not self.watching:
             return
         # What can be nothing but a flipped bit is no mistake of the user's, who would be told one.
-        self.drift.agree(said[SAYS:], alone=True)
-        written, weights, groups, training, trains, rates, layers = said[:SAYS]
-        same = all(len(set(one)) == 1 for one in (written, training, rates))
-        for own in (weights, trains, layers):
-            same &= len(set(zip(groups, own, strict=True))) == len(set(groups))
+        drift = numbers.rows("drift")
+        self.drift.agree(drift, alone=True)
+        written, groups = numbers.row("weights_written"), numbers.row("replica_group")
+        same = all(len(set(numbers.row(one))) == 1 for one in SAME_ON_ALL)
+        for name in SAME_IN_GROUPS:
+            same &= len(set(zip(groups, numbers.row(name), strict=True))) == len(set(groups))
         if not same or UNCOUNTED in written:
             from shoal.trainer.touched_told import refuse_unlike_ranks
 
-            refuse_unlike_ranks(self, step, said[:SAYS])
-        self.drift.agree(said[SAYS:])
+            refuse_unlike_ranks(self, step, numbers)
+        self.drift.agree(drift)
 
     def after(self, following: int = 0) -> None:
         """A step, or half of one, is over, here and (its loss may run another model) elsewhere.

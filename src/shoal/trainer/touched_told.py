@@ -14,6 +14,7 @@ from shoal.parallel.program import Program
 from shoal.trainer.drift import Drift
 from shoal.trainer.drift_told import one_element_differs
 from shoal.trainer.module_guard import refuse_unlike
+from shoal.trainer.step_vector import StepNumbers
 
 
 class Touching(Protocol):
@@ -23,13 +24,15 @@ class Touching(Protocol):
     drift: Drift
 
 
-def refuse_unlike_ranks(touched: Touching, step: int, said: Sequence[Sequence[float]]) -> None:
+def refuse_unlike_ranks(touched: Touching, step: int, numbers: StepNumbers) -> None:
     """Raise for ranks that would train different models; every rank calls it.
 
-    said     what `Touched.says` gave, a list over ranks for each number
+    numbers  of the step, with what `Touched.says` gave
     Errors   ClusterError for one element that differs, ConfigError for all that users' code does
     """
-    written, weights, groups, training, trains, rates, layers = said
+    written, groups = numbers.row("weights_written"), numbers.row("replica_group")
+    weights, training = numbers.row("weights"), numbers.row("training_mode")
+    trains, rates, layers = (numbers.row(name) for name in ("trainable", "lr", "layers"))
     unlike = len(set(zip(groups, weights, strict=True))) > len(set(groups))
     if 1.0 not in written and (unlike or any(written)) and touched.drift.on:
         one_element_differs(touched.drift, touched.drift.look_now(step - 1))
