@@ -138,7 +138,10 @@ class Teller:
             self._log.emit(event, **fields)
 
     def _show(self, event: str, fields: dict[str, Any]) -> None:
-        if text := event_text({"event": event, **fields}):
+        text = event_text({"event": event, **fields})
+        if event == "collectives_differ":  # the launcher's own end of a run says it there
+            text = str(fields["text"])
+        if text:
             sys.stderr.write(f"shoal: {text}\n")
             sys.stderr.flush()
 

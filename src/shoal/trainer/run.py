@@ -262,6 +262,7 @@ class Run:
                 rounds=rounds,
                 scale=self.scale,
                 flags=self.flags,
+                graded=self.touched.looked_at,
                 is_first=not self.guard.state_checked,
             )
         # Where every pass gathers parameters all ranks make the same calls.

@@ -11,7 +11,8 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,10 +21,15 @@ from shoal.base.errors import ConfigError
 from shoal.base.policies import OffloadPolicy
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
-from shoal.trainer.bit_sums import fingerprint, here
+from shoal.trainer._torch import step_hooks
+from shoal.trainer.bit_sums import fingerprint
 from shoal.trainer.drift import Drift
+from shoal.trainer.gradient_marks import Marks, any_nonzero, changed_since, is_read, marks_of
 from shoal.trainer.module_guard import layers_of
 from shoal.trainer.step_vector import StepNumbers
+
+if TYPE_CHECKING:  # steps that nobody writes out do without
+    from shoal.trainer.gradient_writes import HalfGradients
 
 Holders = dict[str, tuple[int, int]]
 """Name of a parameter → which layer holds it; which object it is, 0 where that changes."""
@@ -64,7 +70,8 @@ class Touched:
         self._agreed, self.drift = agreed, drift
         self.ours, self.watching = False, True
         self.weights_written = self._uncounted = False
-        self._told = False
+        self._told, self._step = False, 0
+        self._halves: HalfGradients | None = None
         pieces = {id(one.parameter): one.parameter for one in program.local.values()}
         pieces.update({id(p): p for p in self._module_weights()})
         self.pieces: list[nn.Parameter] = list(pieces.values())
@@ -72,19 +79,25 @@ class Touched:
         self.graded: list[nn.Parameter] = list(pieces.values())
         self._closely, self._under_way = True, False
         self._weights = self._of_weights()
-        self._gradients = self._of_gradients()
+        self._gradients: Marks = marks_of(self.graded)
         self._bits = fingerprint(self.pieces)
         self._training = self._trains()
         self._held = self._holders()
         self._hook = optimizer.register_step_pre_hook(self._stepped)
         _all.add(self)
 
+    @property
+    def looked_at(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are looked at in the step under way."""
+        return self.graded if self._closely else _few(self.graded)
+
     def before(self, step: int) -> None:
         """A step begins. Errors: ConfigError for gradients that nothing will ever use."""
+        self._step = step
         if not self.watching:
             return
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
-        if not failed and self._gradients_written():
+        if not failed and any_nonzero(self._regraded()):
             self._under_way = False
             raise ConfigError(
                 "gradients were changed beside the run (by loss.backward(), or by clipping after "
@@ -104,8 +117,18 @@ class Touched:
             self.weights_written = self._uncounted = fingerprint(self.pieces) != self._bits
 
     def between(self) -> None:
-        """The second half of a step begins: what was done to the sums since the first half?"""
-        if self.watching and not self._told and self._gradients_written():
+        """The second half of a step begins: what was done to the sums since the first half?
+
+        Errors: ConfigError where nothing is left of them
+        """
+        clipped = self._halves is not None and self._halves.close()
+        regraded = self._regraded() if self.watching else []
+        if regraded:
+            from shoal.trainer.gradient_writes import refuse_dropped
+
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            refuse_dropped(held, self._gradients, self._step, "run.forward_backward")
+        if not self._told and (clipped or any_nonzero(regraded)):
             self._told = True
             self.notice(
                 "gradients were changed between run.forward_backward and run.update, where they "
@@ -115,12 +138,26 @@ class Touched:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """The run's own step of the optimizer."""
+        """The run's own step of the optimizer.
+
+        Errors: ConfigError for a step hook of the user's that takes a part's norm for the whole's
+        """
         self.ours = True
         try:
-            yield
+            with self._hooks_watched():
+                yield
         finally:
             self.ours = False
+
+    def _hooks_watched(self) -> AbstractContextManager[None]:
+        program = self.program
+        whole = not (program.plan.layout.zero or program.cuts) and program.pipe.size == 1
+        if whole or len(step_hooks(self.optimizer)) == 1:
+            return nullcontext()
+        from shoal.trainer.gradient_writes import HookGradients
+
+        stepped = [one.parameter for one in program.local.values()]
+        return HookGradients(program, stepped, self._step).watching(self.optimizer)
 
     def by_rank(self, step: int) -> dict[str, list[float]]:
         """Return what `agree` compares, for the step's one all-reduce.
@@ -175,8 +212,14 @@ class Touched:
         self._weights = self._of_weights()
         if is_read(following):
             self._bits = fingerprint(self.pieces)
+        if not following and self.program.plan.layout.zero in (1, 2):
+            from shoal.trainer.gradient_writes import HalfGradients
+
+            parameters = self.program.parameters.values()
+            self._halves = self._halves or HalfGradients(list(parameters))
+            self._halves.open()
         for one in list(_all):
-            one._gradients = one._of_gradients()
+            one._gradients = marks_of(one.looked_at)
 
     def updated(self, step: int) -> None:
         """The update of a step is over, or a checkpoint of it was loaded."""
@@ -213,17 +256,8 @@ class Touched:
         some = self.pieces if self._closely else _few(self.pieces)
         return {id(p): (writes(p), p.data_ptr(), p.element_size()) for p in some}
 
-    def _of_gradients(self) -> Counters:
-        some = self.graded if self._closely else _few(self.graded)
-        found = [(id(p), p.grad) for p in some]
-        return {key: (0, 0) if g is None else (id(g), writes(here(g))) for key, g in found}
-
-    def _gradients_written(self) -> bool:
-        now = self._of_gradients()
-        if now == self._gradients:
-            return False
-        changed = [p.grad for p in self.graded if now.get(id(p)) != self._gradients.get(id(p))]
-        return any(g is not None and bool((here(g) != 0).any()) for g in changed)
+    def _regraded(self) -> list[nn.Parameter]:
+        return changed_since(self._gradients, self.graded)
 
     def _check_trains(self, step: int) -> None:
         """Errors: ConfigError where ranks would send each other gradients of unlike parameters."""
@@ -287,8 +321,3 @@ def _refuse_other_parts(before: Holders, now: Holders) -> None:
 def _few(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
     """Eight of them, from the first to the last: what touches weights, touches most."""
     return tensors[:: max(1, len(tensors) // CLOSELY)]
-
-
-def is_read(step: int) -> bool:
-    """Whether all weights are read before this step: 1, 2, 4, 8, …"""
-    return step > 0 and step & (step - 1) == 0

@@ -49,7 +49,7 @@ from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.fabric.world import holds_groups
 from shoal.machine.memory import read_ahead, trim_heap
 from shoal.parallel._torch import forget_forwards, forget_groups, keep_among, pytree, send_unused
-from shoal.parallel.data_parallel.buckets import reduced_format
+from shoal.parallel.data_parallel.buckets import dealt_out, reduced_format
 from shoal.parallel.mmap_init import is_mapped, mmap_init, own_rows, settle
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
@@ -99,7 +99,7 @@ def apply(program: Program) -> Program:
         for name, p in parameters.items()
         if parts[name][0].numel() or not p.numel()
     }
-    reducer.local = local
+    reducer.local, reducer.dealt = local, dealt_out(program)
 
     def reshard() -> None:
         for shard in shards:
@@ -346,6 +346,7 @@ class ShardedGradients:
         self.scatters, self.log, self.defer_sync = scatters, log, defer_sync
         self.norms: list[torch.Tensor] = []
         self.local: dict[str, Local] = {}
+        self.dealt: frozenset[str] = frozenset()
         self.seen: set[str] = set()
         self.fresh: set[str] = set()
         self.hooks: dict[str, Any] = {}
@@ -403,8 +404,7 @@ class ShardedGradients:
 
     def passed(self, counted: bool) -> None:
         """The backward pass has sent everything."""
-        if counted:
-            self.seen |= self.fresh
+        self.seen |= self.fresh if counted else self.fresh & self.dealt
         self.fresh = set()
 
     def finish(self) -> None:
