@@ -8,8 +8,9 @@ setting that anybody chose, and nothing fails. So a checksum of all settings tra
 vector, as one zero sum (`step_vector.py`). Ranks gather the values only where it differs.
 
 The checksum covers what the last update used, too: settings that change between the step's
-all-reduce and its update, or inside of the optimizer's step, show one step later. A group counts
-only on ranks that step some of it: optimizers that count in their groups do not advance elsewhere.
+all-reduce and its update, or inside of the optimizer's step, show one step later. Keys that torch's
+optimizers have (`SETTINGS`) are compared on all ranks, other keys of a group on ranks that step some
+of it: an optimizer that counts its steps in its groups does not count elsewhere.
 
 Limits: a tensor on a device is read when torch's counter of writes says that it changed
 """
@@ -34,6 +35,14 @@ from shoal.trainer.step_vector import StepNumbers, zero_sum_term
 ENTRY = "optimizer_settings"
 PARAMETERS = ("params", "param_names")
 """Keys of a group that hold this rank's own."""
+SETTINGS = frozenset(
+    [
+        *("lr", "initial_lr", "lr_decay", "weight_decay", "decoupled_weight_decay"),
+        *("betas", "eps", "alpha", "rho", "momentum", "dampening", "nesterov", "amsgrad"),
+        *("maximize", "centered", "foreach", "fused", "capturable", "differentiable"),
+    ]
+)
+"""Keys that no step of an optimizer changes."""
 
 Settings = list[list[tuple[str, Any]]]
 """For each group its keys and values, in the group's order."""
@@ -49,8 +58,8 @@ class OptimizerSettingsCheck:
         self.optimizer, self.world = optimizer, world
         self._inner = list(inner_optimizers(optimizer))
         self._tensors: dict[int, tuple[torch.Tensor, int, list[float]]] = {}
-        self._seen: dict[int, tuple[list[Any], int]] = {}
-        self._used: dict[int, int] = {}
+        self._seen: dict[int, tuple[list[Any], tuple[int, int]]] = {}
+        self._used: dict[int, tuple[int, int]] = {}
         self._used_values: Settings = []
         self._members: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.stepped: list[tuple[int, ...]] = []
@@ -60,6 +69,7 @@ class OptimizerSettingsCheck:
                 tuple(rank for rank, steps in enumerate(column) if steps)
                 for column in zip(*held, strict=True)
             ]
+        self._everyone = tuple(range(world.size))
         for number, ranks in enumerate(self.stepped):
             if world.rank in ranks and len(ranks) > 1:
                 self._members[ranks].append(number)
@@ -72,13 +82,17 @@ class OptimizerSettingsCheck:
         """Return this rank's term of the sum over all groups."""
         if self.world.size == 1:
             return {}
-        checksums = self._checksums() if self._members else {}
-        terms = self.world.size * max(1, len(self.stepped))
-        total = 0
-        for ranks, numbers in self._members.items():
-            both = [one.get(number, 0) for number in numbers for one in (checksums, self._used)]
+        now, used = self._checksums(), self._used
+        terms = self.world.size * (1 + len(self.stepped))
+
+        def term(ranks: tuple[int, ...], numbers: Sequence[int], which: int) -> int:
+            both = [one.get(n, (0, 0))[which] for n in numbers for one in (now, used)]
             value = zlib.crc32(struct.pack(f"={len(both)}I", *both))
-            total += zero_sum_term(value, step, ranks, self.world.rank, terms)
+            return zero_sum_term(value, step, ranks, self.world.rank, terms)
+
+        total = term(self._everyone, range(len(self.stepped)), 0)
+        for ranks, numbers in self._members.items():
+            total += term(ranks, numbers, 1)
         return {ENTRY: [float(total)]}
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
@@ -88,7 +102,7 @@ class OptimizerSettingsCheck:
 
     def updated(self) -> None:
         """The optimizer has stepped: keep what it stepped by."""
-        if self._members:
+        if self.world.size > 1:
             checksums = self._checksums()
             if checksums != self._used:
                 self._used, self._used_values = checksums, list(map(list, self._settings()))
@@ -105,15 +119,17 @@ class OptimizerSettingsCheck:
         for group in self._groups():
             yield [(k, self._plain(v)) for k, v in group.items() if k not in PARAMETERS]
 
-    def _checksums(self) -> dict[int, int]:
-        """A checksum of each group's keys and values."""
+    def _checksums(self) -> dict[int, tuple[int, int]]:
+        """Checksums of each group's keys and values: of `SETTINGS`, of the others."""
         found = {}
         for number, group in enumerate(self._groups()):
             values = list(group.values())
-            before, checksum = self._seen.get(number, ([], 0))
+            before, checksum = self._seen.get(number, ([], (0, 0)))
             if len(values) != len(before) or not all(map(operator.is_, values, before)):
                 settings = [(k, self._plain(v)) for k, v in group.items() if k not in PARAMETERS]
-                checksum = zlib.crc32(repr(settings).encode())
+                known = [one for one in settings if one[0] in SETTINGS]
+                others = [one for one in settings if one[0] not in SETTINGS]
+                checksum = zlib.crc32(repr(known).encode()), zlib.crc32(repr(others).encode())
                 fixed = all(one.__class__ in FIXED or k in PARAMETERS for k, one in group.items())
                 self._seen[number] = values if fixed else [], checksum
             found[number] = checksum
@@ -149,15 +165,16 @@ class OptimizerSettingsCheck:
         for place, when in enumerate(("", f" at the update of step {step - 1}")):
             for number, ranks in enumerate(self.stepped):
                 values = {
-                    rank: dict(map(tuple, told[rank][place][number]))
-                    for rank in ranks
-                    if number < len(told[rank][place])
+                    rank: dict(map(tuple, one[place][number]))
+                    for rank, one in enumerate(told)
+                    if number < len(one[place])
                 }
                 keys = dict.fromkeys(key for one in values.values() for key in one)
                 for key in keys:
                     shown = {
                         rank: _shown(one[key]) if key in one else "not there"
                         for rank, one in values.items()
+                        if key in SETTINGS or rank in ranks
                     }
                     if len(set(shown.values())) > 1:
                         several = len(self.stepped) > 1
