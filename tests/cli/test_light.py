@@ -1,4 +1,9 @@
-"""Light commands stay light: no torch, and an answer before anyone wonders."""
+"""Light commands stay light: no torch, few modules, and an answer before anyone wonders.
+
+Seconds depend on the machine, and on what else it does. So each time is compared with that of
+`python -c ''`, measured beside it: --help takes 13 times its CPU time, 0.14 s where that takes 0.011 s.
+The promise is 0.3 s there.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,11 @@ try:
 except SystemExit:
     pass
 heavy = [m for m in ("torch", "numpy", "tokenizers", "safetensors") if m in sys.modules]
-sys.exit(f"imported {{heavy}}" if heavy else 0)
+if heavy or len(sys.modules) > {most}:
+    sys.exit(f"imported {{len(sys.modules)}} modules, {{heavy}} among them: {{sorted(sys.modules)}}")
 """
+HELP_MODULES, MODULES = 300, 450
+"""Loaded at most by an answer about the program itself · by one about a configuration."""
 
 
 @pytest.mark.parametrize(
@@ -36,11 +44,18 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
     ],
 )
 def test_no_torch_is_imported(arguments: list[str]) -> None:
-    script = PROBE.format(arguments=arguments)
+    most = HELP_MODULES if {"--help", "--version"} & {*arguments} else MODULES
+    script = PROBE.format(arguments=arguments, most=most)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=20
     )
     assert done.returncode == 0, done.stderr
+
+
+SHOAL, BARE = [sys.executable, "-m", "shoal"], [sys.executable, "-c", ""]
+TIMES = 20.0
+"""CPU time of --help at most, in that of `python -c ''`: 0.2 s where that takes 0.01 s."""
+LINE_TIMES = 60.0
 
 
 def cpu_seconds(command: list[str]) -> float:
@@ -54,24 +69,20 @@ def cpu_seconds(command: list[str]) -> float:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["doctor", "--help"]])
 def test_help_answers_in_time(arguments: list[str]) -> None:
-    """In CPU seconds: other work on the machine delays the answer itself, and slows its core."""
-    limit_s, best_s = 0.3, 9.0
+    """In CPU seconds, the best of a few: other work on the machine slows single ones."""
+    best_s, bare_s = 9.0, 9.0
     for _ in range(20):
-        best_s = min(best_s, cpu_seconds([sys.executable, "-m", "shoal", *arguments]))
-        if best_s < limit_s:
+        bare_s = min(bare_s, cpu_seconds(BARE))
+        best_s = min(best_s, cpu_seconds([*SHOAL, *arguments]))
+        if best_s < TIMES * bare_s:
             break
-    assert best_s < limit_s
+    assert best_s < TIMES * bare_s
 
 
 def seconds_to_first_line(folder: Path) -> float:
     """How long `shoal train` takes to say something."""
     began_s = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", "train"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-    )
+    process = subprocess.Popen([*SHOAL, "train"], stdout=subprocess.PIPE, text=True, cwd=folder)
     try:
         line = process.stdout.readline()
         elapsed_s = time.perf_counter() - began_s
@@ -82,6 +93,15 @@ def seconds_to_first_line(folder: Path) -> float:
     return elapsed_s
 
 
+def bare_seconds() -> float:
+    """How long `python -c ''` takes beside whatever else runs."""
+    began_s = time.perf_counter()
+    subprocess.run(BARE, check=True)
+    return time.perf_counter() - began_s
+
+
 def test_first_line_of_train_comes_within_a_second(tmp_path: Path) -> None:
     """The best of a few: other work on the machine may delay any one of them."""
-    assert any(seconds_to_first_line(tmp_path) < 1.0 for _ in range(5))
+    assert any(
+        seconds_to_first_line(tmp_path) < max(1.0, LINE_TIMES * bare_seconds()) for _ in range(5)
+    )

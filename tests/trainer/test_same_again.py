@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,3 +191,19 @@ def test_a_dataset_that_workers_read_is_looked_at_by_a_process_of_its_own() -> N
     seen = same_again.look_at(rows, 2)
     assert not rows.opened
     assert seen == same_again.look_at(rows, 0) != []
+
+
+def test_paths_are_resolved_as_the_system_does(tmp_path: Path, monkeypatch: Any) -> None:
+    """One question per folder, and not one per folder of each module."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real" / "inside").mkdir(parents=True)
+    (tmp_path / "real" / "inside" / "one.py").touch()
+    (tmp_path / "folder").symlink_to("real")
+    (tmp_path / "real" / "two.py").symlink_to("inside/one.py")
+    known: dict[str, str] = {}
+    for path in (
+        *("folder/inside/one.py", "folder/two.py", "folder/../real/two.py", "./real/two.py"),
+        *(f"{tmp_path}/folder/inside/../two.py", f"{tmp_path}/real/inside/one.py", "none/x.py"),
+        *(str(getattr(module, "__file__", "/")) for module in list(sys.modules.values())),
+    ):
+        assert made_with._resolve(path, known) == os.path.realpath(path), path

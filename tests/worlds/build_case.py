@@ -6,8 +6,9 @@ import gc
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def built(
-    world: World, name: str, least_bytes: int = 0, checkpoint: str = "", kind: str = ""
+    world: World,
+    name: str,
+    least_bytes: int = 0,
+    checkpoint: str = "",
+    kind: str = "",
+    late_s: float = 0.0,
+    busy: bool = False,
 ) -> dict[str, Any]:
     """What this rank has after building: differences from a plain build, who built, the lines.
 
     checkpoint   a folder; rank 0 writes one of transformers' `kind` there, in bf16
+    late_s       the last rank begins to build so late
+    busy         a thread of each rank opens files meanwhile
     """
     asked: list[str] = []
     if checkpoint:
@@ -164,6 +173,8 @@ def built(
         world.barrier()
 
     def make() -> nn.Module:
+        if world.rank == world.size - 1:
+            time.sleep(late_s)
         asked.append(torch.get_default_device().type)
         with pretrained_shapes() if asked[-1] == "meta" else nullcontext():
             return build_module(MODELS[name], SEED)
@@ -172,8 +183,9 @@ def built(
     few = len(list(Path("/proc/self/fd").iterdir())) + 12
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))  # fewer than models have tensors
     in_files = partial(mmap_init, least_bytes=MAPPED_BYTES)
+    unopened: list[str] = []
     try:
-        with mock.patch.object(shared_build, "mmap_init", in_files):
+        with mock.patch.object(shared_build, "mmap_init", in_files), opens_files(busy, unopened):
             module, lines = build_once(world, make, least_bytes)
     except Exception as failure:
         return {"failed": f"{type(failure).__name__}: {failure}", "asked": asked}
@@ -189,7 +201,34 @@ def built(
         "made": made_beside(module, Path(checkpoint)) if checkpoint else [],
         "files": len(list(Path(checkpoint).glob("*.safetensors"))) if checkpoint else 0,
         "alone": _alone(world, module),
+        "unopened": unopened,
     }
+
+
+@contextmanager
+def opens_files(busy: bool, unopened: list[str]) -> Iterator[None]:
+    """Inside, a thread opens and closes four files again and again, and notes what it could not."""
+    over = threading.Event()
+
+    def open_files() -> None:
+        try:
+            while not over.wait(0.002):
+                with ExitStack() as held:
+                    for _ in range(4):
+                        held.enter_context(Path("/proc/self/stat").open())
+                    time.sleep(0.002)
+        except OSError as failure:
+            unopened.append(str(failure))
+
+    thread = threading.Thread(target=open_files, daemon=True)
+    if busy:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if busy:
+            thread.join(10)
 
 
 def _written(kind: str, folder: str) -> None:

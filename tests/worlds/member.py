@@ -7,9 +7,11 @@ with one line, {"ok": result} or {"error": traceback}. A world lives as long as 
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from shoal.fabric import World, start_world
 
 def main(start: Callable[[], World] = start_world) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR2)  # `worlds.py` asks a silent member where it stands
     with socket.socket(socket.AF_UNIX) as door:
         door.connect(os.environ["SHOAL_TEST_DOOR"])
         channel = door.makefile("rw")

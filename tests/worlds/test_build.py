@@ -52,6 +52,19 @@ def test_one_rank_builds_and_all_have_the_bits_of_a_plain_build(
         assert told["alone"], "a rank sees what another one wrote"
 
 
+def test_other_threads_may_open_files_while_ranks_map_them(worlds: Any) -> None:
+    """Of a process that may open few, while the files of its weights wait for the last rank.
+
+    A run's meeting thread and loaders do. Who got the last number had its luck: the other one, the
+    rank that builds, went on without its run's other ranks, which waited for it in a collective.
+    """
+    asked = {"name": "normed", "late_s": 0.3, "busy": True, "deadline_s": 40}
+    for told in worlds(2).call("build_case:built", **asked):
+        assert told["unopened"] == []
+        assert told["lines"] == []
+        assert told["apart"] == []
+
+
 FAMILIES = {
     **dict.fromkeys(("llama", "gpt2", "qwen2", "qwen3", "gemma2", "gpt_neox"), ""),
     **dict.fromkeys(("mistral", "phi", "opt", "bloom"), ""),

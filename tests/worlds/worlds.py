@@ -149,9 +149,13 @@ class Members:
             left_s = until_s - time.monotonic()
             ready = select.select(list(waiting), [], [], max(0.0, left_s))[0]
             if not ready:
-                errors = [a["error"] for a in answers.values() if "error" in a]
+                places = [self._stacks(rank) for rank in sorted(waiting.values())]
                 self.kill()  # else the next test's deadline would pass in the same world
-                raise Failed(f"ranks {sorted(waiting.values())} silent for {deadline_s} s {errors}")
+                said = json.dumps(answers)[:3000]
+                raise Failed(
+                    f"ranks {sorted(waiting.values())} silent for {deadline_s} s; the others "
+                    f"answered {said}\n" + "\n".join(places)
+                )
             for channel in ready:
                 text = channel.lines.readline()
                 rank = waiting[channel]
@@ -162,6 +166,17 @@ class Members:
         if errors:
             raise Failed("\n".join(errors))
         return [answers[rank]["ok"] for rank in range(self.size)]
+
+    def _stacks(self, rank: int) -> str:
+        """Where a silent member's threads stand, as faulthandler writes it into its log."""
+        log, pid = self.log_paths[rank], self.processes[rank].pid
+        before = log.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
+        until_s = time.monotonic() + 5.0
+        while log.stat().st_size == before and time.monotonic() < until_s:
+            time.sleep(0.05)
+        return f"rank {rank}: {log.read_text()[before:][-3000:]}"
 
     def end(self) -> None:
         """Tell every member to leave, through barrier and destroy; do not wait for it."""

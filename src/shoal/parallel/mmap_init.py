@@ -55,6 +55,11 @@ class Opened(dict[str, int]):
 
     in_memory_bytes = 0
 
+    def close(self) -> None:
+        """Close all of them; they are mapped still."""
+        while self:
+            os.close(self.popitem()[1])
+
 
 @contextmanager
 def mmap_init(least_bytes: int = LEAST_BYTES, opened: Opened | None = None) -> Iterator[None]:

@@ -26,7 +26,6 @@ Limits    Linux; ranks of one machine that do not see each other's processes bui
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -68,13 +67,12 @@ def build_once(
     if world.local_size == 1 or not FILES.exists():
         with mmap_init():
             return build(), []
-    files = Opened()
     made: list[nn.Module] = []
+    with _many_files() as files:
 
-    def first() -> Table | None:
-        least = LEAST_BYTES if least_bytes is None else least_bytes
-        try:
-            with _many_files():
+        def first() -> Table | None:
+            least = LEAST_BYTES if least_bytes is None else least_bytes
+            try:
                 with mmap_init(opened=files), _unread(), alone():
                     made.append(build())
                 if _weights_bytes(made[0]) < least:
@@ -82,19 +80,18 @@ def build_once(
                 from shoal.parallel.weight_tables import table_of
 
                 return table_of(made[0], files)
-        except Exception as failure:  # the builder's own errors come again, on every rank
-            made.clear()
-            return {"why": _line(failure)}
+            except Exception as failure:  # the builder's own errors come again, on every rank
+                made.clear()
+                files.close()
+                return {"why": _line(failure)}
 
-    try:
-        table = world.told_on_machine(first)
-        module, why = _made_of(table, made, build)
-    except Exception:  # nobody waits for hours for the rank that a builder failed on
+        try:
+            table = world.told_on_machine(first)
+            module, why = _made_of(table, made, build)
+        except Exception:  # nobody waits for hours for the rank that a builder failed on
+            world.machine_barrier()
+            raise
         world.machine_barrier()
-        raise
-    world.machine_barrier()
-    while files:
-        os.close(files.popitem()[1])
     trim_heap()  # small tensors lie in a file now
     return module, _said(module, world.gather_json(why), world)
 
@@ -109,13 +106,19 @@ def _unread() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _many_files() -> Iterator[None]:
-    """Inside, as many files may be opened as the system lets this process have: one per tensor."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _many_files() -> Iterator[Opened]:
+    """Inside, this process may open as many files as the system lets it have: one per tensor.
+
+    The files are closed before the old limit holds again. With them open and the old limit, one
+    descriptor was left for all threads: a run's meeting, which asks its store four times a second,
+    and the rank that builds took it from each other, and the other ranks waited in a collective.
+    """
+    files, before = Opened(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     try:
-        yield
+        yield files
     finally:
+        files.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 

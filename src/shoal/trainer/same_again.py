@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,14 +140,23 @@ def _differences(run: Compared, record: Mapping[str, Any]) -> list[Difference]:
 def look_at(dataset: Any, workers: int) -> list[str]:
     """Digests of a few samples, spread over a dataset; [] where it has no index, or raises.
 
-    workers   processes that read it for the run: then one of its own reads it here too, since a
-              dataset may open its files when it is first read, and workers must find them closed
+    workers   processes that read it for the run, as `read_apart` has them
     Samples are drawn with fixed seeds, and the generators stand as before afterwards.
     """
-    if not is_indexed(dataset):
-        return []
+    return read_apart(_look, dataset, workers) if is_indexed(dataset) else []
+
+
+def read_apart(read: Callable[[Any], list[Any]], dataset: Any, workers: int) -> list[Any]:
+    """Return what `read` finds in a dataset, as JSON; [] where a process is needed and cannot be.
+
+    Args:
+        read: reads some samples.
+        dataset: is read in this process.
+        workers: processes that read it for the run. Above 0 one more reads it here too, since a
+            dataset may open its files when it is first read, and workers must find them closed.
+    """
     if not workers:
-        return _look(dataset)
+        return read(dataset)
     if not hasattr(os, "fork"):
         return []
     receiving, sending = os.pipe()
@@ -155,29 +164,40 @@ def look_at(dataset: Any, workers: int) -> list[str]:
     if not pid:
         try:
             torch.set_num_threads(1)  # those of the parent are not here
-            os.write(sending, json.dumps(_look(dataset)).encode())
+            with open(sending, "wb") as pipe:
+                pipe.write(json.dumps(read(dataset)).encode())
         finally:
             os._exit(0)
     os.close(sending)
+    until_s, told = time.monotonic() + LOOK_AT_MOST_S, b""
     try:
-        ready, _, _ = select.select([receiving], [], [], LOOK_AT_MOST_S)
-        told = os.read(receiving, 4096) if ready else b""
+        while select.select([receiving], [], [], max(0.0, until_s - time.monotonic()))[0]:
+            if not (more := os.read(receiving, 2**16)):
+                return list(json.loads(told)) if told else []
+            told += more
     finally:
         os.close(receiving)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return list(json.loads(told)) if told else []
+    return []
+
+
+def spread_indices(count: int, most: int) -> Iterator[int]:
+    """Yield up to `most` indices below `count`, none twice, spread wherever one stops.
+
+    >>> list(spread_indices(10, 4))
+    [0, 7, 4, 1]
+    """
+    stride = max(1, int(GOLDEN * count))
+    while math.gcd(stride, count) > 1:  # else it would come back to the same ones
+        stride += 1
+    return (number * stride % count for number in range(min(most, count)))
 
 
 def _look(dataset: Any) -> list[str]:
     until_s, digests = time.monotonic() + LOOK_S, list[str]()
     try:
-        count = len(dataset)
-        stride = max(1, int(GOLDEN * count))
-        while math.gcd(stride, count) > 1:  # else it would come back to the same ones
-            stride += 1
-        for number in range(min(LOOKS, count)):
-            index = number * stride % count
+        for index in spread_indices(len(dataset), LOOKS):
             with seeded_draws("look", index):
                 digests.append(digest_of(dataset[index]))
             if time.monotonic() > until_s:
