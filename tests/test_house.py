@@ -193,7 +193,7 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
         path for path in loaded(OWN_LOOP) if path.name != "single.py"
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 13_000
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 13_600
 
 
 FOUR_RANKS = """
