@@ -158,8 +158,7 @@ def serve(
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        for name in [name for name in sys.modules if name.startswith("shoal.cli")]:
-            del sys.modules[name]  # the command's own; runpy would warn of one that is to run
+        sys.modules.pop(words[2], None)  # runpy would warn of one that is here and is to run
         sys.argv = words[2:]
         runpy.run_module(words[2], run_name="__main__", alter_sys=True)
         code = 0

@@ -3,8 +3,8 @@
 A background job of a non-interactive shell starts with SIGINT ignored; the supervisor rightly keeps
 such a choice, and its tests of Ctrl-C would wait in vain.
 
-What a machine was measured to be is kept for all commands of a session, and not for the next one:
-measuring it anew in each of some 100 commands would take 5 CPU-seconds each.
+What a machine was measured to be is said beforehand, for all commands of a session
+(`known_machine.py`), and what they learn of it is not kept for the next one.
 
 One thread computes: two lanes have two cores, and threads that wait for a core spin meanwhile.
 
@@ -31,6 +31,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from file_times import FileTimes
 from forks import Forks
+from known_machine import write_machine
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,6 +42,7 @@ sys.dont_write_bytecode = False
 
 os.environ["SHOAL_CACHE"] = tempfile.mkdtemp(prefix="shoal-tests-cache-")
 atexit.register(shutil.rmtree, os.environ["SHOAL_CACHE"], ignore_errors=True)
+write_machine(Path(os.environ["SHOAL_CACHE"]))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,7 +27,10 @@ START_S = 120.0
 IMPORTS = (
     *("torch._dynamo", "torch.fx.experimental.proxy_tensor", "torch.distributed.fsdp"),
     *("shoal.trainer.loop", "shoal.trainer.parallelize", "shoal.proof.quick"),
+    *("shoal.cli.main", "shoal.cli.start", "shoal.cli.ending", "shoal.cli.islands"),
+    *("shoal.trainer.run_state", "shoal.checkpoint.background", "shoal.checkpoint.read"),
 )
+"""What most programs import, a command's own modules among it."""
 
 
 class Forks:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from forks import Forks
+
 PAGE = Path(__file__).parents[2] / "docs" / "pitfalls.md"
 
 
@@ -23,25 +25,34 @@ def section(title: str) -> tuple[str, list[str]]:
     return program, re.findall(r"^shoal .*$", text, re.MULTILINE)
 
 
-def ran(command: str, folder: Path, environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
+def ran(
+    command: str,
+    folder: Path,
+    environ: Mapping[str, str] = os.environ,
+    programs: Forks | None = None,
+) -> tuple[int, str]:
+    """(exit status, output) of a command of the page, by itself or forked."""
+    if programs is not None:
+        forked = programs.run("-m", "shoal", *shlex.split(command)[1:], cwd=folder, timeout=240)
+        return forked.returncode, forked.stdout + forked.stderr
     done = subprocess.run(
         [sys.executable, "-m", "shoal", *shlex.split(command)[1:]],
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env={**environ, "PYTHONPATH": f"{folder}:{environ.get('PYTHONPATH', '')}"},
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_deadlock_is_caused_detected_and_mended(tmp_path: Path) -> None:
+def test_a_deadlock_is_caused_detected_and_mended(tmp_path: Path, programs: Forks) -> None:
     program, commands = section("Deadlock")
     (tmp_path / "stuck.py").write_text(program)
     line = 1 + program.splitlines().index("            dist.barrier()  # rank 0 is not asked")
     assert f"(stuck.py:{line})" in PAGE.read_text()
-    ended = [ran(command, tmp_path) for command in commands]
+    ended = [ran(command, tmp_path, programs=programs) for command in commands]
     assert [code for code, _ in ended] == [1, 1, 0, 0], ended
     told = ended[1][1]
     assert re.search(r"no rank goes on for \d+\.\d s: rank 1 on ", told), told
@@ -72,8 +83,8 @@ def test_a_communication_bottleneck_is_caused_detected_and_mended(tmp_path: Path
     assert fed <= 0.6 * starved, "on a machine that others use too, some waits stay"
 
 
-def test_an_imbalance_is_caused_detected_and_mended(tmp_path: Path) -> None:
-    uneven, even = told("Load imbalance", "uneven.py", tmp_path, wrong=True)
+def test_an_imbalance_is_caused_detected_and_mended(tmp_path: Path, programs: Forks) -> None:
+    uneven, even = told("Load imbalance", "uneven.py", tmp_path, wrong=True, programs=programs)
     assert re.search(r"rank 1 on \S+ is slow in data: \d", uneven), uneven
     assert "data.workers=2" in uneven
     assert "is slow" not in even

@@ -34,6 +34,8 @@ def command(
     told = {"rank": 1, "after": AFTER.get(place, 0), **(asked or {"place": ""})}
     for name in ("hang.json", "fault.json"):
         (folder / name).write_text(json.dumps(told))
+    if not any(word.startswith("layout.") for word in arguments):
+        arguments = ("layout.strategy=ddp", *arguments)  # `auto` may choose another each time
     return CommandLine(folder, *ARGUMENTS, *arguments, cold=cold)
 
 

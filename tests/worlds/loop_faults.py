@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import shoal
 from guards import Lines
@@ -356,3 +357,51 @@ def hook_that_clamps_elements(world: World, layout: str) -> float:
     sgd(model.parameters()).step()
     got = run.state_dict()
     return max(float((got[n] - w).abs().max()) for n, w in model.state_dict().items())
+
+
+# ---- checkpoints of the model's own under a pipeline
+
+
+class Checkpointed(nn.Module):
+    """Four blocks that are run again in the backward pass, by one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.first, self.last = way, nn.Linear(4, 8), nn.Linear(8, 2)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.way == "segments":
+            return self.last(checkpoint_sequential(self.blocks, 2, x, use_reentrant=True))
+        for block in self.blocks:
+            if self.way == "parts":
+                x = x + checkpoint(block[2], torch.tanh(block[0](x)), use_reentrant=True)
+            else:
+                x = x + checkpoint(block, x, use_reentrant=True)
+        return self.last(x)
+
+
+def checkpointed(world: World, layout: Any, way: str) -> float:
+    run = begin(world, layout, Checkpointed(way), batch=16, micro_batch=4, sample=(X[:4], Y[:4]))
+    for step in range(2):
+        run.step(whole(world, step))
+    return off_by(run, [whole(world, step) for step in range(2)], lambda: Checkpointed(way))
+
+
+@fault(SILENT, proof=("pp", "zero-bubble", "interleaved", "zbv"))
+def reentrant_checkpoint(world: World, layout: str) -> float:
+    return checkpointed(world, layout, "blocks")
+
+
+@fault(SILENT, proof=("pp", "zero-bubble"))
+def reentrant_checkpoint_of_segments(world: World, layout: str) -> float:
+    return checkpointed(world, layout, "segments")
+
+
+@fault(SILENT, proof=("pp", "zero-bubble"))
+def reentrant_checkpoint_of_parts(world: World, layout: str) -> float:
+    return checkpointed(world, layout, "parts")

@@ -61,7 +61,12 @@ NARROW = {"fp32": 2.0**-15, "bf16": 2.0**-5, "fp16": 2.0**-8}
 
 SLOW = (
     *("compiled tp, full", "compiled cp", "compiled tp in fp16"),
-    *("tp, full", "cp by gathering in bf16, full"),  # another model, or way of attention, stays
+    *(
+        "tp, full",
+        "cp by gathering in bf16, full",
+        "tp in fp16, selective",
+        "tp in bf16, full",
+    ),  # another model, or way of attention, stays
 )
 
 

@@ -19,7 +19,7 @@ CASES: list[Any] = [
     (2, "dropout", {"cp": 2}),
     (2, "gpt", {"cp": 2, "context": "ring"}),
     (4, "untied", {"cp": 4}),
-    (4, "gpt", {"cp": 2, "dp_shard": 2}),
+    long(4, "gpt", {"cp": 2, "dp_shard": 2}),
     (4, "llama", {"cp": 2, "dp_shard": 2, "zero": 2, "context": "ulysses"}),
     long(4, "dropout", {"cp": 2, "tp": 2}),
     (4, "gpt", {"cp": 2, "tp": 2, "sequence_parallel": "off", "context": "ulysses"}),

@@ -53,7 +53,13 @@ def test_without_a_look_the_same_bit_is_saved(worlds, tmp_path: Path) -> None:
     assert answers == [{"told": "nothing was raised", "kept": True}] * 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        name if name in ("ddp", "fsdp") else pytest.param(name, marks=pytest.mark.proof)
+        for name in LAYOUTS
+    ],
+)
 def test_clean_steps_are_not_blamed(worlds, layout: str) -> None:
     size, words = LAYOUTS[layout]
     for drift in ("auto", "every"):

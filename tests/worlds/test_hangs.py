@@ -37,10 +37,10 @@ def hang(folder: Path, asked: dict[str, Any], *arguments: str) -> tuple[CommandL
 @pytest.mark.parametrize(
     ("kind", "place", "layout"),
     [
-        ("stopped", "forward", "layout.strategy=ddp"),
+        pytest.param("stopped", "forward", "layout.strategy=ddp", marks=pytest.mark.proof),
         ("lock", "forward", "layout.strategy=ddp"),
         ("loop", "data", "layout.pp=2"),
-        ("barrier", "forward", "layout.strategy=ddp"),
+        pytest.param("barrier", "forward", "layout.strategy=ddp", marks=pytest.mark.proof),
     ],
 )
 def test_a_hang_is_told_in_time_with_its_rank_and_survived(

@@ -12,7 +12,7 @@ ROWS = [
         case,
         layout,
         # Where fsdp gathers a model block by block, ddp sums the same gradients.
-        marks=[pytest.mark.proof] if layout == "ddp" or case == "gpt" else [],
+        marks=[pytest.mark.proof] if layout == "ddp" or case in ("gpt", "moe", "foreign") else [],
     )
     for case in models_case.ARGUMENTS
     for layout in ("ddp", "fsdp")

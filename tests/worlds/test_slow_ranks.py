@@ -39,7 +39,7 @@ STAGES = {"passes": 2, "samples": 4, "heavy": 0}
 @pytest.mark.parametrize(
     ("part", "layout", "more"),
     [
-        ("data", "layout.strategy=ddp", {}),
+        pytest.param("data", "layout.strategy=ddp", {}, marks=pytest.mark.proof),
         ("forward", "layout.strategy=ddp", {}),
         ("backward", "layout.pp=2", STAGES),
     ],

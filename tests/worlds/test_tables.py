@@ -10,7 +10,7 @@ from shoal.view.proof import proof_text
 @pytest.mark.parametrize(
     ("size", "servers", "serves", "optimizer"),
     [
-        (2, 1, "embeddings", ""),
+        pytest.param(2, 1, "embeddings", "", marks=pytest.mark.proof),
         (4, 1, "embeddings", "sgd"),
         (4, 2, "embeddings", ""),
         (4, 2, "words,sums", "sgd"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import select
@@ -21,8 +22,14 @@ from shoal.launch.processes import ForkServer, PrivateStore, can_fork
 
 HERE = Path(__file__).parent
 START_S, CALL_S = 90.0, 120.0
-IMPORTS = ("torch._dynamo", "shoal.proof", "torch.fx.experimental.proxy_tensor")
-"""What nearly every member needs: `Optimizer.step` imports the first, a split layer the last."""
+IMPORTS = (
+    *("torch._dynamo", "shoal.proof", "torch.fx.experimental.proxy_tensor"),
+    *("shoal.trainer.run_state", "shoal.checkpoint.read", "shoal.parallel.spmd.model_split"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor.experimental"),
+)
+"""What nearly every member needs: `Optimizer.step` imports the first, a split layer the third."""
+OF_MODELS = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama")
+"""Where transformers is installed; each of six members would import it for two CPU seconds."""
 
 ENVIRON = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
 
@@ -36,7 +43,8 @@ def server() -> ForkServer:
     """The process from which this session's members are forked; it dies with the session."""
     folder = Path(tempfile.mkdtemp(prefix="members-"))
     (folder / "logs").mkdir()
-    made = ForkServer(IMPORTS, {**os.environ, **ENVIRON}, folder)
+    imports = IMPORTS + (OF_MODELS if importlib.util.find_spec("transformers") else ())
+    made = ForkServer(imports, {**os.environ, **ENVIRON}, folder)
     until_s = time.monotonic() + START_S
     while not (made.ready or made.cannot) and time.monotonic() < until_s:
         made.look(1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ def gradient_hooks(tensor: torch.Tensor) -> int:
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> OrderedDict[int, Any]:
     """Return the hooks that run before a step, by id, in their order; the dict itself."""
-    return optimizer._optimizer_step_pre_hooks
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    return cast(OrderedDict[int, Any], hooks)
 
 
 CLIPPING = {
@@ -107,7 +108,7 @@ def absent_gradient(like: torch.Tensor, refusal: Callable[[str], Exception]) -> 
         _Absent, like.shape, dtype=like.dtype, device=like.device
     )
     made.refusal = refusal
-    return made  # type: ignore[no-any-return]
+    return cast(torch.Tensor, made)
 
 
 class _Absent(torch.Tensor):
@@ -116,7 +117,7 @@ class _Absent(torch.Tensor):
     refusal: Callable[[str], Exception]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has a static method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, schema = kwargs or {}, func._schema

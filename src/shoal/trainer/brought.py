@@ -186,6 +186,11 @@ def _information(batch: Any) -> float:
     return bits
 
 
+def _with_subclasses(kind: type) -> list[type]:
+    """Return a class and all that inherit from it."""
+    return [kind, *(found for one in kind.__subclasses__() for found in _with_subclasses(one))]
+
+
 def _whole_loaders(samples: int) -> list[list[Any]]:
     """DataLoaders that are being iterated, each over a dataset it does not deal to ranks.
 
@@ -193,8 +198,9 @@ def _whole_loaders(samples: int) -> list[list[Any]]:
     Gives     [name of the sampler, length and hashes of two samples of the dataset], each
     """
     found = []
-    for one in gc.get_objects():
-        if not issubclass(type(one), LoaderIterator) or not one._num_yielded:
+    kinds = {id(kind) for kind in _with_subclasses(LoaderIterator)}
+    for one in [each for each in gc.get_objects() if id(type(each)) in kinds]:
+        if not one._num_yielded:
             continue
         entry = whole_data(one._index_sampler, one._dataset)
         if entry is not None and one._index_sampler.batch_size >= samples:

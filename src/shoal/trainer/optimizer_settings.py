@@ -9,8 +9,8 @@ vector, as one zero sum (`step_vector.py`). Ranks gather the values only where i
 
 The checksum covers what the last update used, too: settings that change between the step's
 all-reduce and its update, or inside of the optimizer's step, show one step later. Keys that torch's
-optimizers have (`SETTINGS`) are compared on all ranks, other keys of a group on ranks that step it:
-an optimizer that counts its steps in its groups does not count elsewhere.
+optimizers have (`SETTINGS`) are compared on all ranks, other keys of a group on ranks that step
+some of it: an optimizer that counts its steps in its groups does not count elsewhere.
 
 Limits: a tensor on a device is read when torch's counter of writes says that it changed
 """
