@@ -288,8 +288,8 @@ def test_what_a_rank_of_a_divided_model_loads(
         # Of a rank that waits for others for seconds: a slow machine.
         if path.name not in ("frames.py", "hang.py")
     ]
-    assert 100 < len(files) <= 154, sorted(files)
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 25_500
+    assert 100 < len(files) <= 155, sorted(files)
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 25_800
 
 
 def test_the_simulated_device_is_small() -> None:

@@ -17,7 +17,6 @@ Limits: a tensor on a device is read when torch's counter of writes says that it
 
 from __future__ import annotations
 
-import operator
 import struct
 import zlib
 from collections import defaultdict
@@ -48,6 +47,19 @@ Settings = list[list[tuple[str, Any]]]
 """For each group its keys and values, in the group's order."""
 
 
+class _Seen:
+    """What of a group was read: its values, a code of each key and value, and their sums."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self.keys = keys
+        self.values: list[Any] = [_NOTHING] * len(keys)
+        self.codes = [0] * len(keys)
+        self.sums = [0, 0]
+
+
+_NOTHING = object()
+
+
 class OptimizerSettingsCheck:
     """Compares one run's optimizer with those of the other ranks; see `step_vector.StepGuard`.
 
@@ -58,7 +70,7 @@ class OptimizerSettingsCheck:
         self.optimizer, self.world = optimizer, world
         self._inner = list(inner_optimizers(optimizer))
         self._tensors: dict[int, tuple[torch.Tensor, int, list[float]]] = {}
-        self._seen: dict[int, tuple[list[Any], tuple[int, int]]] = {}
+        self._seen: dict[int, _Seen] = {}
         self._used: dict[int, tuple[int, int]] = {}
         self._used_values: Settings = []
         self._members: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -73,6 +85,7 @@ class OptimizerSettingsCheck:
         for number, ranks in enumerate(self.stepped):
             if world.rank in ranks and len(ranks) > 1:
                 self._members[ranks].append(number)
+        self._shared = self._members.pop(self._everyone, [])
 
     def by_rank(self, step: int) -> Mapping[str, Sequence[float]]:
         """Return nothing: one sum over all ranks is enough."""
@@ -85,14 +98,15 @@ class OptimizerSettingsCheck:
         now, used = self._checksums(), self._used
         terms = self.world.size * (1 + len(self.stepped))
 
-        def term(ranks: tuple[int, ...], numbers: Sequence[int], which: int) -> int:
-            both = [one.get(n, (0, 0))[which] for n in numbers for one in (now, used)]
-            value = zlib.crc32(struct.pack(f"={len(both)}I", *both))
+        def term(ranks: tuple[int, ...], numbers: Sequence[int], codes: list[int]) -> int:
+            codes += [one.get(n, (0, 0))[1] for n in numbers for one in (now, used)]
+            value = zlib.crc32(struct.pack(f"={len(codes)}I", *codes))
             return zero_sum_term(value, step, ranks, self.world.rank, terms)
 
-        total = term(self._everyone, range(len(self.stepped)), 0)
+        settings = [one[0] for both in (now, used) for one in both.values()]
+        total = term(self._everyone, self._shared, settings)
         for ranks, numbers in self._members.items():
-            total += term(ranks, numbers, 1)
+            total += term(ranks, numbers, [])
         return {ENTRY: [float(total)]}
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
@@ -123,16 +137,20 @@ class OptimizerSettingsCheck:
         """Checksums of each group's keys and values: of `SETTINGS`, of the others."""
         found = {}
         for number, group in enumerate(self._groups()):
-            values = list(group.values())
-            before, checksum = self._seen.get(number, ([], (0, 0)))
-            if len(values) != len(before) or not all(map(operator.is_, values, before)):
-                settings = [(k, self._plain(v)) for k, v in group.items() if k not in PARAMETERS]
-                known = [one for one in settings if one[0] in SETTINGS]
-                others = [one for one in settings if one[0] not in SETTINGS]
-                checksum = zlib.crc32(repr(known).encode()), zlib.crc32(repr(others).encode())
-                fixed = all(one.__class__ in FIXED or k in PARAMETERS for k, one in group.items())
-                self._seen[number] = values if fixed else [], checksum
-            found[number] = checksum
+            seen = self._seen.get(number)
+            if seen is None or seen.keys != list(group):
+                seen = self._seen[number] = _Seen(list(group))
+            for place, (value, before) in enumerate(zip(group.values(), seen.values, strict=True)):
+                if value is before:
+                    continue
+                key = seen.keys[place]
+                if key not in PARAMETERS:
+                    code = zlib.crc32(f"{key} {self._plain(value)!r}".encode())
+                    seen.sums[key not in SETTINGS] ^= seen.codes[place] ^ code
+                    seen.codes[place] = code
+                if key in PARAMETERS or value.__class__ in FIXED:  # what it holds stays
+                    seen.values[place] = value
+            found[number] = (seen.sums[0], seen.sums[1])
         return found
 
     def _plain(self, value: Any) -> Any:

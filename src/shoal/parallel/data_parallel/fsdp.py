@@ -16,7 +16,7 @@ Under bf16 and fp16 a unit's vectors (norms, biases) are gathered in the narrow 
 matrices; the root unit is gathered as it is kept.
 
 Source: Zhao et al. 2023 (PyTorch FSDP); torch.distributed.fsdp.fully_shard
-Limits: a block that one rank runs and another skips leaves ranks waiting for each other; a block
+Limits: ranks that run different blocks in one step are named (`unit_log.py`), not served; a block
         that is a bare layer stays in the root unit (in-place operations on its output would fail)
 """
 
