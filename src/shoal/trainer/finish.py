@@ -35,6 +35,7 @@ def finish(
     values   of the last validation, or None without held-out data
     how      it ended; after a ";" what went wrong
     """
+    run.untrained.close()
     # Where parameters are gathered, a forward pass is everybody's.
     text = sample(run, source) if run.world.keeps or run.program.together else None
     fullest = _fullest_pool(run)
