@@ -45,9 +45,10 @@ from shoal.trainer.step import (
     row_of,
     update,
 )
-from shoal.trainer.step_vector import entries_of, guards_of
+from shoal.trainer.step_vector import entries_of
 from shoal.trainer.suspicions import FirstStep
 from shoal.trainer.touched import Touched
+from shoal.trainer.unit_order import guards_of
 from shoal.trainer.untrained_weights import UntrainedWeights
 from shoal.trainer.whole_state import check_averaged, full_state
 
@@ -144,8 +145,7 @@ class Run:
     def hear(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
         """Call hooks with every event and every step's row from now on, in this process.
 
-        hooks   what one gives is done after the next step, on all ranks: "stop" as `request_stop`,
-                "save" as `save` without waiting
+        hooks   "stop" and "save", if one returns it, are done after the next step on all ranks
         """
         for hook in hooks:
             self.recorder.hear(hook)

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.base.errors import BugError
-from shoal.parallel.program import Program
 
 
 @dataclass(frozen=True)
@@ -130,15 +129,6 @@ class StepGuard(Protocol):
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """Compare, before the update. Raises: ShoalError, the same on all ranks."""
-
-
-def guards_of(program: Program, *others: StepGuard) -> list[StepGuard]:
-    """Return the guards of a run's steps: before `others` that of a layout which gathers units."""
-    if program.unit_log is None:
-        return list(others)
-    from shoal.trainer.unit_order import UnitOrderCheck
-
-    return [UnitOrderCheck(program.unit_log, program.world), *others]
 
 
 def entries_of(
