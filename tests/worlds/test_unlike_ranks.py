@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +134,57 @@ def test_settings_that_change_between_the_halves_of_a_step(worlds, layout: str) 
 def test_settings_that_all_ranks_change_stay_silent(worlds, layout: str, change: str) -> None:
     answers = worlds(2).call("unlike_ranks_case:settings", layout=layout, change=change, who="all")
     assert [(a["error"], a["steps"]) for a in answers] == [(QUIET, 4)] * 2
+
+
+ALONE = """
+import sys
+sys.path[:0] = [{folders}]
+import torch, shoal
+from torch import nn
+from unlike_ranks_case import Block, X, Y, squares
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.ModuleList(Block() for _ in range(4))
+        self.wide = nn.ModuleList([nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 6))])
+
+    def forward(self, x, task):
+        for number, block in enumerate(self.trunk):
+            if {skip}:
+                break
+            x = x + block(x)
+        return (self.wide[0](x) if {wide} else x)[:, :3]
+
+torch.manual_seed(0)
+run = shoal.parallelize(Net().double(), lambda p: torch.optim.SGD(p, lr=0.1), squares, "fsdp",
+                        precision="fp64", call="kwargs")
+rank = run.world.rank
+run.step(({{"x": X[:4], "task": torch.full((4,), rank)}}, Y[:4]))
+"""
+
+
+@LATER
+@pytest.mark.parametrize(
+    ("skip", "wide"),
+    [("int(task[0]) and number == 2", "False"), ("False", "int(task[0]) == 0")],
+    ids=["early exit waits", "unequal sizes abort"],
+)
+def test_a_loop_of_ones_own_is_named_from_outside(tmp_path: Path, skip: str, wide: str) -> None:
+    """In step 1, after seconds: ranks wait for each other, or gloo ends the process."""
+    here = Path(__file__).parent
+    folders = ", ".join(repr(str(one)) for one in (here, here.parent))
+    (tmp_path / "loop.py").write_text(ALONE.format(folders=folders, skip=skip, wide=wide))
+    words = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "loop.py"], cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=150,
+        check=False,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    (line,) = [one for one in output.splitlines() if "ranks run different blocks" in one]
+    assert line.startswith("shoal: step 1: ranks run different blocks: "), line
+    assert " on rank 0, " in line, line
+    assert " on rank 1; " in line, line
+    assert line.endswith("try: layout.strategy=zero2"), line
