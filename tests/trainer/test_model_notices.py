@@ -102,7 +102,9 @@ def test_a_frozen_norm_without_running_statistics_still_takes_a_batchs(
 
 
 def by_command(run: Any, *overrides: str) -> list[str]:
-    folder, _ = run("model.build=my_norms:build", "data.source=my_norms:data", *overrides)
+    folder, _ = run(
+        "model.build=my_norms:build", "data.source=my_norms:data", "train.steps=1", *overrides
+    )
     return [
         line for line in (folder / "events.jsonl").read_text().splitlines() if "BatchNorm" in line
     ]

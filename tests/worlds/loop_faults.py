@@ -27,7 +27,7 @@ from shoal.fabric import World
 
 SILENT = "silent"
 ALL = ("ddp", "zero1", "zero2", "fsdp", "tp", "pp")
-USUAL = ("layout.pp", "layout.tp", "layout.ep", "pp: ", "tp: ")
+USUAL = ("layout.pp", "layout.tp", "layout.strategy", "pp: ", "tp: ")
 """How lines begin that a layout tells of itself."""
 
 
@@ -405,3 +405,69 @@ def reentrant_checkpoint_of_segments(world: World, layout: str) -> float:
 @fault(SILENT, proof=("pp", "zero-bubble"))
 def reentrant_checkpoint_of_parts(world: World, layout: str) -> float:
     return checkpointed(world, layout, "parts")
+
+
+# ---- weights that do not train
+
+
+class Branch(nn.Module):
+    """A branch that is added to the trunk: detached by mistake, or left unread."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.first, self.aside = way, nn.Linear(4, 8), nn.Linear(8, 8)
+        self.block, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        h = self.first(x)
+        if self.way == "detached":
+            h = h + self.aside(h).detach()
+        elif self.way == "unread":
+            self.aside(h)
+        elif self.way == "layerdrop" and self.calls % 2 == 0:
+            h = h + self.aside(h)
+        return self.head(self.block(h))
+
+
+@fault("model: aside.weight (and 1 more) computed in step 1, and no rank got a gradient",
+       layouts=("ddp", "fsdp"), proof=("zero1", "zero2", "single"))  # fmt: skip
+def branch_that_is_detached(world: World, layout: str) -> None:
+    begin(world, layout, Branch("detached")).step(part(world, layout))
+
+
+def right_branch(world: World, layout: str, way: str, steps: int) -> float:
+    run = begin(world, layout, Branch(way))
+    for step in range(steps):
+        run.step(part(world, layout, step))
+    return off_by(run, [whole(world, step) for step in range(steps)], lambda: Branch(way))
+
+
+@fault(SILENT, layouts=("ddp",), proof=("zero2", "fsdp", "single"))
+def branch_that_nobody_reads(world: World, layout: str) -> float:
+    return right_branch(world, layout, "unread", 2)
+
+
+@fault(SILENT, layouts=("ddp",), proof=("zero1", "zero2"))
+def layer_that_is_dropped_first(world: World, layout: str) -> float:
+    return right_branch(world, layout, "layerdrop", 3)
+
+
+@fault("optimizer: 5 of the weights that get gradients are in no optimizer, first: 0.weight",
+       layouts=("fsdp",), proof=("ddp", "zero1", "zero2"))  # fmt: skip
+def optimizer_of_matrices(world: World, layout: str) -> None:
+    model = nn.Sequential(nn.LayerNorm(4), *net())
+    held = [p for p in model.parameters() if p.ndim > 1]
+    begin(world, layout, model, sgd(held)).step(part(world, layout))
+
+
+@fault(SILENT, layouts=("zero1",), proof=("ddp", "zero2", "fsdp"))
+def optimizer_of_the_head(world: World, layout: str) -> float:
+    """The trunk is not frozen, and stays."""
+    model = net()
+    run = begin(world, layout, model, sgd(model[3].parameters()))
+    run.step(part(world, layout))
+    got, plain = run.state_dict(), net().state_dict()
+    return float(not torch.equal(got["0.weight"], plain["0.weight"]))
