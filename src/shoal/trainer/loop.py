@@ -120,13 +120,12 @@ def _prepare(
     if source.tokenizer is not None and world.keeps:
         keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
     joined = None
+    # It is known before a checkpoint's data is compared with it.
+    run.loader(source.train, workers=config.data.workers, collate=source.collate)
     if config.islands.on:
         joined = join(run, config.islands)
-    else:
-        # It is known before a checkpoint's data is compared with it.
-        run.loader(source.train, workers=config.data.workers, collate=source.collate)
-        if not run.restore():
-            run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
+    elif not run.restore():
+        run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = steps_of(config, source, run.plan.batch)
     run.guard.length.total_steps = total_steps
     cluster = cluster_here(world.size, world.device, held_bytes)

@@ -7,6 +7,7 @@ arguments may change on purpose, is told.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.made_with import user_code, versions
 from shoal.config.differences import Difference, of_configurations, of_surroundings, refusal
 from shoal.data.dataset import digest_of, is_indexed
@@ -100,6 +101,29 @@ def compare(run: Compared, record: Mapping[str, Any]) -> tuple[list[str], bool]:
     return list(lines), bool(changes)
 
 
+@contextlib.contextmanager
+def explained(run: Compared, record: Mapping[str, Any]) -> Iterator[None]:
+    """Name what has changed in the configuration, where a checkpoint cannot be taken for it.
+
+    Raises:
+        CheckpointError, ConfigError: what the block raises, with the keys that have changed.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigError) as failure:
+        then, now = record.get("configuration"), run.extra_record.get("configuration")
+        if type(failure) not in (CheckpointError, ConfigError) or not (then and now):
+            raise
+        changed = [one.line for one in of_configurations(str(then), str(now)) if one.changes]
+        if not changed:
+            raise
+        said = str(failure).partition("; try: ")[0]
+        raise type(failure)(
+            f"{said}; changed since step {record.get('step')}: {'; '.join(changed)}; try: put that "
+            f"back, or start a new run with another run.name"
+        ) from failure
+
+
 def tell_resumed(run: Compared, path: Path, found: list[str], changes: bool, *, here: bool) -> None:
     """Say from which checkpoint a run goes on, and what is not as it was.
 
@@ -120,6 +144,7 @@ def _differences(run: Compared, record: Mapping[str, Any]) -> list[Difference]:
     if isinstance(then, str) and isinstance(now, str):
         found += of_configurations(then, now)
     known = {one.key.rpartition(".")[2] for one in found}
+    known |= {"precision"} if "compute" in known else set()
     told = {"layout": plan.layout.text(), "batch": plan.batch, "micro_batch": plan.micro_batch}
     told |= {"precision": plan.compute, "seed": plan.seed}
     for key, value in told.items():
