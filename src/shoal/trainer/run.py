@@ -45,7 +45,7 @@ from shoal.trainer.step import (
     row_of,
     update,
 )
-from shoal.trainer.step_vector import entries_of, guards_of
+from shoal.trainer.step_guards import entries_of, guards_of
 from shoal.trainer.suspicions import FirstStep, evaluation_line
 from shoal.trainer.touched import Touched
 from shoal.trainer.whole_state import check_averaged, full_state

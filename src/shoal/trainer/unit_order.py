@@ -32,7 +32,7 @@ ENTRY = "unit_order"
 
 
 class UnitOrderCheck:
-    """Compares this rank's log with the others'; see `step_vector.StepGuard`."""
+    """Compares this rank's log with the others'; see `step_guards.StepGuard`."""
 
     def __init__(self, log: UnitLog, world: World) -> None:
         self.log, self.world = log, world
