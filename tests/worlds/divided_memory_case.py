@@ -23,7 +23,7 @@ from shoal.planner.transient_memory import rank_sum, wide_elements
 from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
-from shoal.trainer.step_vector import entries_of
+from shoal.trainer.step_guards import entries_of
 
 SEQUENCE, VOCABULARY, ROWS = 64, 512, 2
 ARGUMENTS = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4}

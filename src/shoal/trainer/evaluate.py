@@ -20,8 +20,8 @@ from shoal.parallel.program import Program
 from shoal.trainer.contract import Loss, Metric, sum_and_count
 from shoal.trainer.measured import Measured, check_metrics
 from shoal.trainer.micro_batch import MicroBatch
-from shoal.trainer.step_vector import StepVector, entries_of
-from shoal.trainer.unit_order import guards_of
+from shoal.trainer.step_guards import entries_of, guards_of
+from shoal.trainer.step_vector import StepVector
 
 NONE, MORE, STOP = 0, 1, 2
 """What a rank says before each of its micro-batches; the largest word counts for all."""

@@ -61,7 +61,7 @@ _NOTHING = object()
 
 
 class OptimizerSettingsCheck:
-    """Compares one run's optimizer with those of the other ranks; see `step_vector.StepGuard`.
+    """Compares one run's optimizer with those of the other ranks; see `step_guards.StepGuard`.
 
     Every rank makes it, with equal numbers of groups: they tell each other which they step.
     """

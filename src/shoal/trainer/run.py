@@ -45,10 +45,9 @@ from shoal.trainer.step import (
     row_of,
     update,
 )
-from shoal.trainer.step_vector import entries_of
+from shoal.trainer.step_guards import entries_of, guards_of
 from shoal.trainer.suspicions import FirstStep
 from shoal.trainer.touched import Touched
-from shoal.trainer.unit_order import guards_of
 from shoal.trainer.untrained_weights import UntrainedWeights
 from shoal.trainer.whole_state import check_averaged, full_state
 

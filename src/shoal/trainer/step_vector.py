@@ -20,9 +20,8 @@ group. The sum is exactly 0 where all h are equal, and most surely not where the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from shoal.base.errors import BugError
 
@@ -116,31 +115,6 @@ def same_on_all_ranks(
     for name, values in sums.items():
         vector.add_sums(name, values)
     return vector.summed(vector.values)
-
-
-class StepGuard(Protocol):
-    """Compares ranks by numbers of its own that travel in the step's vector."""
-
-    def by_rank(self, step: int) -> Mapping[str, Sequence[float]]:
-        """Return entries that every rank shall learn, by name."""
-
-    def sums(self, step: int) -> Mapping[str, Sequence[float]]:
-        """Return entries to be summed over ranks, by name."""
-
-    def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Compare, before the update. Raises: ShoalError, the same on all ranks."""
-
-
-def entries_of(
-    guards: Iterable[StepGuard], step: int
-) -> tuple[dict[str, Sequence[float]], dict[str, Sequence[float]]]:
-    """Return what guards add to the vector of a step: (by rank, summed)."""
-    by_rank: dict[str, Sequence[float]] = {}
-    sums: dict[str, Sequence[float]] = {}
-    for guard in guards:
-        by_rank |= guard.by_rank(step)
-        sums |= guard.sums(step)
-    return by_rank, sums
 
 
 HASH_BITS, SUM_BITS = 26, 52

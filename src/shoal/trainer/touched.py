@@ -181,7 +181,7 @@ class Touched:
         }
 
     def sums(self, step: int) -> dict[str, list[float]]:
-        """Return nothing: see `step_vector.StepGuard`."""
+        """Return nothing: see `step_guards.StepGuard`."""
         return {}
 
     def agree(self, step: int, numbers: StepNumbers) -> None:

@@ -20,29 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.base.errors import ConfigError
 from shoal.base.unlike_ranks import blocks_line
 from shoal.fabric import World
-from shoal.parallel.program import Program
-from shoal.trainer.step_vector import StepGuard, StepNumbers, zero_sum_term
-
-if TYPE_CHECKING:  # layouts that gather nothing do without
-    from shoal.parallel.unit_log import UnitLog
+from shoal.parallel.unit_log import UnitLog
+from shoal.trainer.step_vector import StepNumbers, zero_sum_term
 
 ENTRY = "unit_order"
 
 
-def guards_of(program: Program, *others: StepGuard) -> list[StepGuard]:
-    """Return the guards of a run's steps: before `others` that of a layout which gathers units."""
-    if program.unit_log is None:
-        return list(others)
-    return [UnitOrderCheck(program.unit_log, program.world), *others]
-
-
 class UnitOrderCheck:
-    """Compares this rank's log with the others'; see `step_vector.StepGuard`."""
+    """Compares this rank's log with the others'; see `step_guards.StepGuard`."""
 
     def __init__(self, log: UnitLog, world: World) -> None:
         self.log, self.world = log, world
