@@ -34,6 +34,7 @@ from typing import Any
 from shoal.base.errors import ShoalError
 from shoal.base.events import EventLog
 from shoal.base.sealed import Connection
+from shoal.base.streams import write_error
 from shoal.launch.failures import exit_text
 from shoal.launch.hung import Hang
 from shoal.launch.nodes import JOIN_S, REST_S, Far, Follower, Hub, Node, NodesWatch
@@ -139,8 +140,7 @@ class Teller:
 
     def _show(self, event: str, fields: dict[str, Any]) -> None:
         if text := event_text({"event": event, **fields}):
-            sys.stderr.write(f"shoal: {text}\n")
-            sys.stderr.flush()
+            write_error(f"shoal: {text}")
 
 
 def main() -> int:
