@@ -75,7 +75,7 @@ class Other:
 
 def _stat(pid: int) -> list[str]:
     """What the kernel says of a process: its state's letter first, its exit status last."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 class Input:
@@ -121,7 +121,9 @@ class Teller:
         if self.keeps and accounts and self.folder is not None:
             with contextlib.suppress(OSError):
                 self._make_room()
-                (self.folder / "logs" / Path(fields["stacks"]).name).write_text(accounts)
+                (self.folder / "logs" / Path(fields["stacks"]).name).write_text(
+                    accounts, encoding="utf-8"
+                )
         self._write(event, fields)
         if fields.get("rank") in self.ranks or order.get("own"):
             self._show(event, fields)
@@ -215,7 +217,7 @@ def _watch_all(
         accounts = ""
         if fields.get("stacks"):
             with contextlib.suppress(OSError):
-                accounts = Path(fields["stacks"]).read_text()
+                accounts = Path(fields["stacks"]).read_text(encoding="utf-8")
         hub.order({"say": event, "fields": fields, "accounts": accounts})
 
     watch.emit = watch.slow.emit = emit

@@ -279,7 +279,7 @@ def _meta(folder: Path) -> tuple[str, int | None]:
     if not path.is_file():
         return "uint16", None
     try:
-        meta = json.loads(path.read_text())
+        meta = json.loads(path.read_text(encoding="utf-8"))
         dtype, vocabulary = str(meta.get("dtype", "uint16")), meta.get("vocabulary")
     except (ValueError, AttributeError) as error:
         raise ConfigError(

@@ -491,10 +491,11 @@ def _switches(tasks: Path) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for task in tasks.glob("*"):
         try:
-            if RUNLOOP not in (task / "comm").read_text():
+            if RUNLOOP not in (task / "comm").read_text(encoding="utf-8"):
                 continue
             lines = dict(
-                line.split(":\t", 1) for line in (task / "status").read_text().splitlines()
+                line.split(":\t", 1)
+                for line in (task / "status").read_text(encoding="utf-8").splitlines()
             )
         except (OSError, ValueError):  # it has ended meanwhile
             continue
