@@ -52,6 +52,19 @@ def test_no_crumbs() -> None:
     assert crumbs == [], "of use to one file only: it goes home"
 
 
+def test_text_is_read_and_written_as_utf_8() -> None:
+    """By name: else a run.toml with a letter of its user's is not read where LC_ALL=C."""
+    open_ended = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = getattr(node, "func", None)
+            name = getattr(called, "attr", getattr(called, "id", ""))
+            named = any(word.arg == "encoding" for word in getattr(node, "keywords", ()))
+            if name in ("read_text", "write_text") and not named:
+                open_ended.append(f"{path.name}:{node.lineno}")
+    assert open_ended == []
+
+
 def importers() -> dict[Path, set[Path]]:
     """Find which files import each file."""
     names = {".".join(p.relative_to(ROOT / "src").with_suffix("").parts): p for p in FILES}

@@ -25,7 +25,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        fresh.write_text(text)
+        fresh.write_text(text, encoding="utf-8")
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)

@@ -136,7 +136,7 @@ def tell_folder(folder: Path) -> None:
     def hear(phases: list[Phase]) -> None:
         record = {"time_s": time.time(), "phases": [asdict(one) for one in phases]}
         with contextlib.suppress(OSError):  # it is for readers; a full disk must stop nobody
-            half.write_text(json.dumps(record))
+            half.write_text(json.dumps(record), encoding="utf-8")
             os.replace(half, path)
         if page is not None:
             page.hear(phases)

@@ -121,7 +121,9 @@ class RunLease:
 
     def _announce(self) -> None:
         half = self.folder / f"{OWNER_FILE}.tmp"
-        half.write_text(json.dumps(asdict(Owner.this_process(self.run_id))) + "\n")
+        half.write_text(
+            json.dumps(asdict(Owner.this_process(self.run_id))) + "\n", encoding="utf-8"
+        )
         os.replace(half, self.folder / OWNER_FILE)
 
     def _refusal(self) -> str:
@@ -168,6 +170,6 @@ def _born(pid: int) -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""

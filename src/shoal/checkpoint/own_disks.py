@@ -226,7 +226,10 @@ def _fetch(
     root, keeper, made = final.parent, keepers[world.rank], list[Path]()
     try:
         told = exchange(
-            world, lambda: (final / FILE_NAME).read_text() if world.rank == whole[0] else ""
+            world,
+            lambda: (
+                (final / FILE_NAME).read_text(encoding="utf-8") if world.rank == whole[0] else ""
+            ),
         )
         data = told[whole[0]].encode()
         manifest = decode(data, final / FILE_NAME)

@@ -34,6 +34,7 @@ from typing import Any
 from shoal.base.errors import ShoalError
 from shoal.base.events import EventLog
 from shoal.base.sealed import Connection
+from shoal.base.streams import write_error
 from shoal.launch.failures import exit_text
 from shoal.launch.hung import Hang
 from shoal.launch.nodes import JOIN_S, REST_S, Far, Follower, Hub, Node, NodesWatch
@@ -74,7 +75,7 @@ class Other:
 
 def _stat(pid: int) -> list[str]:
     """What the kernel says of a process: its state's letter first, its exit status last."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 class Input:
@@ -120,7 +121,9 @@ class Teller:
         if self.keeps and accounts and self.folder is not None:
             with contextlib.suppress(OSError):
                 self._make_room()
-                (self.folder / "logs" / Path(fields["stacks"]).name).write_text(accounts)
+                (self.folder / "logs" / Path(fields["stacks"]).name).write_text(
+                    accounts, encoding="utf-8"
+                )
         self._write(event, fields)
         if fields.get("rank") in self.ranks or order.get("own"):
             self._show(event, fields)
@@ -142,8 +145,7 @@ class Teller:
         if event == "collectives_differ":  # the launcher's own end of a run says it there
             text = str(fields["text"])
         if text:
-            sys.stderr.write(f"shoal: {text}\n")
-            sys.stderr.flush()
+            write_error(f"shoal: {text}")
 
 
 def main() -> int:
@@ -220,7 +222,7 @@ def _watch_all(
         accounts = ""
         if fields.get("stacks"):
             with contextlib.suppress(OSError):
-                accounts = Path(fields["stacks"]).read_text()
+                accounts = Path(fields["stacks"]).read_text(encoding="utf-8")
         hub.order({"say": event, "fields": fields, "accounts": accounts})
 
     watch.emit = watch.slow.emit = emit

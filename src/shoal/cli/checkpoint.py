@@ -226,8 +226,8 @@ def _end_of_text(hub: Path) -> int | None:
     from shoal.checkpoint.hub_folder import TOKENIZER
 
     try:
-        name = json.loads((hub / "tokenizer_config.json").read_text())["eos_token"]
-        added = json.loads((hub / TOKENIZER).read_text())["added_tokens"]
+        name = json.loads((hub / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
+        added = json.loads((hub / TOKENIZER).read_text(encoding="utf-8"))["added_tokens"]
         name = name["content"] if isinstance(name, dict) else name
         return next((one["id"] for one in added if one["content"] == name), None)
     except (OSError, ValueError, KeyError, TypeError):

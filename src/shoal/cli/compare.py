@@ -78,7 +78,7 @@ def compare(
         raise typer.Exit(code)
     record = result(comparison)
     text = json.dumps(record, indent=1)
-    (comparison.folder / "compare.json").write_text(text + "\n")
+    (comparison.folder / "compare.json").write_text(text + "\n", encoding="utf-8")
     kept = [comparison.folder / "compare.json"]
     for path in (comparison.folder / "compare.png", png):
         if path is not None and draw(record, path):

@@ -100,7 +100,7 @@ def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet
     """One world of processes that measures these rows; gives a code if none may follow."""
     folder = comparison.folder
     results = folder / "rows.jsonl"
-    skip = len(results.read_text().splitlines()) if results.exists() else 0
+    skip = len(results.read_text(encoding="utf-8").splitlines()) if results.exists() else 0
     asked = [(row.strategy, row.parts) for row in comparison.rows]
     waiting = Waiting(results, asked, sys.stderr if quiet else sys.stdout, quiet=quiet, skip=skip)
     deaths: list[dict[str, Any]] = []
@@ -172,4 +172,8 @@ def _last_words(deaths: list[dict[str, Any]]) -> str:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
+    )

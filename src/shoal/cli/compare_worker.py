@@ -36,7 +36,7 @@ def main() -> int:
         from shoal.machine.measure import measure_machine, quick
         from shoal.trainer.benchmark_row import measure_row
 
-    request = json.loads((folder / "request.json").read_text())
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     config = load(folder / "run.toml").config
     world = start_world()
     source = world.local_first(lambda: open_source(config.data, config.train.seed))

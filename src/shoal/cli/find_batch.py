@@ -189,7 +189,7 @@ def _try(loaded: Loaded, plan: Plan, folder: Path, asked: dict[str, Any]) -> str
         return ""
     if told := sorted(folder.glob("memory-*")):
         rank = told[0].name.removeprefix("memory-")
-        return f"out of memory (rank {rank}: {told[0].read_text()})"
+        return f"out of memory (rank {rank}: {told[0].read_text(encoding='utf-8')})"
     if any("SIGKILL" in death["how"] for death in deaths):
         return "killed by SIGKILL (often the kernel, out of memory)"
     if outcome.exit_code == 2:

@@ -32,7 +32,7 @@ def main() -> int:
         from shoal.data.sources import open_source
         from shoal.fabric import start_world
 
-    asked = json.loads((folder / "request.json").read_text())
+    asked = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     config = load(folder / "run.toml").config
     world = start_world()
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
@@ -44,7 +44,9 @@ def main() -> int:
         if ended_memory(failure):
             line = " ".join(str(failure).split())[:160]
             rank = os.environ.get("RANK", "0")
-            Path(folder, f"memory-{rank}").write_text(line or type(failure).__name__)
+            Path(folder, f"memory-{rank}").write_text(
+                line or type(failure).__name__, encoding="utf-8"
+            )
         raise
     world.close()
     return 0

@@ -272,7 +272,7 @@ class _Island:
             return said
         for path in sorted(self.log_path.parent.glob("rank-*.error.json")):
             with contextlib.suppress(OSError, ValueError, KeyError):
-                return str(json.loads(path.read_text())["line"])
+                return str(json.loads(path.read_text(encoding="utf-8"))["line"])
         how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         return f"ended with {how}; log: {self.log_path.parent}"
 

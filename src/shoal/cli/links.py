@@ -84,7 +84,7 @@ def links(
     if document is None:  # another rank tells
         return
     if html is not None:
-        html.write_text(page(document))
+        html.write_text(page(document), encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(document))
         return
@@ -159,12 +159,12 @@ def told_by_ranks(program: str, processes: int, *words: str) -> Any:
         if outcome.exit_code:
             line = " ".join(outcome.message.split())
             raise ClusterError(f"{processes} processes did not talk: {line}")
-        return json.loads((place / TOLD).read_text())
+        return json.loads((place / TOLD).read_text(encoding="utf-8"))
 
 
 def tell(found: Any) -> None:
     """Leave a JSON value for who started the ranks; rank 0 calls it."""
-    (Path(os.environ["SHOAL_RUN_FOLDER"]) / TOLD).write_text(json.dumps(found))
+    (Path(os.environ["SHOAL_RUN_FOLDER"]) / TOLD).write_text(json.dumps(found), encoding="utf-8")
 
 
 def _on_all_ranks(asked: Document) -> Document | None:

@@ -25,7 +25,7 @@ from shoal.cli import (
     simulate,
     train,
 )
-from shoal.cli.terminal import GOES_ON, OutputLost, Terminal, lost_line
+from shoal.cli.terminal import GOES_ON, OutputLost, Terminal, check_letters, lost_line
 
 app = typer.Typer(
     help="Shoal trains any PyTorch model on whatever its user has.\n\n"
@@ -119,6 +119,7 @@ def main() -> None:
 def _command() -> int:
     """Run the command line; gives the exit status, and says its line."""
     try:
+        check_letters(sys.argv[1:])
         # Without words the help is shown, which the library does best on its own.
         bare = not sys.argv[1:] or (len(sys.argv) == 2 and sys.argv[1] in GROUPS)
         code = app() if bare else app(standalone_mode=False)

@@ -114,7 +114,7 @@ def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) ->
         if outcome.exit_code:
             sys.stderr.write(f"shoal: {outcome.message}\n")
             raise typer.Exit(outcome.exit_code)
-        report: dict[str, Any] = json.loads((folder / "proof.json").read_text())
+        report: dict[str, Any] = json.loads((folder / "proof.json").read_text(encoding="utf-8"))
         asked = prepared.plan.layout.text()
         if report["verdict"] != "not proven" and report["layout"] != asked:
             raise BugError(f"prove: {report['layout']} was proven where {asked} was asked for")
@@ -129,7 +129,7 @@ def _telling(emit: Callable[..., None]) -> Callable[..., None]:
         emit(event, **fields)
         if event == "hang":
             path = fields.pop("stacks", "")
-            stacks = Path(path).read_text() if path else ""
+            stacks = Path(path).read_text(encoding="utf-8") if path else ""
             sys.stderr.write(f"shoal: {event_text({'event': event, **fields})}\n{stacks}")
             sys.stderr.flush()
 

@@ -41,7 +41,9 @@ def main() -> int:
     config = load(folder / "run.toml").config
     world = start_world()
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
-    case = case_of(config, source, Plan.from_json((folder / "plan.json").read_text()))
+    case = case_of(
+        config, source, Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+    )
     if "--quick" in sys.argv[2:]:
         battery = quick_battery(case, world.size, folder)
     else:

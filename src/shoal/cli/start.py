@@ -300,7 +300,11 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with RunLease(folder, config.run.name):
         files = [folder / name for name in ("run.toml", "plan.json")]
-        before = {path: path.read_text() for path in files if prepared.resumed and path.exists()}
+        before = {
+            path: path.read_text(encoding="utf-8")
+            for path in files
+            if prepared.resumed and path.exists()
+        }
         events = write_folder(prepared)
         environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not prepared.force else ""
         if _in_folders(config.islands, folder):

@@ -18,7 +18,9 @@ import os
 import sys
 from typing import Any
 
+from shoal.base.errors import ConfigError
 from shoal.base.readable import PLAIN_ASCII, READABLE
+from shoal.base.streams import open_closed_streams
 
 GOES_ON = ("train", "compare", "prove", "find", "launch")
 """Verbs whose work is worth more than what they print: a run folder, a proof, a measurement."""
@@ -74,7 +76,7 @@ class Terminal:
     """
 
     def __init__(self, verb: str) -> None:
-        _open_closed()
+        open_closed_streams()
         self.out = _Stream(1, goes_on=verb in GOES_ON)
         self.error = _Stream(2, goes_on=True)
         if verb != "run":
@@ -99,17 +101,15 @@ def lost_line(failure: OSError) -> str:
     return f"shoal: standard output: {failure.strerror}; try: another file or terminal\n"
 
 
-def _open_closed() -> None:
-    """Open /dev/null in place of standard streams that are closed."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            os.set_inheritable(number, True)
+def check_letters(words: list[str]) -> None:
+    """Errors: ConfigError for a word that Python could not read in this locale's encoding."""
+    for word in words:
+        if not word.isascii() and any("\udc80" <= letter <= "\udcff" for letter in word):
+            shown = os.fsencode(word).decode("utf-8", "replace")
+            raise ConfigError(
+                f"{shown}: has letters that this locale ({sys.getfilesystemencoding()}) lacks, so "
+                f"no file is found by them; try: PYTHONUTF8=1 before the command"
+            )
 
 
 def _text(stream: Any, raw: _Stream) -> Any:

@@ -126,7 +126,7 @@ def _settle(
         lease = RunLease(prepared.folder, prepared.loaded.config.run.name)
         lease.acquire()
         write_folder(prepared, attempt)
-        (prepared.folder / JOB_FILE).write_text(job_of(os.environ))
+        (prepared.folder / JOB_FILE).write_text(job_of(os.environ), encoding="utf-8")
     except ShoalError as failure:
         return {"error": str(failure), "kind": type(failure).__name__}, None
     except OSError as failure:
@@ -203,7 +203,7 @@ def continued(
 def _is_of(folder: Path, job: str) -> bool:
     """Whether a run folder was last written by this very job."""
     try:
-        return bool(job) and (folder / JOB_FILE).read_text() == job
+        return bool(job) and (folder / JOB_FILE).read_text(encoding="utf-8") == job
     except OSError:
         return False
 

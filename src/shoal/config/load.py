@@ -128,7 +128,7 @@ def _let_strategy_win(loaded: Loaded) -> None:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         word = path.suffix != ".toml" and len(path.parts) == 1  # as in `shoal plan llama`
         if word and path.suffix and path.stem in {f.name for f in fields(Config)}:

@@ -46,7 +46,7 @@ def keep_origins(loaded: Loaded, path: Path) -> None:
     the file as its origin.
     """
     section = ""
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         written, mark, origin = line.rpartition("# ")
         try:
             table = tomllib.loads(written if mark else line)

@@ -129,7 +129,9 @@ def _build(final: Path, build: Callable[[NewEntry], dict[str, Any]], alone: bool
         about = build(entry)
         files = entry.fingerprints()
         folder.chmod(0o755)  # a cache may be shared between users
-        (folder / "meta.json").write_text(json.dumps({"files": files, "about": about}))
+        (folder / "meta.json").write_text(
+            json.dumps({"files": files, "about": about}), encoding="utf-8"
+        )
         _put(folder, final, files)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -155,7 +157,7 @@ def _put(folder: Path, final: Path, files: Iterable[str]) -> None:
 def _note_checked(final: Path, mark: str) -> None:
     """Write down that the files of an entry are those that `mark` tells."""
     if mark:
-        final.with_name(f"{final.name}.checked").write_text(mark)
+        final.with_name(f"{final.name}.checked").write_text(mark, encoding="utf-8")
 
 
 def _fingerprint(path: Path) -> list[int]:
@@ -170,9 +172,9 @@ def _fingerprint(path: Path) -> list[int]:
 def _read(final: Path) -> dict[str, Any] | None:
     """What is said of an entry, or None if it is missing or damaged."""
     try:
-        meta = json.loads((final / "meta.json").read_text())
+        meta = json.loads((final / "meta.json").read_text(encoding="utf-8"))
         mark, checked = _mark(final, meta["files"]), final.with_name(f"{final.name}.checked")
-        if not mark or not checked.is_file() or checked.read_text() != mark:
+        if not mark or not checked.is_file() or checked.read_text(encoding="utf-8") != mark:
             if any(_fingerprint(final / n) != list(f) for n, f in meta["files"].items()):
                 return None
             with suppress(OSError):  # a cache may be read-only
@@ -185,7 +187,7 @@ def _read(final: Path) -> dict[str, Any] | None:
 def _mark(final: Path, names: Iterable[str]) -> str:
     """The machine's start, and size and times of an entry's files; "" where starts are not told."""
     try:
-        boot = BOOT.read_text().strip()
+        boot = BOOT.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
     stats = {name: (final / name).stat() for name in ("meta.json", *sorted(names))}
@@ -201,7 +203,7 @@ def hold_lock(final: Path) -> Iterator[bool]:
     except ImportError:  # not a Unix
         yield False
         return
-    with final.with_name(f"{final.name}.lock").open("w") as file:
+    with final.with_name(f"{final.name}.lock").open("w", encoding="utf-8") as file:
         give_up = time.monotonic() + LOCK_WAIT_S
         held = False
         while not held and time.monotonic() < give_up:

@@ -49,7 +49,7 @@ def find_template(tokenizer: str) -> str:
     if (path.parent / "chat_template.jinja").is_file():
         return str(path.parent)
     try:
-        about = json.loads((path.parent / "tokenizer_config.json").read_text())
+        about = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
     return str(path.parent) if isinstance(about, dict) and about.get("chat_template") else ""

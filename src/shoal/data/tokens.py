@@ -317,7 +317,7 @@ def _meta(folder: Path) -> tuple[str, int | None]:
     if not path.is_file():
         return "", None
     try:
-        meta = json.loads(path.read_text())
+        meta = json.loads(path.read_text(encoding="utf-8"))
         dtype, vocabulary = str(meta.get("dtype", "")), meta.get("vocabulary")
     except (ValueError, AttributeError) as error:
         raise ConfigError(

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import ClusterError
+from shoal.base.streams import open_closed_streams
 from shoal.base.systems import loopback
 from shoal.fabric import messages
 from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
@@ -303,6 +304,7 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
     Errors: ClusterError when peers do not appear within two minutes, naming how many were awaited.
     Source: environment contracts of torchrun and Slurm; restart race and guard, pytorch elastic.
     """
+    open_closed_streams()
     if dist.is_initialized():
         place = Place(
             dist.get_rank(),
@@ -489,10 +491,11 @@ def _switches(tasks: Path) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for task in tasks.glob("*"):
         try:
-            if RUNLOOP not in (task / "comm").read_text():
+            if RUNLOOP not in (task / "comm").read_text(encoding="utf-8"):
                 continue
             lines = dict(
-                line.split(":\t", 1) for line in (task / "status").read_text().splitlines()
+                line.split(":\t", 1)
+                for line in (task / "status").read_text(encoding="utf-8").splitlines()
             )
         except (OSError, ValueError):  # it has ended meanwhile
             continue

@@ -81,14 +81,14 @@ def write_report(path: Path, report: Report) -> None:
     """Write it whole or not at all; a full disk leaves the words in the log only."""
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
-        draft.write_text(json.dumps(asdict(report)))
+        draft.write_text(json.dumps(asdict(report)), encoding="utf-8")
         os.replace(draft, path)
 
 
 def read_report(path: Path) -> Report | None:
     """The report at `path`, or None if there is none that can be read."""
     try:
-        return Report(**json.loads(path.read_text()))
+        return Report(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.base.phases import listen, phase, tell_folder
+from shoal.base.streams import flush_streams
 from shoal.launch.processes import MESSAGE_BYTES, die_with
 
 PR_SET_NAME = 15
@@ -151,9 +152,7 @@ def _become(request: dict[str, Any], files: Sequence[int], begun: int, server: i
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        flush_streams()
         os._exit(code)
 
 

@@ -232,19 +232,19 @@ def kernel_state(pid: int) -> dict[str, str]:
     found: dict[str, str] = {}
     process = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):
-        for line in (process / "status").read_text().splitlines():
+        for line in (process / "status").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             if name in ("State", "TracerPid", "Threads"):
                 found[name] = value.strip()
-        found["wchan"] = (process / "wchan").read_text().strip("0\n ")
-        found["stack"] = (process / "stack").read_text().rstrip()  # for root alone
+        found["wchan"] = (process / "wchan").read_text(encoding="utf-8").strip("0\n ")
+        found["stack"] = (process / "stack").read_text(encoding="utf-8").rstrip()  # for root alone
     return found
 
 
 def write_stacks(path: Path, seen: Sequence[Seen]) -> str:
     """Write what is known of every rank; the file as the event names it, "" on a full disk."""
     with contextlib.suppress(OSError):
-        path.write_text("\n".join(_account(one) for one in seen))
+        path.write_text("\n".join(_account(one) for one in seen), encoding="utf-8")
         return str(path)
     return ""
 

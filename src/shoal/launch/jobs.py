@@ -139,7 +139,7 @@ def hosts_of(path: Path) -> list[tuple[str, int]]:
     """
     found = []
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as failure:
         raise ConfigError(
             f"--hosts {path}: {failure.strerror}; it has a line `HOST slots=N` for each machine"

@@ -96,7 +96,8 @@ def shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # its own stack traces would hide the line that counts
         "PYTHONFAULTHANDLER": "1",
     }
-    return {**defaults, **base}
+    # What workers print goes into files of ours, whatever the terminal speaks.
+    return {**defaults, **base, "PYTHONIOENCODING": "utf-8:backslashreplace"}
 
 
 def worker_environment(

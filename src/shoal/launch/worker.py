@@ -9,7 +9,6 @@ Source: the idea of an error file per worker is torchelastic's `@record`.
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from shoal.base import phases
 from shoal.base.errors import ShoalError
 from shoal.base.events import EventLog
 from shoal.base.frames import user_place
+from shoal.base.streams import flush_streams, write_error
 from shoal.launch.failures import Report, write_report
 
 TRACEBACK_LINES = 25
@@ -35,8 +35,7 @@ def end_with(main: Callable[[], int]) -> NoReturn:
     code = run_worker(main)
     if phases.page is not None:
         phases.page.leave()  # who ends without that was not done
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     os._exit(code)
 
 
@@ -60,8 +59,7 @@ def run_worker(main: Callable[[], int]) -> int:
         line = f"{place}: {told}" if place else told
         words = _whole_traceback(failure)
         report = Report.of(failure, exit_code=CRASH_CODE, line=line, trace=_end_of(words))
-    sys.stderr.write(words + "\n")
-    sys.stderr.flush()
+    write_error(words)
     if folder := os.environ.get("SHOAL_RUN_FOLDER"):
         rank = int(os.environ.get("RANK", "0"))
         write_report(Path(folder) / "logs" / f"rank-{rank}.error.json", report)

@@ -174,7 +174,7 @@ def check_memory(
 ) -> Told:
     """Whether so many processes fit in what is free, within the limit of a container."""
     try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text())
+        found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text(encoding="utf-8"))
     except OSError:
         found = None
     if found is None:
@@ -185,7 +185,9 @@ def check_memory(
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):
-            left = int((cgroup / limit).read_text()) - int((cgroup / used).read_text())
+            left = int((cgroup / limit).read_text(encoding="utf-8")) - int(
+                (cgroup / used).read_text(encoding="utf-8")
+            )
             if left < free_bytes:
                 free_bytes, by = left, f" within the limit of {cgroup / limit}"
     needed = processes * WORKER_BYTES

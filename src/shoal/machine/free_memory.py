@@ -78,7 +78,7 @@ def _free() -> Iterator[int]:
     """Bytes that are free of the machine, and of each cgroup with a limit around us."""
     yield int(psutil.virtual_memory().available)
     try:
-        lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in OWN.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return
     for _, kinds, own in lines:
@@ -86,7 +86,9 @@ def _free() -> Iterator[int]:
             continue
         for path in (folder := Path(GROUPS, kinds, own.lstrip("/")), *folder.parents):
             try:
-                most, used = (int((path / name).read_text()) for name in FILES[kinds])
+                most, used = (
+                    int((path / name).read_text(encoding="utf-8")) for name in FILES[kinds]
+                )
             except (OSError, ValueError):  # "max", or above the root
                 continue
             yield max(0, most - used)

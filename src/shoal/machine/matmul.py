@@ -173,7 +173,7 @@ def _write(cache: Path, key: str, value: Known) -> None:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps({**read_object(path), key: asdict(value)}))
+        fresh.write_text(json.dumps({**read_object(path), key: asdict(value)}), encoding="utf-8")
         fresh.replace(path)
     except OSError:
         return  # the cache only saves time

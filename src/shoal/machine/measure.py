@@ -274,7 +274,11 @@ def _device_name(world: World) -> str:
 
 def _chip(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     try:
-        names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        names = [
+            line
+            for line in cpuinfo.read_text(encoding="utf-8").splitlines()
+            if "model name" in line
+        ]
         return names[0].split(":", 1)[1].strip()
     except (OSError, IndexError):
         return platform.processor() or platform.machine()
@@ -291,7 +295,11 @@ def _held_bytes(device: torch.device, status: Path = Path("/proc/self/status")) 
     if is_accelerator(device):
         return outside_bytes(device)
     try:
-        lines = [line for line in status.read_text().splitlines() if line.startswith("VmRSS:")]
+        lines = [
+            line
+            for line in status.read_text(encoding="utf-8").splitlines()
+            if line.startswith("VmRSS:")
+        ]
         return int(lines[0].split()[1]) * 1024
     except (OSError, IndexError):
         return 0
@@ -300,7 +308,7 @@ def _held_bytes(device: torch.device, status: Path = Path("/proc/self/status")) 
 def _read(path: Path) -> dict[str, Any] | None:
     """What is stored, if a plan could read it."""
     try:
-        document: dict[str, Any] = json.loads(path.read_text())
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         cluster_of(document)
         return document if document["version"] == VERSION else None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError):

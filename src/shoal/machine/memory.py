@@ -39,7 +39,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     if is_accelerator(device):
         return peak_bytes(device)
     with contextlib.suppress(OSError):
-        for line in (PROCESS / "status").read_text().splitlines():
+        for line in (PROCESS / "status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -52,7 +52,7 @@ def forget_peak(device: torch.device) -> None:
         forget_peak_bytes(device)
         return
     with contextlib.suppress(OSError):
-        (PROCESS / "clear_refs").write_text("5")
+        (PROCESS / "clear_refs").write_text("5", encoding="utf-8")
 
 
 def trim_heap() -> None:

@@ -280,7 +280,7 @@ class Accelerator(PartialState, Settings):
     def log(self, values: dict[str, Any], step: int | None = None, **_named: Any) -> None:
         """Add a line of JSON to a file, and the values to the trackers, from the first process."""
         if self.is_main_process:
-            with self._log_file().open("a") as file:
+            with self._log_file().open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}, default=float) + "\n")
         for one in self.trackers:
             one.log(values, step)

@@ -65,7 +65,7 @@ def is_accelerates(file: str) -> bool:
     if not path.is_file():
         return False
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # HJSON, or nothing
         return False
     return isinstance(found, dict) and "distributed_type" in found
@@ -87,7 +87,7 @@ def read(file: str | Path, *, processes: int = 0) -> Imported:
 def _load(path: Path, where: str) -> dict[str, Any]:
     """Errors: ConfigError for what is no table of keys, and for a key that stands twice."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file; try: `accelerate config` writes one") from None
     except (OSError, ValueError) as failure:

@@ -56,7 +56,7 @@ def read_table(name: str) -> dict[str, Key]:
     >>> read_table("deepspeed_keys")["zero_optimization.stage"].words
     'layout.zero, layout.strategy'
     """
-    text = Path(__file__).with_name(f"{name}.txt").read_text()
+    text = Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8")
     found: dict[str, Key] = {}
     for row in text.replace("\n  ", " ").splitlines():
         if not row.strip() or row.startswith("#"):
@@ -88,7 +88,11 @@ def load_written(config: Mapping[str, Any] | str | Path, where: str) -> dict[str
         return {**config}
     try:
         there = os.path.exists(config)
-        text = Path(config).read_text() if there else base64.urlsafe_b64decode(str(config)).decode()
+        text = (
+            Path(config).read_text(encoding="utf-8")
+            if there
+            else base64.urlsafe_b64decode(str(config)).decode()
+        )
     except ValueError:  # binascii's and Unicode's too
         raise ConfigError(f"{where}: no such file, nor base64 of a configuration") from None
 

@@ -95,7 +95,7 @@ MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (r..p) ([0-9a-f]+) \S+ (\d+) +(/.
 def files_as_read() -> list[AsRead]:
     """Every file that this process maps privately and has not written into."""
     found, last = [], None
-    for line in SMAPS.read_text().splitlines():
+    for line in SMAPS.read_text(encoding="utf-8").splitlines():
         if told := MAPPING.fullmatch(line):
             start, stop, _, offset, node, path = told.groups()
             last = AsRead(int(start, 16), int(stop, 16), int(offset, 16), int(node), path)

@@ -89,7 +89,7 @@ def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0)
     for which in (kind,) if kind else ("gpu", "cpu"):
         try:
             path = machine_path(cache, processes, which, threads)
-            document = json.loads(path.read_text())
+            document = json.loads(path.read_text(encoding="utf-8"))
             if document["version"] == VERSION:
                 return corrected(cluster_of(document), learnt(path))
         except (
@@ -270,7 +270,7 @@ def _gpu_name(folder: Path = NVIDIA_FOLDER) -> str:
     """What NVIDIA's driver calls the first GPU; "" where it does not say."""
     try:
         for told in sorted(folder.glob("*/information")):
-            for line in told.read_text().splitlines():
+            for line in told.read_text(encoding="utf-8").splitlines():
                 if line.startswith("Model:"):
                     return line.split(":", 1)[1].strip()
     except OSError:

@@ -61,9 +61,9 @@ def note_run(machine: Path, compute: str, share: float) -> None:
     """
     try:
         path = runs_path(machine)
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         lines.append(json.dumps({"compute": compute, "share": share}))
-        path.write_text("\n".join(lines[-8 * LATEST :]) + "\n")
+        path.write_text("\n".join(lines[-8 * LATEST :]) + "\n", encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return
 
@@ -78,7 +78,7 @@ def learnt(machine: Path) -> dict[str, float]:
     """
     found: dict[str, list[float]] = {}
     try:
-        lines = runs_path(machine).read_text().splitlines()
+        lines = runs_path(machine).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return {}
     for line in lines:

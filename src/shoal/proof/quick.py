@@ -182,7 +182,7 @@ class Attempts:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""
 
@@ -336,7 +336,7 @@ def _path() -> Path:
 
 def _read() -> dict[str, Any]:
     try:
-        return dict(json.loads(_path().read_text()))
+        return dict(json.loads(_path().read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 

@@ -130,7 +130,7 @@ def tell_disk(world: World) -> None:
 def _identity() -> str:
     """What processes have in common that reach each other's memory by /proc, and by loopback."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))])
     except OSError:
         return os.uname().nodename

@@ -109,7 +109,7 @@ def _texts(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     def found() -> Iterator[tuple[str, str]]:
         for name in names:
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                yield name, (folder / name).read_text()
+                yield name, (folder / name).read_text(encoding="utf-8")
 
     return dict(found())
 

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from shoal.base.errors import ShoalError
+from shoal.base.streams import flush_streams, write_error
 from shoal.fabric import World
 
 
@@ -60,7 +61,7 @@ class ShoalErrorHook:
         if told is None or os.environ.get("SHOAL_TRACEBACK"):
             self.ordinary(kind, error, trace)
         else:
-            sys.stderr.write(line(told, trace, self.world) + "\n")
+            write_error(line(told, trace, self.world))
         asked, prompt = isinstance(error, KeyboardInterrupt), hasattr(sys, "ps1")
         if not prompt:
             leave_page()
@@ -71,12 +72,10 @@ class ShoalErrorHook:
             if self.world is not None and self.world.size > 1 and not goes_on:
                 # What was begun with peers may never end, and the teardown would wait for that.
                 atexit._run_exitfuncs()
-                sys.stdout.flush()
-                sys.stderr.flush()
+                flush_streams()
                 os._exit(1)
             return
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         if self.world is not None and self.world.size > 1:
             # The process group is alive and cannot be left: the peers are still in the step, or
             # gone. The interpreter's teardown would wait for gloo's threads or abort in them, and

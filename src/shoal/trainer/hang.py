@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shoal.base.errors import ConfigError
 from shoal.base.frames import place_in
+from shoal.base.streams import flush_streams, write_error
 
 SURE_S, FRESH_S, TELL_S = 8.0, 3.0, 30.0
 SEEN_S = 1.0
@@ -111,7 +112,7 @@ class Hang:
             self._name(mine, _call(mine), away[0], absent, call)
         if mine["stood_s"] >= self._next_line_s:
             self._next_line_s *= 2
-            _write(
+            write_error(
                 f"shoal: rank {self.rank} has waited {mine['stood_s']:.0f} s in {_call(mine)}"
                 f"{_at(mine)} for rank {away[0]}, which is elsewhere{_at(absent)}"
             )
@@ -133,10 +134,9 @@ class Hang:
     def _end_with(self, line: str) -> None:
         """Every rank ends, and one of them says why."""
         if line and self.store is not None and self.store.add(f"{self.key}/told", 1) == 1:
-            _write(line)
+            write_error(line)
             time.sleep(SEEN_S)  # the others see it before the store may go with this process
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         os._exit(ConfigError.exit_code)  # the main thread stands in a collective for ever
 
 
@@ -151,8 +151,3 @@ def _call(told: dict[str, Any]) -> str:
 
 def _at(told: dict[str, Any]) -> str:
     return f" ({told['place']})" if told["place"] else ""
-
-
-def _write(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()

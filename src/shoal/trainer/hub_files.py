@@ -137,7 +137,7 @@ def keep_given(tokenizer: Any, folder: Path) -> None:
     if _is_plain(tokenizer):
         path = folder / HUB / TOKENIZER
         with contextlib.suppress(OSError, ValueError):
-            if path.read_text() == tokenizer.to_str():
+            if path.read_text(encoding="utf-8") == tokenizer.to_str():
                 return
         keep_tokenizer(tokenizer, "bpe:", folder)
         return

@@ -115,7 +115,7 @@ def _prepare(
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)
-    run.extra_record["configuration"] = (folder / "run.toml").read_text()
+    run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
     run.extra_record.pop("settings", None)  # which are all in there
     if source.tokenizer is not None and world.keeps:
         keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
@@ -160,7 +160,7 @@ def _served(config: Config, folder: Path, world: World, prove: Prove) -> int:
     from shoal.trainer.served_loop import train_served
 
     source = _opened(config, world)
-    plan = Plan.from_json((folder / "plan.json").read_text())
+    plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
     waiting = with_servers(world.size, plan.layout.servers)
     proven = prove(config, source, world, folder, replace(plan, layout=waiting), None)
     gc.collect()

@@ -96,7 +96,7 @@ def bring_rows(folder: Path, found: Brought, keepers: Keepers, world: World, emi
     if missing > 0:
         text += f"; the rows of {missing} more steps after step {last[world.rank]} are there alone"
     try:
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
     except OSError as failure:  # a full disk must not stop training
         text += f"; they could not be written: {failure.strerror}"

@@ -69,7 +69,7 @@ def choose(
     Gives    (plan, None); where nothing can be ranked, the plan with the words from which the
              guide settles it
     """
-    plan = Plan.from_json((folder / "plan.json").read_text())
+    plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
     asked = asked_layout(config.layout)
     open_plan = replace(plan, why="")  # the guide speaks anew, of a model that it can count
     if not is_open(asked) or kept_plan(folder, world.size):

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
+from shoal.base.streams import write_output
 from shoal.fabric import World
 from shoal.machine.memory import peak_memory_bytes
 from shoal.parallel.program import Program
@@ -223,7 +223,7 @@ class Run:
     def print(self, *values: object) -> None:
         """A line on standard output, from rank 0 alone."""
         if self.world.is_first:
-            sys.stdout.write(" ".join(map(str, values)) + "\n")
+            write_output(" ".join(map(str, values)))
 
     @together("run.forward_backward")
     def forward_backward(self, batch: Any) -> None:

@@ -80,7 +80,7 @@ def train_served(
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)
     run.recorder.events.rank = world.rank
-    run.extra_record["configuration"] = (folder / "run.toml").read_text()
+    run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
     run.extra_record.pop("settings", None)  # which are all in there
     if source.tokenizer is not None and run.world.keeps:
         keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)

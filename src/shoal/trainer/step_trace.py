@@ -97,7 +97,7 @@ class StepTrace:
             self.folder.mkdir(parents=True, exist_ok=True)
             profiled.export_chrome_trace(str(path))
             held = self._memory(path)
-            (self.folder / f"{name}-memory.json").write_text(json.dumps(held))
+            (self.folder / f"{name}-memory.json").write_text(json.dumps(held), encoding="utf-8")
         except (OSError, RuntimeError) as failure:
             self.notice(f"train.trace = {self.text}: {path}: cannot be written: {failure}")
             return
@@ -110,7 +110,7 @@ class StepTrace:
         """What the steps held: a device's segments, or the CPU's allocations in order."""
         if is_accelerator(self.world.device):
             return torch.cuda.memory_snapshot() if self.world.device.type == "cuda" else []
-        events = json.loads(trace.read_text())["traceEvents"]
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
         moves = [one for one in events if one.get("name") == "[memory]"]
         return [
             {

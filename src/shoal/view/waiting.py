@@ -80,7 +80,7 @@ class Waiting:
     def _new(self) -> list[Record]:
         if not self.path.exists():
             return []
-        lines = self.path.read_text().splitlines()[self.told :]
+        lines = self.path.read_text(encoding="utf-8").splitlines()[self.told :]
         self.told += len(lines)
         return [json.loads(line) for line in lines]
 

@@ -1,0 +1,49 @@
+"""Standard streams of a process that somebody else started: they may be closed, full or gone.
+
+A line that nobody can read must not end the work that it tells of, nor hide its exit status. And
+where a stream is closed (`2>&-`), the next file that is opened gets its number: a checkpoint or a
+connection, into which libraries would then write their warnings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null in place of standard input, output and error where they are closed."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+
+
+def write_error(line: str) -> None:
+    """Write a line to standard error now, if somebody can read it."""
+    _write(sys.stderr, line)
+
+
+def write_output(line: str) -> None:
+    """Write a line to standard output now, if somebody can read it."""
+    _write(sys.stdout, line)
+
+
+def flush_streams() -> None:
+    """Write what standard output and error hold back, if somebody can read it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _write(stream: object, line: str) -> None:
+    # None: the stream was closed when Python started; ValueError: it was closed since
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream.write(f"{line}\n")  # type: ignore[attr-defined]
+        stream.flush()  # type: ignore[attr-defined]
