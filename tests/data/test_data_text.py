@@ -176,12 +176,6 @@ def test_no_token_is_added_that_is_not_text(books: Path, tmp_path: Path) -> None
     assert text_module.encode(tokenizer, Texts(documents, []))[0].tolist() == plain
 
 
-def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(b"caf\xe9 " * 50)
-    source = open_source(section(f"text:{tmp_path}/x.txt", validation="0"), 0)
-    assert decode(source, source.train.spans).startswith("caf\ufffd caf")
-
-
 def test_a_tokenizer_of_ones_own(books: Path, tmp_path: Path) -> None:
     own = tmp_path / "tokenizer.json"
     train_bpe(glob_documents(f"{books}/*.txt"), 280).save(str(own))

@@ -14,8 +14,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
 STAGE = int(sys.argv[1])
@@ -133,23 +135,53 @@ def main() -> None:
     assert engine.get_lr() == [scheduler.get_last_lr()[0]]
     engine.tput_timer.update_epoch_count()
 
-    # Checkpoints: by step, by name; what a script keeps of its own comes back.
-    engine.save_checkpoint("saved", client_state={"seen": 16})
-    engine.save_checkpoint("saved", tag="best", client_state={"seen": 17})
-    engine.destroy()
-    again, *_ = deepspeed.initialize(model=Model(), config=config(size))
-    assert again.load_checkpoint("nowhere") == (None, None)
-    path, state = again.load_checkpoint("saved")
-    assert (Path(path).name, state) == ("saved", {"seen": 16})
-    assert (again.global_steps, again.micro_steps) == (5, 16)
-    for name, value in again.module_state_dict().items():
-        assert torch.equal(value, weights[name]), name
-    assert again.load_checkpoint("saved", tag="best")[1] == {"seen": 17}
-    assert again.load_checkpoint("saved", tag="global_step5")[1] == {"seen": 16}
-    assert again.lr_scheduler.state_dict() == scheduler.state_dict()
+    resume(engine, weights, scheduler)
     narrow(torch.bfloat16, 0.992 if STAGE else 1.0)  # of stage 0 DeepSpeed has no masters then
     narrow(torch.float16, 0.992, fp16={"enabled": True, "loss_scale": 1})
+
+
+def resume(engine, weights, scheduler):
+    """Checkpoints by tag, by `latest` and by step; what a script keeps of its own comes back."""
+    size, kept = dist.get_world_size(), {"seen": 16, "draws": torch.arange(3)}
+    engine.save_checkpoint("saved", client_state={**kept, "function": print})
+    engine.save_checkpoint("saved", tag="epoch=1", client_state={"seen": 17})
+    assert Path("saved/latest").read_text() == "epoch=1"
+    engine.save_checkpoint("saved", tag="other", client_state={"seen": 18}, save_latest=False)
+    assert Path("saved/latest").read_text() == "epoch=1"
+    assert engine.save_16bit_model("weights")
+    written = safetensors.torch.load_file("weights/model.safetensors")
+    assert {name: torch.equal(value, weights[name]) for name, value in written.items()} == dict.fromkeys(weights, True)  # fmt: skip
+    engine.destroy()
+    whole = get_fp32_state_dict_from_zero_checkpoint("saved")
+    assert all(torch.equal(value, weights[name]) for name, value in whole.items())
+    again, *_ = deepspeed.initialize(model=Model(), config=config(size))
+    assert again.load_checkpoint("nowhere") == (None, None)
+    assert again.load_checkpoint("saved", load_module_only=True)[1] == {"seen": 17}
+    assert (again.global_steps, len(again.optimizer.state)) == (0, 0)
+    alike(again, weights)
+    path, state = again.load_checkpoint("saved")
+    assert (Path(path).name, state) == ("saved", {"seen": 17})
+    assert (again.global_steps, again.micro_steps) == (5, 16)
+    alike(again, weights)
+    assert again.load_checkpoint("saved", tag="other")[1] == {"seen": 18}
+    state = again.load_checkpoint("saved", tag="global_step5")[1]
+    assert (state["seen"], state["draws"].tolist()) == (16, [0, 1, 2])
+    assert again.lr_scheduler.state_dict() == scheduler.state_dict()
+    with pytest.raises(
+        shoal.ConfigError, match='holds no checkpoint of the tag othr; try: tag="other"'
+    ):
+        again.load_checkpoint("saved", tag="othr")
     again.destroy()
+    fresh, *_ = deepspeed.initialize(model=Model(), config=config(size))
+    fresh.load_checkpoint("saved", load_optimizer_states=False)
+    assert (fresh.global_steps, len(fresh.optimizer.state)) == (5, 0)
+    alike(fresh, weights)
+    fresh.destroy()
+
+
+def alike(engine, weights):
+    for name, value in engine.module_state_dict().items():
+        assert torch.equal(value, weights[name]), name
 
 
 def narrow(kind: torch.dtype, wanted: float, **more: object) -> None:
@@ -164,6 +196,8 @@ def narrow(kind: torch.dtype, wanted: float, **more: object) -> None:
         engine.step()
     weight = engine.module_state_dict()["weight"]
     assert torch.allclose(weight.float(), torch.full((1, 4), wanted), atol=1e-6), weight
+    if kind is torch.bfloat16 and STAGE in (1, 2):  # as DeepSpeed's module: whole, and narrow
+        assert engine.module.state_dict()["weight"].dtype == kind
     engine.destroy()
 
 

@@ -61,6 +61,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "deadlines": ("python benchmarks/deadlines.py",),
     "tests": ("heavy -m pytest -m proof",),
+    "counts": ("python tests/proof/hf_counts.py",),
     "versions": ("make test-versions",),
 }
 """Name of a part → its commands. `faults`: also the siblings of each silent fault that was mended."""

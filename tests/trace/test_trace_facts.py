@@ -305,6 +305,71 @@ class Looks(nn.Module):
         return self.router(x)
 
 
+class Asks(nn.Module):
+    """A block that asks something of positions, which follow from shapes alone."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.ask = ask
+
+    def forward(self, x):
+        return self.inner(x) if self.ask(torch.arange(x.shape[1], device=x.device)) else x
+
+
+def written_over(positions, value):
+    view = positions.clone()[1:]
+    view.copy_(value.expand(view.shape))
+    return view.sum() > 0
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda positions: (positions.diff() == 1).all(),
+        lambda positions: int((positions + 1).cumsum(-1)[-1]) == 10,
+        lambda positions: positions.clone().add_(1).max().item() == 4,
+        lambda positions: written_over(positions, torch.ones((), dtype=torch.long, device="meta")),
+    ],
+    ids=["a mask", "a length", "in place", "written over"],
+)
+def test_values_that_follow_from_shapes_are_known(ask):
+    """As transformers' decoders ask before they make a mask; the plain block's facts are the same."""
+    found = trace_facts(Asks(ask), torch.rand(2, 4, 8), kernels="gpu", element_bytes=2)
+    plain = trace_facts(Asks(lambda _: True), torch.rand(2, 4, 8), kernels="gpu", element_bytes=2)
+    assert found.trainable == plain.trainable == 72
+    assert found.forward_flops == plain.forward_flops > 0
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda positions: (positions + torch.empty(4, dtype=torch.long, device="meta")).max() > 3,
+        lambda positions: written_over(positions, torch.empty((), dtype=torch.long, device="meta")),
+        lambda positions: (torch.rand(4, device="meta") > 0.5).all(),
+    ],
+    ids=["an input", "written over", "a draw"],
+)
+def test_values_of_inputs_and_draws_stay_unknown(ask):
+    with pytest.raises(PlanError, match="cannot be traced by shapes alone"):
+        trace_facts(Asks(ask), torch.rand(2, 4, 8), kernels="gpu", element_bytes=2)
+
+
+def test_a_decoder_of_transformers_is_traced_for_gpus():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        vocab_size=50, use_cache=False,
+    )  # fmt: skip
+    facts = trace_facts(
+        lambda: transformers.LlamaForCausalLM(config), torch.zeros(2, 8, dtype=torch.long),
+        kernels="gpu", element_bytes=2, autocast=True,
+    )  # fmt: skip
+    assert facts.trainable == sum(
+        p.numel() for p in transformers.LlamaForCausalLM(config).parameters()
+    )
+
+
 @pytest.mark.parametrize("kernels", ["cpu", "gpu"])
 def test_a_module_that_looks_at_values_is_named(kernels):
     with pytest.raises(

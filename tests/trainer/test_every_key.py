@@ -8,14 +8,18 @@ true fails as well.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import math
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -59,6 +63,10 @@ UNHELD: dict[str, Any] = {
 }
 """What a run of one process on a CPU is started without."""
 
+TOKENS = Path(tempfile.mkdtemp(prefix="tokens-"))
+atexit.register(shutil.rmtree, TOKENS, ignore_errors=True)
+np.arange(512, dtype=np.uint32).repeat(64).tofile(TOKENS / "train.bin")
+
 LAPTOP = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
 LLAMA = "model.name=llama model.dim=64 model.heads=4 model.layers=4"
 TP = "layout.tp=2"
@@ -84,6 +92,7 @@ VALUES: dict[str, str] = {
     "tune.targets": f"tune.targets=head {ADAPTED}",
     "data.source": "data.source=synthetic",
     "data.field": "data.field=content",
+    "data.dtype": f"data.dtype=uint32 data.source=tokens:{TOKENS} model.vocabulary=512",
     "data.packing": f"data.packing=on data.source=jsonl:{__file__}",
     "data.image_size": "data.image_size=32",
     "data.validation": "data.validation=0.1",
@@ -247,6 +256,7 @@ NOT_FORESEEN = {
     "tune.": "the model is foreseen trained whole: more states than adapters have, the same products",
     "data.source": "what tokens say costs nothing; how many there are is data.sequence",
     "data.field": "as data.source",
+    "data.dtype": "as data.source",
     "data.packing": "a row costs what its tokens cost, of however many documents they are",
     "data.image_size": "images:FOLDER is refused unless the model's own image_size, which is foreseen, is it",
     "data.validation": "a step's cost is foreseen, not the run's length",

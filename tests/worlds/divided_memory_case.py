@@ -23,7 +23,7 @@ from shoal.planner.transient_memory import rank_sum, wide_elements
 from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
-from shoal.trainer.step import HEAD
+from shoal.trainer.step_vector import entries_of
 
 SEQUENCE, VOCABULARY, ROWS = 64, 512, 2
 ARGUMENTS = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4}
@@ -109,8 +109,9 @@ def _sent(run: Run, batch: Any) -> list[tuple[str, int, int]]:
     world.traffic.count = counting
     run.step(batch)
     del world.traffic.count
-    per_rank = 4 + 1 + len(run.touched.says(run.step_count))  # samples left out
-    tally_bytes = 8 * (HEAD + per_rank * world.size + len(run.program.names))
+    by_rank, sums = (sum(map(len, e.values())) for e in entries_of(run.guards, run.step_count))
+    sums += 8 + 1 + len(run.program.names)  # loss, norm², flags · unreadable samples · used
+    tally_bytes = 8 * (sums + (4 + by_rank) * world.size)
     calls.remove(("all_reduce", tally_bytes, world.size))  # the step's own numbers
     return calls
 

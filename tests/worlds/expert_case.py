@@ -19,6 +19,7 @@ import any_case
 import cases
 from inside_causes import explained
 from shoal.base.errors import ConfigError, PlanError
+from shoal.data.order import permute
 from shoal.fabric import Traffic, World, start_world
 from shoal.fabric.axes import along
 from shoal.models.catalog import build
@@ -234,6 +235,75 @@ def prove(world: World, model: str, layout: str, steps: int = 5) -> dict[str, An
     ):
         report = explained(battery(model, steps), world, LAYOUTS[layout])
     return {**report, "notices": list(dict.fromkeys(told))}
+
+
+# ---- a last step that leaves ranks without samples
+
+
+class Sorted(nn.Module):
+    """Experts in a list; a sample's first number names its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 8] to [batch, 8]; experts that nobody names are not called."""
+        mixed, stays = x, x.new_ones(8).index_fill(0, torch.tensor([0]), 0)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(x[:, 0] == number)
+            if len(rows):
+                mixed = mixed.index_add(0, rows, expert(x[rows]) * stays)
+        return mixed
+
+
+def sorted_net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Sequential(Sorted(), Sorted()), nn.Linear(8, 3)).double()
+
+
+def sorted_samples(last: int) -> list[tuple[Tensor, Tensor]]:
+    """18 samples of three experts, but the two that an epoch ends with: those name expert `last`."""
+    kinds = [number % 3 for number in range(18)]
+    for place in permute(range(16, 18), 18, 0, 0):
+        kinds[int(place)] = last
+    drawn = torch.Generator().manual_seed(3)
+    inputs = torch.randn(18, 8, generator=drawn, dtype=torch.float64)
+    inputs[:, 0] = torch.tensor(kinds)
+    return list(zip(inputs, inputs[:, 1:4] * 2, strict=True))
+
+
+def uneven(world: World, layout: Any, how: str, last: int) -> dict[str, list[Any]]:
+    """Weights after an epoch whose last step, of 2 samples, is one rank's alone.
+
+    how   the passes are the run's ("step") or the loop's own; AdamW moves a weight whose gradient
+          is zero, and leaves one alone that has none
+    """
+    data = sorted_samples(last)
+    run = parallelize(
+        sorted_net,
+        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+        lambda outputs, targets: (((outputs - targets) ** 2).sum(), len(targets)),
+        layout=layout,
+        batch=16,
+        micro_batch=4,
+        precision="fp64",
+        sample=tuple(torch.stack(one) for one in zip(*data[:3], strict=True)),
+        world=world,
+    )
+    for batch in run.loader(data):
+        if how == "step":
+            run.step(batch)
+            continue
+        for micro in run.micro_batches(batch):
+            squares = (run.model(micro.inputs) - micro.targets) ** 2
+            run.backward(squares.sum(), len(micro.targets))
+        run.update()
+    weights = {name: tensor.tolist() for name, tensor in run.state_dict().items()}
+    run.touched.close()
+    return weights
 
 
 # ---- planted bugs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import expert_case
 from shoal.fabric import start_world
@@ -47,6 +48,41 @@ def test_equals_one_process(worlds, size: int, model: str, layout: str) -> None:
     for told in reports[0]["trajectories"]:
         assert max(told["largest"].values()) <= EXACT
     assert any("experts, " in line for line in reports[0]["notices"])
+
+
+IDLE = [
+    ((2, {"dp_replicate": 2, "ep": 2}), "step", 3),
+    ((4, {"strategy": "ep"}), "passes", 3),
+    ((2, {"dp_shard": 2, "ep": 2}), "step", 2),
+]
+IDLE_LONG = [
+    (where, how, last)
+    for where in (
+        *(one for one, *_ in IDLE),
+        (4, {"dp_shard": 4, "zero": 1, "ep": 2}),
+        (4, {"dp_shard": 4, "zero": 2, "ep": 2}),
+    )
+    for how in ("step", "passes")
+    for last in (3, 2)  # an expert that no earlier step called, and one that all of them did
+    if (where, how, last) not in IDLE
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "last"),
+    [*IDLE, *(pytest.param(*row, marks=pytest.mark.proof("faults")) for row in IDLE_LONG)],
+    ids=str,
+)
+def test_a_rank_without_samples_trains_its_experts(worlds, where, how: str, last: int) -> None:
+    """Its experts get the others' tokens; its own pass counts for nothing, and calls no expert."""
+    size, layout = where
+    wanted = expert_case.uneven(start_world({}), {"strategy": "single"}, how, last)
+    for found in worlds(size).call("expert_case:uneven", layout=layout, how=how, last=last):
+        for name, values in wanted.items():
+            off = torch.tensor(found[name], dtype=torch.float64) - torch.tensor(
+                values, dtype=torch.float64
+            )
+            assert float(off.abs().max()) <= EXACT, name
 
 
 @pytest.mark.parametrize(

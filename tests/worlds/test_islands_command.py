@@ -14,6 +14,7 @@ from shoal.base.errors import ConfigError
 from shoal.checkpoint.lease import RunLease
 from shoal.checkpoint.listing import find
 from shoal.cli.checkpoint import checkpoints_of
+from shoal.launch.processes import free_port
 
 DEADLINE_S = 120
 ISLANDS = ("islands.method=diloco", "islands.count=2", "islands.period=4", "launch.processes=1")
@@ -94,6 +95,35 @@ def test_an_island_that_learnt_nothing_is_no_success(tmp_path: Path) -> None:
     assert "shoal: island 0" not in output
     assert same_merged(command.run, 2)
     assert not command.events("restarting")
+
+
+@pytest.mark.proof("faults")
+@pytest.mark.parametrize(("words", "code"), [(("a", "b"), 2), (("a", "a"), 0)])
+def test_owners_of_other_data_do_not_train_together(
+    tmp_path: Path, words: tuple[str, str], code: int
+) -> None:
+    """Two owners, each on its own machine, with texts of equal length; equal ones lie elsewhere."""
+    at, started = f"127.0.0.1:{free_port()}", []
+    for index, word in enumerate(words):
+        folder = tmp_path / f"machine-{index}"
+        (folder / f"texts-{index}").mkdir(parents=True)
+        for number in range(3):
+            text = f"{word} owner's page {number}, and more of the same\n" * 60
+            (folder / f"texts-{index}" / f"{number}.txt").write_text(text)
+        started.append(
+            CommandLine(
+                folder,
+                *(f"data.source=text:texts-{index}/*.txt", "data.sequence=16", "model.dim=16"),
+                *("data.tokenizer=bpe:280", "model.heads=1", "model.layers=1", "train.batch=2"),
+                *("islands.method=diloco", "islands.count=2", "islands.period=2", "train.steps=4"),
+                *(f"islands.at={at}", f"islands.index={index}", "launch.processes=1"),
+            )
+        )
+    for command in started:
+        found, output = command.finish(DEADLINE_S)
+        assert found == code, output
+        assert ("try: the same data on all islands" in output) == (code == 2), output
+        assert bool(lines(command.run / "metrics.jsonl")) == (code == 0)
 
 
 def same_merged(run: Path, count: int) -> bool:

@@ -10,6 +10,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Vectors:
+    """Parameters of norms, biases and what else is no matrix of the shape, counted one by one.
+
+    embedding, head  once, beside the table of words and the product with it
+    attention        of a block: all its norms, and the biases of its attention
+    ffn              of a block without experts: the biases of its ffn
+    router, expert   of a block with experts, beside the router's matrix; of each expert
+    """
+
+    embedding: int = 0
+    attention: int = 0
+    ffn: int = 0
+    router: int = 0
+    expert: int = 0
+    head: int = 0
+
+
+@dataclass(frozen=True)
 class Transformer:
     """The shape of a transformer: one stack of equal blocks between an embedding and a head.
 
@@ -22,8 +40,10 @@ class Transformer:
     window       tokens that attention looks back on, 0: all · causal  none looks ahead
     experts      routed experts per block, 0 for none; expert_ffn is one's width, experts_per_token
                  are used, shared_ffn is the width of what every token uses beside them
-    dense_layers the first blocks of an expert model that have a plain ffn
-    latent       (q, kv, rope) ranks of multi-head latent attention; () for ordinary attention
+    dense_layers blocks of an expert model that have a plain ffn, counted as the first ones
+    latent       (q, kv, rope) ranks of multi-head latent attention; () for ordinary attention. A
+                 fourth number is a head's width without positions, where values have another
+    vectors      norms and biases counted one by one; None: as `norm` and `biases` say
     """
 
     name: str
@@ -50,6 +70,7 @@ class Transformer:
     dense_layers: int = 0
     latent: tuple[int, ...] = ()
     context: int = 0
+    vectors: Vectors | None = None
 
     @property
     def head_width(self) -> int:

@@ -52,7 +52,7 @@ def expand(
             f"{', '.join(STRATEGIES)}; try: layout.strategy=ddp"
         )
     if strategy not in STRATEGIES:
-        raise PlanError(one_of("layout.strategy", strategy, ["auto", *STRATEGIES, *PLANNED]))
+        raise PlanError(one_of("layout.strategy", strategy, ["auto", *STRATEGIES]))
     _check_beside(strategy, threads, zero)
     if strategy == "parameter-server" and (processes > 1 or any(served.values())):
         from shoal.base.servers import with_servers

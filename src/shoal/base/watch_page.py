@@ -13,6 +13,9 @@ the same page (`stacks.py`). The reading end: `launch/page_reader.py`.
     from `STEPS_AT`  the last `KEPT` steps, `ROW` each: its number, then seconds by part in which
                      this rank did not wait for a collective, then those in which it did; negative
                      where ranks have different work in that part, NaN where in this step they do
+    from `UNITS_AT`  the last `UNITS` collectives of units that are gathered, `UNIT` each: how many
+                     collectives of any kind were enqueued before it, the group's key, its number in
+                     that group, then what it is of as UTF-8, filled up with zeros
 
 Words are written one by one, each at once; texts may be read half-written, which a reader of a rank
 that stands still never is. What it costs: docs/lab-log.md, "A page per rank".
@@ -48,7 +51,10 @@ PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hoo
 """Parts of a step, as phases.py numbers them."""
 WAIT = len(PARTS)
 ROW = struct.Struct(f"=q{WAIT + 1}d")
-PAGE_BYTES = STEPS_AT + KEPT * ROW.size
+UNITS, UNIT_TEXT = 64, 104
+UNIT = struct.Struct(f"=qqq{UNIT_TEXT}s")
+UNITS_AT = STEPS_AT + KEPT * ROW.size
+PAGE_BYTES = UNITS_AT + UNITS * UNIT.size
 
 KINDS = (
     *("", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "send", "receive"),
@@ -75,6 +81,7 @@ class Page:
         self.on_step: Callable[[int], None] = lambda step: None
         self._spent_s, self._in, self._busy = [0.0] * (WAIT + 1), 0, False
         self._own: tuple[int, ...] = ()
+        self._units = 0
         os.register_at_fork(after_in_child=self._mute)
 
     @staticmethod
@@ -101,6 +108,12 @@ class Page:
         words[LAST_BEGUN] = _NUMBERS.get(kind, _ANOTHER)
         words[LAST_BYTES] = payload_bytes
         self._changed()
+
+    def unit(self, key: int, number: int, text: bytes) -> None:
+        """Collective `number` of units in a group begins; text  of which unit."""
+        at = UNITS_AT + self._units % UNITS * UNIT.size
+        self._units += 1
+        UNIT.pack_into(self._whole, at, self._words[BEGUN], key, number, text)
 
     def waits(self) -> None:
         """This rank begins to wait for collectives."""

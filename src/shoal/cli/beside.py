@@ -138,7 +138,10 @@ class Teller:
             self._log.emit(event, **fields)
 
     def _show(self, event: str, fields: dict[str, Any]) -> None:
-        if text := event_text({"event": event, **fields}):
+        text = event_text({"event": event, **fields})
+        if event == "collectives_differ":  # the launcher's own end of a run says it there
+            text = str(fields["text"])
+        if text:
             sys.stderr.write(f"shoal: {text}\n")
             sys.stderr.flush()
 
@@ -196,13 +199,15 @@ def _watch(watch: NodesWatch, ranks: list[Other], teller: Teller, said: Input) -
     ended = False
     while not said.ended and any(rank.code is None for rank in ranks):
         said.look(EVERY_S, ranks)
-        ended = ended or tell_death(ranks, watch.pages, teller.tell)
+        if not ended and (ended := tell_death(ranks, watch.pages, teller.tell)):
+            watch.unlike_units(ranks)  # gloo aborts where sizes differ
         if hang := watch.look(ranks):
             _end(ranks, hang)
             return
     if not ended:
         await_one(ranks)
         tell_death(ranks, watch.pages, teller.tell)
+        watch.unlike_units(ranks)
 
 
 def _watch_all(
@@ -226,7 +231,12 @@ def _watch_all(
     while not said.ended and any(rank.code is None for rank in ranks):
         hub.serve(EVERY_S)
         said.look()
-        ended = ended or tell_death(everyone, watch.pages, emit)
+        if not ended and (ended := tell_death(everyone, watch.pages, emit)):
+            for page in watch.pages:  # the other nodes' ranks' units come with their answers
+                page.ask()
+            hub.hand_out(1.0)
+            hub.serve(1.0)
+            watch.unlike_units(everyone)
         if not hub.ready:
             if what := hub.lacking():
                 _unwatched(emit, what)

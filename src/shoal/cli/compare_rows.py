@@ -58,11 +58,10 @@ def read_names(text: str) -> list[str]:
     >>> read_names("ddp,fsdp,ddp")
     ['single', 'ddp', 'fsdp']
     """
-    known = [*STRATEGIES, *PLANNED]
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in known:
-            raise ConfigError(one_of("--layouts", name, known))
+        if name not in (*STRATEGIES, *PLANNED):
+            raise ConfigError(one_of("--layouts", name, STRATEGIES))
     if not names:
         raise ConfigError("--layouts: is empty; try: --layouts single,ddp")
     return list(dict.fromkeys(names if "single" in names else ["single", *names]))

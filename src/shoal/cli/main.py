@@ -25,6 +25,7 @@ from shoal.cli import (
     simulate,
     train,
 )
+from shoal.cli.terminal import GOES_ON, OutputLost, Terminal, lost_line
 
 app = typer.Typer(
     help="Shoal trains any PyTorch model on whatever its user has.\n\n"
@@ -98,31 +99,52 @@ def main() -> None:
 
     So is a wrong option, and a file or folder that the system refuses: exit status 2, as the user
     can change it. Ctrl-C exits with 130, a closed pipe with 141; lines go to standard error. Any
-    other exception comes through.
+    other exception comes through. What streams are and become: `terminal.py`.
     """
+    verb = sys.argv[1] if len(sys.argv) > 1 else ""
+    terminal = Terminal(verb)
+    code = 1
+    try:
+        code = _command()
+    finally:  # also for an exception that comes through
+        if (lost := terminal.close()) is not None:
+            line = lost_line(lost)
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            if not code and verb not in GOES_ON:
+                code = 2 if line else 141
+    sys.exit(code)
+
+
+def _command() -> int:
+    """Run the command line; gives the exit status, and says its line."""
     try:
         # Without words the help is shown, which the library does best on its own.
         bare = not sys.argv[1:] or (len(sys.argv) == 2 and sys.argv[1] in GROUPS)
         code = app() if bare else app(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        return code if isinstance(code, int) else 0
+    except SystemExit as ended:  # the library's own, of the help
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except ShoalError as failure:
         sys.stderr.write(f"shoal: {failure}\n")
-        sys.exit(failure.exit_code)
+        return failure.exit_code
+    except OutputLost:
+        return 0  # `main` says the rest, as it does for what is lost in the last flush
     except BrokenPipeError:
-        sys.exit(141)
+        return 141
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
     except OSError as failure:
         where = f"{failure.filename}: " if failure.filename else ""
         sys.stderr.write(f"shoal: {where}{failure.strerror or failure}\n")
-        sys.exit(2)
+        return 2
     except Exception as failure:
         # typer's own errors: what a version of it calls them differs, that they can format does not
         told = getattr(failure, "format_message", None)
         if type(failure).__name__ == "Abort":
-            sys.exit(130)
+            return 130
         if told is None:
             raise
         verb = f"{sys.argv[1]}: " if not sys.argv[1].startswith("-") else ""
         sys.stderr.write(f"shoal: {verb}{' '.join(told().split())}; help: shoal --help\n")
-        sys.exit(2)
+        return 2

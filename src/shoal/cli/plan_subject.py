@@ -21,7 +21,6 @@ from shoal.config.resolve import plan_of, resolve_batch
 from shoal.config.sections import Config
 from shoal.planner.case_settings import beside, format_on, left_out
 from shoal.planner.frameworks import own_kernels
-from shoal.planner.hf_config import assumed
 from shoal.planner.machines import parse_machines
 from shoal.planner.measured import read_measured, this_cluster
 from shoal.planner.model_facts import FAMILIES, LANGUAGE
@@ -135,8 +134,6 @@ def find_model(
         return model_facts(shape, sequence, element_bytes, kernels)
     if section.name.startswith("hf:"):
         shape = from_config(Path(section.name[3:]).expanduser())
-        if known := assumed(Path(section.name[3:]).expanduser()):
-            notes.append(known)
     elif section.name in BUILDABLE and section.arguments:
         shape = own_family(section.name, section.arguments)
     else:

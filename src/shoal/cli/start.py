@@ -29,7 +29,12 @@ from shoal.cli.ending import Ending, end_of_islands, next_lines, told
 from shoal.cli.islands import check_resumable, island_folder, islands_of, launch_all
 from shoal.cli.words import file_and_overrides
 from shoal.cli.worker import imports_of
-from shoal.config.differences import of_configurations, of_surroundings, refusal
+from shoal.config.differences import (
+    of_configurations,
+    of_surroundings,
+    refusal,
+    shows_when_opened,
+)
 from shoal.config.load import Loaded, load
 from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import (
@@ -122,7 +127,7 @@ def prepare(
 def _check_same(loaded: Loaded, folder: Path) -> None:
     """Errors: ConfigError naming all that differs from the newest checkpoint and changes results.
 
-    What can be said without torch is said here; of the data the workers say it.
+    What can be said without torch is said here; of data and weights the workers say it.
     """
     held = islands_of(folder)
     for found in find((held[0] if held else folder) / "checkpoints"):
@@ -133,6 +138,8 @@ def _check_same(loaded: Loaded, folder: Path) -> None:
         then = str(record.get("configuration", ""))
         differences = of_configurations(then, to_toml(loaded)) if then else []
         differences += of_surroundings(record)
+        if shows_when_opened(differences):
+            return  # workers refuse it, and offer --force only where it goes on
         if line := refusal(f"--resume {folder}", found.step, differences):
             raise ConfigError(line)
         return
@@ -299,6 +306,8 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
         if _in_folders(config.islands, folder):
             outcomes = launch_all(prepared.loaded, prepared.plan, folder, environ, events)
             code, how, lines = end_of_islands(folder, outcomes)
+            if code == ConfigError.exit_code:
+                _put_back(before)
             for line in lines:
                 sys.stderr.write(told(line))
             sys.stderr.flush()
@@ -328,8 +337,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
             view.finish()
     ending = Ending.of(folder)
     if prepared.resumed and outcome.status == "failed" and not ending.began:
-        for path, text in before.items():
-            write_whole(path, text)  # an override that failed is not the run's
+        _put_back(before)
     if not prepared.resumed and ending.is_empty(outcome):
         typer.echo(ending.forget())
         return ending.status(outcome)
@@ -342,6 +350,12 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
         typer.echo(summary(folder, view.console.width if view.on_terminal else 80))
     typer.echo(ending.next(outcome))
     return ending.status(outcome)
+
+
+def _put_back(before: dict[Path, str]) -> None:
+    """Write files again as they were before a resume: an override that failed is not the run's."""
+    for path, text in before.items():
+        write_whole(path, text)
 
 
 def write_folder(prepared: Prepared, attempt: int = 0) -> EventLog:

@@ -29,6 +29,9 @@ FREE = {
 """Keys, and sections, that change how and how long a run is computed, not what it comes to."""
 BINDING = {"layout.compress"}
 """Keys of those sections that change numbers all the same."""
+OPENED_SECTIONS, OPENED = {"model", "data", "tune"}, {"optimizer.name", "precision.compute"}
+"""Whether a checkpoint goes on with another value of these shows when data and model are open: the
+number of samples, names, shapes and formats of tensors must stay."""
 ABSENT = "not given"
 
 
@@ -110,6 +113,18 @@ def of_surroundings(
     return found + [
         Difference(f"code of {path}", "as it was", "changed") for path in changed_code(known, code)
     ]
+
+
+def shows_when_opened(found: Sequence[Difference]) -> bool:
+    """Tell whether a resume may be impossible by what has changed, forced or not.
+
+    >>> shows_when_opened([Difference("data.sequence", 8, 9)])
+    True
+    >>> shows_when_opened([Difference("optimizer.lr", 0.1, 0.2)])
+    False
+    """
+    keys = [one.key for one in found if one.changes]
+    return any(key in OPENED or key.partition(".")[0] in OPENED_SECTIONS for key in keys)
 
 
 def refusal(where: str, step: int, found: Sequence[Difference]) -> str:

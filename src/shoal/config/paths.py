@@ -363,11 +363,23 @@ def refuse_packing(source: str) -> NoReturn:
     )
 
 
+def reads_tokens(source: str, where: str = "data.source") -> bool:
+    """Tell whether a source, or a part of a mixture, is a folder of tokens.
+
+    >>> reads_tokens("mix:0.5*tokens:a+0.5*stdlib"), reads_tokens("stdlib")
+    (True, False)
+    """
+    kind, argument = split_source(source, where)
+    if kind == "mix":
+        return any(reads_tokens(part, where) for _, part in split_mixture(argument, where))
+    return kind == "tokens"
+
+
 def check_data(section: DataSection) -> None:
     """Refuse the first key of [data] that cannot be, before anything is opened or imported.
 
     Looked at: that files, folders, modules and scikit-learn are there, the tokenizer (for text
-    only), sequence, workers, and the module of collate.
+    only), dtype (for tokens only), sequence, workers, and the module of collate.
     Errors   ConfigError, one line
     """
     check_data_path(section.source)
@@ -379,6 +391,13 @@ def check_data(section: DataSection) -> None:
         check_tokenizer(section.tokenizer)
     if section.packing == "on" and kind not in (*ROWS, "mix"):
         refuse_packing(section.source)
+    if section.dtype != "auto" and not (
+        reads_tokens(section.source) or (second and reads_tokens(second, "data.validation"))
+    ):
+        raise ConfigError(
+            f"data.dtype = {section.dtype}: is of the .bin files of tokens:FOLDER; data.source = "
+            f"{section.source} has none; try: data.dtype=auto"
+        )
     if section.sequence < 1:
         raise ConfigError(f"data.sequence = {section.sequence}: must be at least 1 token")
     if section.workers < 0:

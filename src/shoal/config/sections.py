@@ -28,6 +28,15 @@ from shoal.base.policies import (
     TensorPolicy,
 )
 
+TOKEN_DTYPES = ("auto", "uint8", "uint16", "uint32", "int32", "int64")
+"""Of raw files of tokens, all little-endian; auto: as a meta.json beside them says."""
+
+OTHER_DTYPES = {
+    **{"u8": "uint8", "u16": "uint16", "u32": "uint32", "i32": "int32", "i64": "int64"},
+    **{"int16": "uint16", "int": "int32", "uint64": "int64", "long": "int64"},
+}
+"""What users write instead."""
+
 
 @dataclass(frozen=True)
 class ModelSection(CallPolicy):
@@ -85,6 +94,7 @@ class DataSection(ReadPolicy):
                  images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, or
                  pkg.mod:function
     field        of jsonl, parquet and hf: the key that holds the text
+    dtype        of the .bin files of tokens:FOLDER
     validation   share held out, 0 … below 1, or a second source, both as text
     tokenizer    bpe:VOCABULARY, trained on the text, or the path of a tokenizer.json
     packing      of examples: several to a row, each a document of its own
@@ -100,6 +110,9 @@ class DataSection(ReadPolicy):
     field: str = ""
     """of jsonl, parquet, hf: the key that holds a row's text; empty: messages, prompt + completion,
     or text"""
+    dtype: str = word(TOKEN_DTYPES, OTHER_DTYPES)
+    """of the .bin files of tokens: uint8, uint16, uint32, int32, int64; auto: as meta.json beside
+    them says, else uint16"""
     validation: str = "0.02"
     """share of files or samples held out, or a second source for validation"""
     tokenizer: str = "bpe:2048"

@@ -1,6 +1,7 @@
 """The files that text is read from: which there are, what is in them, which are held out.
 
-A document has one text, its file's; rows.py has files with many.
+A document has one text, its file's; rows.py has files with many. A file that a user names must be
+UTF-8; of Python's own sources a few are not, by a coding line (PEP 263), and are read all the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 from shoal.base.errors import ConfigError
 from shoal.config.paths import fixed_folder, glob_files
+from shoal.data.file_formats import decode_text
 
 EXCLUDED_FOLDERS = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "ensurepip", "lib2to3",
@@ -83,6 +85,27 @@ class Document:
         return cls(name, str(path), stat.st_size, stat.st_mtime_ns, **more)
 
 
+class TextFile(Document):
+    """A file of text that a user named: UTF-8, else it is refused."""
+
+    def text(self) -> str:
+        """Return the whole file, without a byte order mark, its line ends as one newline.
+
+        Raises:
+            ConfigError: the file cannot be read, is of another format, or has a byte that is no
+                text; names the place.
+        """
+        try:
+            read = Path(self.path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
+        return decode_text(self.path, read).replace("\r\n", "\n").replace("\r", "\n")
+
+    def recipe(self) -> list[Any]:
+        """What its texts depend on, as JSON values."""
+        return [*super().recipe(), "utf-8"]  # 0.1.0 kept U+FFFD in the place of other bytes
+
+
 def stdlib_documents() -> list[Document]:
     """The Python standard library's own .py files, without tests; about 600 files, 10 MiB.
 
@@ -99,10 +122,10 @@ def stdlib_documents() -> list[Document]:
     return documents
 
 
-def glob_documents(pattern: str, where: str = "data.source") -> list[Document]:
+def glob_documents(pattern: str, where: str = "data.source") -> list[TextFile]:
     """The files of `text:GLOB`. Errors: ConfigError if there are none, with the nearest path."""
     folder = fixed_folder(pattern)
-    return [Document.of(p, folder) for p in glob_files(pattern, where)]
+    return [TextFile.of(p, folder) for p in glob_files(pattern, where)]
 
 
 def place_of(text: str) -> float:

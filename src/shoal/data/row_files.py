@@ -6,6 +6,7 @@ in memory at a time.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from shoal.base.errors import ConfigError
+from shoal.data.file_formats import HEAD_BYTES, find_format
 
 AT_ONCE = 256
 """Rows that are made Python objects at once; of parquet."""
@@ -30,6 +32,8 @@ def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         # the format says one object a line, so only \n ends one
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = _check_start(path, line)
                 if line.strip():
                     yield f"{path}:{number}", _object(line, f"{path}:{number}")
     except (OSError, EOFError, zlib.error) as error:
@@ -61,10 +65,25 @@ def read_lines_at(
                 if start:  # the line that began before
                     file.readline()
                 while (at := file.tell()) < stop and (line := file.readline()):
+                    if not at:
+                        line = _check_start(path, line)
                     if line.strip():
                         yield f"{path}: byte {at}", _object(line, f"{path}: the line at byte {at}")
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _check_start(path: str, line: bytes) -> bytes:
+    """Return a file's first line without a byte order mark.
+
+    Raises:
+        ConfigError: the file is packed, or of another format that is known.
+    """
+    known = None if line.lstrip().startswith(b"{") else find_format(line[:HEAD_BYTES])
+    if known is not None and not path.endswith(".gz"):
+        hint = f"mv {path} {path}.gz" if known.name == "gzip" else known.hint(path)
+        raise ConfigError(f"{path}: is {known.name}, not JSON lines; try: {hint}")
+    return line.removeprefix(codecs.BOM_UTF8)
 
 
 def _object(line: bytes, place: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from shoal.config.paths import (
     check_data,
     is_remote,
     load_function,
+    reads_tokens,
     refuse_packing,
     split_source,
     validation_share,
@@ -102,7 +103,7 @@ def open_source(section: DataSection, seed: int) -> Source:
         from shoal.data.mixed_source import open_mixture  # others do without
 
         def opened(part: DataSection) -> Source:
-            return open_source(replace(part, collate=""), seed)
+            return open_source(_part(part, part.source), seed)
 
         def documents(part: str) -> list[Document]:
             return _documents(section, part, share, "data.source")[0]
@@ -224,7 +225,7 @@ def _held_out(spans: Any, sequence: int) -> TokenDataset | None:
 
 
 def _open_tokens(section: DataSection, folder: str, share: float) -> Source:
-    tokens = open_folder(folder, share)
+    tokens = open_folder(folder, share, dtype=section.dtype)
     total = sum(span.tokens for span in (*tokens.train, *tokens.validation))
     held = sum(span.tokens for span in tokens.validation)
     kept = f"{count_text(held)} tokens held out" if held else "none held out"
@@ -336,6 +337,12 @@ def _open_function(name: str, share: float) -> Source:
     )
 
 
+def _part(section: DataSection, source: str) -> DataSection:
+    """The section for one of several sources, with the keys that this one has a use for."""
+    dtype = section.dtype if reads_tokens(source) else "auto"
+    return replace(section, source=source, dtype=dtype, collate="")
+
+
 def _with_second(source: Source, section: DataSection, second: str, seed: int) -> Source:
     """The source with another's training data as validation.
 
@@ -351,9 +358,7 @@ def _with_second(source: Source, section: DataSection, second: str, seed: int) -
             f"{where}: text needs the tokenizer that encoded data.source = {section.source}, which "
             f"is none; try: a share such as data.validation=0.05, or tokens:FOLDER"
         )
-    other = pictures or open_source(
-        replace(section, source=second, validation="0", collate=""), seed + 1
-    )
+    other = pictures or open_source(replace(_part(section, second), validation="0"), seed + 1)
     if other.kind != source.kind:
         raise ConfigError(
             f"{where}: gives {other.kind}, data.source = {section.source} gives {source.kind}"

@@ -24,11 +24,15 @@ from torch.utils.data import Dataset
 
 from shoal.base.errors import ConfigError, one_of
 from shoal.config.paths import check_tokens_folder, token_files
+from shoal.config.sections import TOKEN_DTYPES
 from shoal.data.cache import NewEntry, content_key, open_cached
+from shoal.data.token_dtypes import check_dtype, check_header
 
 Counts = npt.NDArray[np.int64]
 
-DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+DEFAULT_DTYPE = "uint16"
+"""Of .bin files where neither data.dtype nor a meta.json says another."""
+
 LARGEST_VOCABULARY = 2**24
 CHUNK_TOKENS = 2**22
 
@@ -54,21 +58,38 @@ class TokenSpan:
 
 def open_tokens(path: str, dtype: str) -> npt.NDArray[Any]:
     """All tokens of one file, mapped. Errors: ConfigError for a file that is not token ids."""
+    hint = ""
     try:
         if dtype == "npy":
+            hint = "; try: name it .bin if it has raw ids, with data.dtype"
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        elif Path(path).stat().st_size == 0:
+        elif (size := Path(path).stat().st_size) == 0:
             return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
         else:
+            hint = _size_hint(size, np.dtype(dtype).itemsize)
             tokens = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as {dtype} tokens: {error}") from error
+        raise ConfigError(f"{path}: cannot be read as {dtype} tokens: {error}{hint}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise ConfigError(
             f"{path}: has dtype {tokens.dtype} and shape {list(tokens.shape)}; tokens are one row "
             f"of integers"
         )
     return tokens
+
+
+def _size_hint(size_bytes: int, item_bytes: int) -> str:
+    """Which dtypes a file's size allows, where it is no whole number of tokens; else "".
+
+    >>> _size_hint(10, 4), _size_hint(11, 2)
+    ('; 10 bytes; try: data.dtype=uint16', '; 11 bytes; try: data.dtype=uint8, or copy it again')
+    """
+    if size_bytes % item_bytes == 0:
+        return ""
+    narrower = "uint8, or copy it again" if size_bytes % 2 else "uint16"
+    if size_bytes % 4 == 0:
+        narrower = "uint32"
+    return f"; {size_bytes} bytes; try: data.dtype={narrower}"
 
 
 def whole_file(path: Path, dtype: str) -> TokenSpan:
@@ -174,9 +195,11 @@ def count_tokens(spans: Sequence[TokenSpan]) -> Counts:
             chunk = np.asarray(tokens[start : start + CHUNK_TOKENS])
             if int(chunk.min()) < 0 or int(chunk.max()) >= LARGEST_VOCABULARY:
                 bad = int(np.flatnonzero((chunk < 0) | (chunk >= LARGEST_VOCABULARY))[0])
+                others = [one for one in TOKEN_DTYPES if one not in ("auto", span.dtype)]
+                hint = "" if span.dtype == "npy" else f"; try: data.dtype={' or '.join(others)}"
                 raise ConfigError(
                     f"{span.path}: token id {chunk[bad]} at {span.start + start + bad}: ids are "
-                    f"0 … {LARGEST_VOCABULARY - 1}; is the dtype in meta.json right?"
+                    f"0 … {LARGEST_VOCABULARY - 1}{hint}"
                 )
             found = np.bincount(chunk, minlength=len(counts))
             found[: len(counts)] += counts
@@ -213,24 +236,36 @@ class TokenFolder:
     files: int
 
 
-def open_folder(folder: str, share: float, where: str = "data.source") -> TokenFolder:
-    """Reads `train*`/`val*` as .npy or .bin (uint16, or as meta.json says) and checks every id.
+def open_folder(
+    folder: str, share: float, where: str = "data.source", dtype: str = "auto"
+) -> TokenFolder:
+    """Open `train*`/`val*` as .npy or .bin, and check every id.
 
     meta.json (optional): {"dtype": "uint16", "vocabulary": 50257}. Without `vocabulary` it is the
     largest id + 1. Without val* files the last `share` of each train file is held out. The scan of
     all ids is cached by the files' names, sizes and times.
 
-    Errors: ConfigError for a missing folder, a file that is not tokens, an id ≥ vocabulary.
+    Args:
+        folder: holds the files.
+        share: of each train file, what is held out where there is no val* file.
+        where: the key, for messages.
+        dtype: of .bin files; auto: as meta.json says, else uint16.
+
+    Raises:
+        ConfigError: a missing folder, a file that is not tokens or was written with another dtype,
+            an id ≥ vocabulary.
     """
     check_tokens_folder(folder, where)
     path = Path(folder).expanduser()
-    dtype, vocabulary = _meta(path)
-    parts = {
-        part: [
-            whole_file(p, "npy" if p.suffix == ".npy" else dtype) for p in token_files(path, part)
-        ]
-        for part in ("train", "val")
-    }
+    said, vocabulary = _meta(path)
+    by = "data.dtype" if dtype != "auto" else f"as {path / 'meta.json'} says" if said else "default"
+    dtype = dtype if dtype != "auto" else said or DEFAULT_DTYPE
+    parts = {}
+    for part in ("train", "val"):
+        files = token_files(path, part)
+        for raw in (file for file in files if file.suffix != ".npy"):
+            check_header(raw)
+        parts[part] = [whole_file(p, "npy" if p.suffix == ".npy" else dtype) for p in files]
     train, validation = parts["train"], parts["val"]
     if not validation:
         train, validation = split_tail(train, share)
@@ -239,9 +274,12 @@ def open_folder(folder: str, share: float, where: str = "data.source") -> TokenF
         [[s.path, s.dtype, s.start, s.stop, t.st_size, t.st_mtime_ns] for s, t in stats],
         len(train),
         vocabulary,
+        "dtype checked",  # an earlier version kept scans of files read by another dtype
     )
 
     def scan(_entry: NewEntry) -> dict[str, Any]:
+        for raw in dict.fromkeys(s.path for s, _ in stats if s.dtype != "npy"):
+            check_dtype(raw, dtype, by)
         counts = [count_tokens(train), count_tokens(validation)]
         size = vocabulary or max(map(len, counts))
         if max(map(len, counts)) > size:
@@ -274,19 +312,19 @@ def _refuse_id(spans: Sequence[TokenSpan], vocabulary: int, folder: Path) -> Non
 
 
 def _meta(folder: Path) -> tuple[str, int | None]:
-    """dtype and vocabulary from meta.json; uint16 and None without."""
+    """Return dtype and vocabulary of meta.json; "" and None for what it does not say."""
     path = folder / "meta.json"
     if not path.is_file():
-        return "uint16", None
+        return "", None
     try:
         meta = json.loads(path.read_text())
-        dtype, vocabulary = str(meta.get("dtype", "uint16")), meta.get("vocabulary")
+        dtype, vocabulary = str(meta.get("dtype", "")), meta.get("vocabulary")
     except (ValueError, AttributeError) as error:
         raise ConfigError(
             f'{path}: must be like {{"dtype": "uint16", "vocabulary": 50257}}: {error}'
         ) from error
-    if dtype not in DTYPES:
-        raise ConfigError(one_of(f"{path}: dtype", dtype, DTYPES))
+    if dtype and dtype not in TOKEN_DTYPES[1:]:
+        raise ConfigError(one_of(f"{path}: dtype", dtype, TOKEN_DTYPES[1:]))
     if vocabulary is not None and not (
         isinstance(vocabulary, int) and 0 < vocabulary <= LARGEST_VOCABULARY
     ):

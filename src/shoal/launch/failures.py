@@ -102,6 +102,7 @@ class Death:
     line     one line that says the same
     certain  an exception that the same code and data meet again
     hung     it did not die: the others waited for it, and it was ended with them
+    final    another start would meet the same, whatever the code
     """
 
     rank: int
@@ -114,6 +115,7 @@ class Death:
     seen_s: float
     certain: bool = False
     hung: bool = False
+    final: bool = False
 
     @property
     def how(self) -> str:
@@ -147,10 +149,11 @@ def exit_text(code: int) -> str:
 def death_by_hanging(worker: Worker, hang: Hang) -> Death:
     """The failure of a rank that the others waited for; it is written down like any other."""
     line, now_s = hang.line, time.time()
-    code = TrainingError.exit_code if hang.unlike else 1
+    code = hang.status or (TrainingError.exit_code if hang.unlike else 1)
     write_report(worker.error_path, Report("Hang", line, "", code, now_s, lost_peer=False))
     return Death(
-        worker.rank, worker.pid, code, line, line, worker.log_path, False, now_s, hung=True
+        worker.rank, worker.pid, code, line, line, worker.log_path, False, now_s, hung=True,
+        final=hang.unlike,
     )  # fmt: skip
 
 

@@ -107,6 +107,7 @@ class Hang:
     kind      whose deadline has passed · certain  it will not come back by itself
     unlike    it does not hang: it makes other collectives than the others, and `why` says which
     away      nothing is heard from its machine
+    status    with which the run ends: 2 where the user must change something; 0: as usual
     """
 
     rank: int
@@ -120,6 +121,7 @@ class Hang:
     certain: bool
     unlike: bool = False
     away: bool = False
+    status: int = 0
 
     @property
     def line(self) -> str:

@@ -44,6 +44,7 @@ from shoal.base.watch_page import (
     SLOTS,
     STEPS_AT,
     TEXT_AT,
+    UNITS_AT,
 )
 from shoal.launch.hung import AWAY_S, GONE, Hang, Seen, kernel_state
 from shoal.launch.page_reader import PageRead, Told
@@ -124,12 +125,12 @@ class Pages:
     def __init__(self, pages: Sequence[PageRead]) -> None:
         self.pages = pages
         self._told: list[dict[int, bytes]] = [{} for _ in pages]
-        self.asked = 0
+        self.asked, self._units_due = 0, False
 
     def ask(self, number: int) -> None:
         """Ask all ranks, once for each number."""
         if number > self.asked:
-            self.asked = number
+            self.asked, self._units_due = number, True
             for page in self.pages:
                 page.ask()
 
@@ -138,10 +139,12 @@ class Pages:
         found = []
         for local, page in enumerate(self.pages):
             told = self._told[local]
-            for at, raw in _pieces(page, told.get(0, b"")):
+            units = [(UNITS_AT, bytes(page.memory[UNITS_AT:PAGE_BYTES]))] if self._units_due else []
+            for at, raw in _pieces(page, told.get(0, b"")) + units:
                 if told.get(at) != raw:
                     told[at] = raw
                     found.append((local, at, raw))
+        self._units_due = False
         return found
 
 

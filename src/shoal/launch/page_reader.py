@@ -36,6 +36,8 @@ from shoal.base.watch_page import (
     STEP,
     STEPS_AT,
     TEXT_AT,
+    UNIT,
+    UNITS_AT,
     WAITS,
 )
 
@@ -64,6 +66,14 @@ class Told:
         """What it is in, in words, apart from the step."""
         part = PARTS[self.part] if 0 <= self.part < len(PARTS) else ""
         return self.phases or part or "the start"
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """A collective of a unit: collectives of any kind that were enqueued before, and of which."""
+
+    begun: int
+    text: str
 
 
 class PageRead:
@@ -133,8 +143,22 @@ class PageRead:
 
         Signs as in the page.
         """
-        rows = ROW.iter_unpack(self.memory[STEPS_AT:PAGE_BYTES])
+        rows = ROW.iter_unpack(self.memory[STEPS_AT:UNITS_AT])
         return {row[0]: row[1:] for row in rows if row[0]}
+
+    def units(self) -> dict[int, dict[int, UnitCall]]:
+        """The last collectives of units that are gathered, by the group's key and their number."""
+        found: dict[int, dict[int, UnitCall]] = {}
+        for begun, key, number, raw in UNIT.iter_unpack(self.memory[UNITS_AT:PAGE_BYTES]):
+            if number:
+                text = raw.rstrip(b"\0").decode(errors="replace")
+                found.setdefault(key, {})[number] = UnitCall(begun, text)
+        return found
+
+    @property
+    def gathers_units(self) -> bool:
+        """Whether its rank gathers any."""
+        return any(self.memory[UNITS_AT : UNITS_AT + UNIT.size])
 
     def close(self) -> None:
         """Give the memory back."""

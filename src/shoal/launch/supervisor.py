@@ -306,7 +306,7 @@ class _Supervisor:
         if self.progress.made:
             self.alike = self.alike[-1:] if repeats else []
         hopeless = again or len(self.alike) >= SAME_FAILURES
-        final_code = death.code in NO_RESTART_CODES
+        final_code = death.final or death.code in NO_RESTART_CODES
         certain = death.certain and not self.progress.ever
         fatal = final_code or certain or hopeless or self.attempt >= self.restarts
         self.emit(

@@ -34,6 +34,7 @@ from shoal.base.watch_page import can_watch
 from shoal.launch.hung import STOPPED, Hang, Seen, find_culprit, kernel_state, write_stacks
 from shoal.launch.page_reader import PageRead, Told, Watched
 from shoal.launch.slow import SlowRanks
+from shoal.launch.unit_calls import find_unlike_units
 from shoal.launch.unlike import find_unlike
 
 EVERY_S = 0.1
@@ -46,7 +47,13 @@ AGAIN_S = 0.3
 """Where two answers are compared, between the first and the next request."""
 TIMES, COMES_BACK = 3.0, 1.5
 
+UNITS_S = 5.0
+"""Silence after which it is compared which units ranks gather: what differs there never ends."""
+
 START, STEP, FIRST, HOOK, MERGE = "start", "step", "first step", "hooks", "merge"
+VALIDATION = "validation"
+IN_ONE_ORDER = (STEP, FIRST, VALIDATION)
+"""Where ranks of a group of units make all their collectives in one order."""
 BETWEEN = "between two calls"
 """A validation of the user's own, a plot: never learnt, as nobody tells where it begins."""
 FIRST_S = {
@@ -261,6 +268,8 @@ class Watch:
 
         dead   one died, maybe of that: what ranks keep of a step under way counts too
         """
+        if dead and (units := self.unlike_units(workers)) is not None:
+            return replace(units, status=1)  # that of a rank that died
         kept = [page.calls(self._compared) for page in self.pages]
         for step in sorted(set(kept[0]).intersection(*kept[1:])) if len(kept) > 1 else ():
             if step < 0 and not dead:
@@ -277,6 +286,23 @@ class Watch:
                 return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True)
             self.emit("notice", text=line)
         return None
+
+    def unlike_units(self, workers: Sequence[Watchable]) -> Hang | None:
+        """Tell of ranks that gather different units, if there are: they never come together."""
+        told = {rank: page.read() for rank, page in enumerate(self.pages)}
+        kinds = {rank: kind_of(one) for rank, one in told.items()}
+        kinds = {rank: kind if kind in IN_ONE_ORDER else "" for rank, kind in kinds.items()}
+        unlike = find_unlike_units(dict(enumerate(self.pages)), told, kinds)
+        if unlike is None:
+            return None
+        rank = unlike.rank
+        inside = told[rank].phases.split(": ")[0] if kinds[rank] == VALIDATION else ""
+        step = told[rank].step + (not inside)
+        line = unlike.line(inside or f"step {step}")
+        self.emit("collectives_differ", rank=rank, step=step, text=line)
+        pid = next((worker.pid for worker in workers if worker.rank == rank), 0)
+        host = self.pages[rank].host
+        return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True, status=2)
 
     def _heard(self, before: list[Told]) -> None:
         """Some rank did something."""
@@ -307,6 +333,7 @@ class Watch:
         self._stood: object = None
         self._found: Hang | None = None
         self._next_s = -1.0
+        self._units_compared = False
 
     def _silent(self, workers: Sequence[Watchable]) -> Hang | None:
         """No rank did anything since the last look."""
@@ -317,14 +344,20 @@ class Watch:
         if self._late is not None:
             return self._late if silence_s >= self._ended_s else None
         if self._asked_s:
-            self._take_answers(workers, silence_s)
+            answers = self._answers(workers)
+            if answers is not None and self._compares_units():
+                self._units_compared = True
+                if (unlike := self.unlike_units(workers)) is not None:
+                    return unlike
+            elif answers is not None:
+                self._find_culprit(workers, answers, silence_s)
+        elif silence_s >= UNITS_S and self._compares_units():
+            self._ask()
         elif self._found is None or silence_s >= self._next_s:
             least_s = min(self.learnt.deadline_s(kind_of(one)) for one in self._told)
             ask_s = ASK_S + self.twice * (ANSWER_S + AGAIN_S)
             if silence_s >= max(self._next_s, least_s - ask_s):
-                self._asked_s = self.clock_s
-                for page in self.pages:
-                    page.ask()
+                self._ask()
         if self._found is not None and silence_s >= self._found.deadline_s:
             return self._tell(self._found, silence_s)
         return None
@@ -334,12 +367,31 @@ class Watch:
         rows = self.pages[0].steps().values()
         return [time_s for row in rows if math.isfinite(time_s := sum(map(abs, row[1:])))]
 
-    def _take_answers(self, workers: Sequence[Watchable], silence_s: float) -> None:
-        """Who is at fault, once all have answered, or had time to."""
+    def _ask(self) -> None:
+        """Ask all ranks where they are; with the answers of other nodes come their ranks' units."""
+        self._asked_s = self.clock_s
+        for page in self.pages:
+            page.ask()
+
+    def _answers(self, workers: Sequence[Watchable]) -> dict[int, dict[str, Any] | None] | None:
+        """The ranks' answers, once all have answered, or had time to."""
         answers = {worker.rank: self.pages[worker.rank].answer() for worker in workers}
         if None in answers.values() and self.clock_s - self._asked_s < ANSWER_S:
-            return
+            return None
         self._asked_s = 0.0
+        return answers
+
+    def _compares_units(self) -> bool:
+        """Whether it is to be seen in this silence whether ranks gather different units."""
+        return not self._units_compared and self.pages[0].gathers_units
+
+    def _find_culprit(
+        self,
+        workers: Sequence[Watchable],
+        answers: Mapping[int, dict[str, Any] | None],
+        silence_s: float,
+    ) -> None:
+        """Who is at fault, by what the ranks have answered."""
         if self.twice:
             before, self._stood = (
                 self._stood,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
-from shoal.neighbours import stand_in, without_cuda  # noqa: F401  # its import is its effect
+from shoal.neighbours import stand_in, trackers, without_cuda  # noqa: F401  # its import is its effect
 from shoal.neighbours.accelerate_config import PRECISIONS
 from shoal.neighbours.accelerate_data import (
     DealtLoader,
@@ -37,10 +36,12 @@ from shoal.neighbours.accelerate_data import (
     text_of,
 )
 from shoal.neighbours.accelerate_prepared import (
+    SAVES,
     LocalSGD,
     Prepared,
     PreparedOptimizer,
     PreparedScheduler,
+    name_saves,
 )
 from shoal.neighbours.accelerate_state import (
     HELD,
@@ -48,7 +49,11 @@ from shoal.neighbours.accelerate_state import (
     PartialState,
     Settings,
     extract_model_from_parallel,
+    nearest_state,
+    numbers_of,
+    retire_states,
 )
+from shoal.neighbours.final_saves import safetensors_path, write_tensors
 from shoal.neighbours.free_loop import FreeLoop, started
 
 __version__ = "1.15.0"
@@ -142,9 +147,11 @@ class Accelerator(PartialState, Settings):
                     precision=PRECISIONS[self.mixed_precision],
                     clip=0.0,
                     world=self.world,
+                    saves=SAVES,
                 )
                 model.module = run.model
                 one.loop = model.loop = FreeLoop(run)
+                name_saves(run, self)
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
         """Gradients of a loss, divided by the accumulation, for every model that ran."""
@@ -258,14 +265,25 @@ class Accelerator(PartialState, Settings):
         return nullcontext() if run is None else run.program.autocast()
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """Tell where the values of `log` go."""
-        self._tell(f"log_with = {self.log_with}: values of log go to {self._log_file()}")
+        """Start what `log_with` names, in the first process; say where the values of `log` go."""
+        is_first, folder = self.world.is_first, self.logging_dir
+        self.trackers, lines = trackers.start(
+            self.log_with, project_name, folder, config, init_kwargs, is_first=is_first
+        )
+        for why, near in lines:
+            self._tell(f"log_with = {why}: values of log go to {self._log_file()}; try: {near}")
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Find a tracker by its name; `unwrap`: its library's own object."""
+        return trackers.find(self.trackers, name, unwrap=unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_named: Any) -> None:
-        """Add a line of JSON to a file, from the first process."""
+        """Add a line of JSON to a file, and the values to the trackers, from the first process."""
         if self.is_main_process:
             with self._log_file().open("a") as file:
                 file.write(json.dumps({"step": step, **values}, default=float) + "\n")
+        for one in self.trackers:
+            one.log(values, step)
 
     @property
     def logging_dir(self) -> Any:
@@ -290,25 +308,29 @@ class Accelerator(PartialState, Settings):
     def save_state(self, output_dir: Any = None, **_named: Any) -> str:
         """Write models, optimizers, schedules and generators; every rank must call it."""
         folder = Path(output_dir or self.project_dir or "checkpoint")
-        if self.project_configuration.automatic_checkpoint_naming:
-            folder = self._next_folder()
+        told, place, limit = self.project_configuration, self._numbered(), None
+        if told.automatic_checkpoint_naming:
+            limit = told.total_limit
+            self.wait_for_everyone()
+            if limit is not None and self.is_main_process:
+                retire_states(place, max(1, limit - 1))
+            number = max([told.iteration, *(one + 1 for one in numbers_of(place))])
+            told.iteration = self.world.broadcast_json(number)
+            folder = place / f"checkpoint_{told.iteration}"
+            told.iteration += 1
         draws = self.world.gather_json(text_of(torch.get_rng_state()))
         extra = {"kept": self._kept(), "step": self.step, "draws": draws}
-        for place, loop in enumerate(self._loops()):
-            loop.run.save(folder / f"model_{place}", extra=extra)
+        saved = [
+            loop.run.save(folder / f"model_{number}", extra=extra)
+            for number, loop in enumerate(self._loops())
+        ]
+        if limit is not None and None not in saved and self.is_main_process:
+            retire_states(place, limit)
         return str(folder)
 
-    def _next_folder(self) -> Path:
-        """The folder of the next state, by its number; the oldest go where too many are kept."""
-        told = self.project_configuration
-        place = Path(self.project_dir or ".") / "checkpoints"
-        kept = sorted(place.glob("checkpoint_*"), key=_number)
-        self.wait_for_everyone()
-        if told.total_limit is not None and self.is_main_process:
-            for old in kept[: max(0, len(kept) + 1 - told.total_limit)]:
-                shutil.rmtree(old)
-        told.iteration += 1
-        return place / f"checkpoint_{told.iteration - 1}"
+    def _numbered(self) -> Path:
+        """Where states have numbers."""
+        return Path(self.project_dir or ".") / "checkpoints"
 
     @property
     def save_iteration(self) -> int:
@@ -319,10 +341,11 @@ class Accelerator(PartialState, Settings):
         """Go on from what `save_state` wrote: also in a loader's order, which Accelerate loses."""
         folder = Path(input_dir or self.project_dir or "checkpoint")
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-            folder = max((folder / "checkpoints").glob("checkpoint_*"), key=_number)
+            folder = self._numbered() / f"checkpoint_{max(numbers_of(self._numbered()), default=0)}"
         for place, loop in enumerate(self._loops()):
             if not loop.run.restore(folder / f"model_{place}"):
-                raise ConfigError(f"load_state: {folder / f'model_{place}'} holds no checkpoint")
+                near = f"; try: {there}" if (there := nearest_state(folder)) else ""
+                raise ConfigError(f"load_state: {folder} holds no state of save_state{near}")
         told = self._loops()[0].run.extra
         for one, state in zip(self._kept(), told["kept"], strict=True):
             one.load_state_dict(state)
@@ -383,21 +406,13 @@ class Accelerator(PartialState, Settings):
             seen.export_chrome_trace(str(Path(folder) / f"profile_{self.process_index}.json"))
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object to a file, from the first process."""
-        if not safe_serialization:
-            raise ConfigError(
-                "accelerator.save: no pickle is written; try: safe_serialization=True"
-            )
-        from safetensors.torch import save_file
-
+        """Write an object's tensors as safetensors, from the first process."""
         if self.is_main_process:
-            save_file({name: one.contiguous() for name, one in obj.items()}, f)
+            write_tensors(Path(f) if safe_serialization else safetensors_path(f), obj)
 
-    def save_model(self, model: Any, save_directory: Any, **_named: Any) -> None:
+    def save_model(self, model: Any, save_directory: Any, *_how: Any, **_named: Any) -> None:
         """Write a model's weights as `model.safetensors`; every rank must call it."""
-        told = self.get_state_dict(model)
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        self.save(told, Path(save_directory) / "model.safetensors", safe_serialization=True)
+        self.save(self.get_state_dict(model), Path(save_directory) / "model.safetensors")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -405,13 +420,11 @@ class Accelerator(PartialState, Settings):
         raise stand_in.Lacking(f"Accelerator.{name}", NEAREST.get(name))
 
     def end_training(self) -> None:
-        """Leave the other processes."""
+        """End the trackers, and leave the other processes."""
+        for one in self.trackers:
+            one.finish()
         for loop in self._loops():
             loop.run.close()
-
-
-def _number(folder: Path) -> int:
-    return int(folder.name.rpartition("_")[2])
 
 
 stand_in.answer(

@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
+from shoal.neighbours import final_saves
+from shoal.neighbours.final_saves import Call
 from shoal.neighbours.free_loop import Alone, Carried, FreeLoop
+from shoal.trainer.run import Run
 
 
 class Prepared(Carried):
@@ -137,3 +140,31 @@ class LocalSGD:
         if self.enabled:
             self.alone.average()
             self._take(self.alone, self.together)
+
+
+def name_saves(run: Run, accelerator: Any) -> None:
+    """Write a line, before training, for each call of the script that does not what it expects."""
+    source = final_saves.read_source()
+    holders = {name for name, made in source.makers.items() if "Accelerator" in made}
+
+    def rule(call: Call) -> str:
+        if call.of not in holders:
+            return ""
+        if call.name == "save" and call.word("safe_serialization", 2) != "True":
+            return final_saves.renamed(call.word("f", 1))
+        if call.name == "save_model" and call.word("safe_serialization", 3) == "False":
+            return final_saves.renamed("'pytorch_model.bin'")
+        try:
+            getattr(accelerator, call.name)
+        except ConfigError as failure:
+            return f"is refused when the script comes to it: {failure}"
+        return ""
+
+    rules: list[final_saves.Rule] = [rule]
+    if run.plan.layout.zero == 3:
+        rules.append(final_saves.saves_parts(SAVES))
+    final_saves.name_final_saves(run, source.after("prepare"), rules)
+
+
+SAVES = "accelerator.save_model(model, folder), or state_dict=accelerator.get_state_dict(model)"
+"""The calls that save whole weights under fsdp."""

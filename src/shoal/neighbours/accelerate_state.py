@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -208,7 +210,7 @@ NEAREST = {
     "prepare_pippy": 'shoal.parallelize(…, layout="pp", sample=…)',
     "notebook_launcher": "shoal run --as accelerate --processes N -- script.py",
     "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object)",
-    **dict.fromkeys(("GeneralTracker", "get_tracker"), "accelerator.log(values, step=…)"),
+    "GeneralTracker": "accelerator.log(values, step=…)",
 }
 """What is refused where it is used, by its last name → what is nearest."""
 ARGUMENTS = {
@@ -283,6 +285,29 @@ def find_executable_batch_size(
         raise RuntimeError("No executable batch size found, reached zero.")
 
     return call
+
+
+def numbers_of(place: Path) -> list[int]:
+    """List the numbers of the states in a folder, ascending.
+
+    >>> numbers_of(Path("nowhere"))
+    []
+    """
+    names = [one.name.rpartition("_") for one in place.glob("checkpoint_*")]
+    return sorted(int(number) for _, _, number in names if number.isdigit())
+
+
+def retire_states(place: Path, limit: int) -> None:
+    """Delete the oldest states of a folder, but the `limit` newest."""
+    for number in numbers_of(place)[:-limit]:
+        shutil.rmtree(place / f"checkpoint_{number}")
+
+
+def nearest_state(folder: Path) -> str:
+    """Find a folder beside or in one that holds a state of `save_state`; "" without any."""
+    places = [folder, folder / "checkpoints", folder.parent]
+    found = [place / f"checkpoint_{number}" for place in places for number in numbers_of(place)]
+    return str(found[-1]) if found else ""
 
 
 def extract_model_from_parallel(model: Any, *_how: Any, **_named: Any) -> nn.Module:

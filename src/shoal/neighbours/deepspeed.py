@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
 from shoal.neighbours import deepspeed_engine, stand_in
 from shoal.neighbours import without_cuda as without_cuda
+from shoal.neighbours.deepspeed_checkpoints import SAVES, read_whole
 from shoal.neighbours.deepspeed_config import read
 from shoal.neighbours.deepspeed_engine import Engine, installed
 from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
+from shoal.neighbours.final_saves import rescue, write_tensors
 from shoal.neighbours.written import load_written, read_table
 
 __version__ = installed() or "0.19.8"
@@ -134,10 +137,15 @@ def _gathered(params: Any, *_how: Any, **_named: Any) -> Iterator[None]:
     """`zero.GatheredParameters`, where weights are whole; the parts of stage 3 are refused."""
     held = [params] if isinstance(params, torch.Tensor) else list(params)
     if any(hasattr(one, "device_mesh") for one in held):
-        raise ConfigError(
+        failure = ConfigError(
             "zero.GatheredParameters: after initialize a rank holds parts of stage 3's weights; "
             "try: before initialize, or engine.module_state_dict() to read them"
         )
+        wanted = {id(one) for one in held}
+        for run in [engine.run for engine in deepspeed_engine.live_engines()]:
+            if not wanted.isdisjoint(map(id, run.model.parameters())):
+                rescue(run, failure, SAVES)
+        raise failure
     yield
 
 
@@ -255,6 +263,27 @@ def _see_memory(message: str, force: bool = False, ranks: Any = None) -> None:
         _log_dist(f"{message}: {torch.cuda.memory_allocated()} bytes on the device", ranks)
 
 
+def _zero_to_fp32(
+    checkpoint_dir: Any, tag: Any = None, *_how: Any, **_named: Any
+) -> dict[str, torch.Tensor]:
+    """`get_fp32_state_dict_from_zero_checkpoint`: whole weights in fp32, on the CPU."""
+    state = read_whole(checkpoint_dir, tag)
+    return {name: one.float() if one.is_floating_point() else one for name, one in state.items()}
+
+
+def _load_fp32(model: torch.nn.Module, checkpoint_dir: Any, tag: Any = None) -> torch.nn.Module:
+    """`load_state_dict_from_zero_checkpoint`: the same into a model, on the CPU."""
+    model = model.cpu()
+    model.load_state_dict(_zero_to_fp32(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def _convert(checkpoint_dir: Any, output_dir: Any, *_how: Any, **named: Any) -> None:
+    """`convert_zero_checkpoint_to_fp32_state_dict`: the same as output_dir/model.safetensors."""
+    state = _zero_to_fp32(checkpoint_dir, named.get("tag"))
+    write_tensors(Path(output_dir) / "model.safetensors", state)
+
+
 def _local_rank() -> int:
     return start_world().local_rank
 
@@ -271,6 +300,9 @@ stand_in.answer(
         "Init": _Init,
         "RepeatingLoader": RepeatingLoader,
         "get_accelerator": _Accelerator,
+        "convert_zero_checkpoint_to_fp32_state_dict": _convert,
+        "get_fp32_state_dict_from_zero_checkpoint": _zero_to_fp32,
+        "load_state_dict_from_zero_checkpoint": _load_fp32,
         "log_dist": _log_dist,
         "logger": logger,
         "see_memory_usage": _see_memory,

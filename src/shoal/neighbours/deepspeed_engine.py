@@ -23,7 +23,8 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import World, start_world
-from shoal.neighbours import stand_in
+from shoal.neighbours import deepspeed_checkpoints as checkpoints
+from shoal.neighbours import final_saves, stand_in
 from shoal.neighbours.deepspeed_config import LossScale, Settings, read
 from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
 from shoal.neighbours.free_loop import Carried, FreeLoop, started
@@ -108,6 +109,8 @@ def initialize(
         micro_batch=settings.micro_batch,
         precision=compute,
         world=world,
+        keep=checkpoints.KEEP_ALL,
+        saves=checkpoints.SAVES,
         **_policies(settings),
     )
     for line in settings.told:
@@ -116,6 +119,7 @@ def initialize(
         run.loss_scale = Scale(settings.loss_scale)
     schedule = _schedule(settings, lr_scheduler, run.optimizer)
     engine = Engine(run, settings, schedule)
+    checkpoints.name_saves(run, engine)
     if training_data is not None:
         engine.training_dataloader = _loader(training_data, collate_fn, settings, world)
     return engine, engine.optimizer, engine.training_dataloader, schedule
@@ -198,6 +202,11 @@ def _schedule(settings: Settings, brought: Any, optimizer: torch.optim.Optimizer
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _plain_backward = torch.Tensor.backward
+
+
+def live_engines() -> list[Engine]:
+    """List the engines of this process."""
+    return list(_engines)
 
 
 def _backward(loss: torch.Tensor, gradient: Any = None, *args: Any, **named: Any) -> None:
@@ -335,17 +344,35 @@ class Engine(Carried):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint of Shoal's in `save_dir`; every rank must call it."""
-        scheduler = self.lr_scheduler
+        """Write a checkpoint of Shoal's in `save_dir`; every rank must call it.
+
+        Args:
+            save_dir: holds all tags of a training.
+            tag: names the checkpoint; None: global_stepN.
+            client_state: rank 0's, which `load_checkpoint` gives back; what is no plain value,
+                tensor, array or namespace is left out, with a line.
+            save_latest: let `load_checkpoint` without a tag take this one.
+            exclude_frozen_parameters: not read: a checkpoint is whole.
+
+        Returns:
+            Whether it was written.
+        """
+        named = f"global_step{self.global_steps}" if tag is None else str(tag)
+        scheduler, folder = self.lr_scheduler, Path(save_dir)
         extra = {
-            "client_state": {**(client_state or {})},
+            "client_state": checkpoints.portable(self.run, client_state or {}),
             "micro_steps": self.micro_steps,
             "skipped_steps": self.skipped_steps,
             "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "save_latest": save_latest,
         }
-        if tag is None or str(tag) == f"global_step{self.global_steps}":
-            return self.run.save(save_dir, extra=extra) is not None
-        return self.run.save(save_dir, extra=extra, tag=str(tag)) is not None
+        named = checkpoints.agree_on_tag(self.run, named, "save_checkpoint")
+        plain = named == f"global_step{self.global_steps}"
+        own = "" if plain else checkpoints.folder_name(named)
+        saved = self.run.save(folder, extra=extra, tag=own) is not None
+        if saved and save_latest:
+            checkpoints.write_latest(self.run, folder, named)
+        return saved
 
     def load_checkpoint(
         self,
@@ -357,21 +384,52 @@ class Engine(Carried):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint of `save_checkpoint`: (its folder, client_state); None: none."""
-        if load_module_only or not load_optimizer_states or custom_load_fn is not None:
+        """Go on from a checkpoint of `save_checkpoint`; every rank must call it.
+
+        Args:
+            load_dir: that `save_checkpoint` was given.
+            tag: of the checkpoint; None: what `load_dir/latest` names.
+            load_module_strict: refuse tensors that only one of model and checkpoint has.
+            load_optimizer_states: False: the optimizer stays as it is.
+            load_lr_scheduler_states: False: the schedule stays as it is.
+            load_module_only: the weights alone: counters stay as they are, too.
+            custom_load_fn: refused.
+
+        Returns:
+            (`load_dir`, client_state); (None, None), and a line, where no tag is given and none is
+            named there.
+
+        Raises:
+            ConfigError: there is no checkpoint of that tag.
+            CheckpointError: its tensors are not those of this model.
+        """
+        if custom_load_fn is not None:
             raise ConfigError(
-                "load_checkpoint: weights alone come from a file of weights; try: "
-                "shoal checkpoint export RUN OUT, and model.load_state_dict before initialize"
+                "load_checkpoint: custom_load_fn reads a pickle; try: load_module_strict=False, or "
+                "model.load_state_dict before initialize"
             )
-        step = _step_of(tag)
-        named = "" if tag is None or step is not None else str(tag)
-        if not Path(load_dir).exists() or not self.run.restore(load_dir, step=step, tag=named):
-            return None, None
-        told = self.run.extra
-        self.micro_steps, self.skipped_steps = told["micro_steps"], told["skipped_steps"]
-        if self.lr_scheduler is not None and load_lr_scheduler_states and told["lr_scheduler"]:
-            self.lr_scheduler.load_state_dict(told["lr_scheduler"])
-        return str(load_dir), dict(told["client_state"])
+        run, folder = self.run, Path(load_dir)
+        if tag is None:
+            chosen = checkpoints.find_latest(run, folder)
+            if chosen is None:
+                return None, None
+        else:
+            chosen = checkpoints.agree_on_tag(run, str(tag), "load_checkpoint")
+        there = checkpoints.gather_tags(run.world, folder)
+        place = checkpoints.locate(folder, chosen, there)
+        if load_module_only or not load_optimizer_states:
+            extra = checkpoints.load_weights(run, place, strict=load_module_strict)
+            if not load_module_only:
+                run.step_count = extra["step"]
+        else:
+            checkpoints.load_whole(run, place, fall_back=tag is None, strict=load_module_strict)
+            extra = run.extra
+        if not load_module_only:
+            self.micro_steps = extra["micro_steps"]
+            self.skipped_steps = extra["skipped_steps"]
+            if self.lr_scheduler is not None and load_lr_scheduler_states and extra["lr_scheduler"]:
+                self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        return str(load_dir), checkpoints.unpacked(extra["client_state"])
 
     def compile(self, *_how: Any, **_named: Any) -> None:
         """Nothing: blocks are compiled by the run's own key, compile.mode."""
@@ -379,22 +437,46 @@ class Engine(Carried):
             'deepspeed: engine.compile() changes nothing; try: parallelize(compile="blocks")'
         )
 
-    def save_16bit_model(self, save_dir: Any, save_filename: str = "model.safetensors") -> bool:
-        """Refused: weights are exported from a checkpoint."""
-        raise ConfigError(
-            "save_16bit_model: no pickle is written; try: engine.save_checkpoint(folder), and "
-            "shoal checkpoint export FOLDER model.safetensors"
-        )
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model's weights as safetensors; every rank must call it.
+
+        Args:
+            save_dir: made where it is missing.
+            save_filename: a pickle's name becomes one of safetensors: model.safetensors.
+            exclude_frozen_parameters: leave these out.
+
+        Returns:
+            True: unlike DeepSpeed's, stage 3 needs no key for it.
+        """
+        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        path = final_saves.safetensors_path(Path(save_dir) / save_filename)
+        if self.run.world.is_first:
+            final_saves.write_tensors(path, state)
+        self.run.world.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Gather the whole model in the run's format, on every rank; every rank must call it."""
+        state = self.module_state_dict(exclude_frozen_parameters)
+        kind = dict(fp16=torch.float16, bf16=torch.bfloat16).get(self.settings.compute)
+        if kind is None:
+            return state
+        return {name: t.to(kind) if t.is_floating_point() else t for name, t in state.items()}
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def destroy(self) -> None:
         """Leave the other processes."""
         self.run.close()
-
-
-def _step_of(tag: str | None) -> int | None:
-    """The step in `global_stepN`."""
-    digits = str(tag or "").removeprefix("global_step")
-    return int(digits) if str(tag).startswith("global_step") and digits.isdigit() else None
 
 
 def _loader(dataset: Any, collate: Any, settings: Settings, world: World) -> Any:

@@ -13,18 +13,21 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
+from shoal.neighbours.final_saves import save_what_is_refused
 from shoal.trainer.free_passes import FreePasses
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 from shoal.trainer.step import StepResult
+from shoal.trainer.whole_state import GIVE_COPIES
 
 count_of: Callable[[torch.Tensor], torch.Tensor] | None = None
 """Finds how many targets a loss is the mean of, where losses are weighed by that (`exact.py`)."""
 
 
-def started(model: nn.Module, optimizer: Any, **how: Any) -> Run:
+def started(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
     """Start a run, as `parallelize`, whose model stays in the mode it has: a loop sets it itself.
 
+    saves   the loop's call that saves whole weights, for the line that refuses another
     A model of transformers comes in evaluation mode, and its neighbours train it in that where a
     script forgets `model.train()`.
     """
@@ -32,6 +35,10 @@ def started(model: nn.Module, optimizer: Any, **how: Any) -> Run:
     run = parallelize(model, optimizer, **how)
     if not trains:
         run.model.eval()
+    if run.plan.layout.zero == 3:
+        save_what_is_refused(run, saves)
+    elif run.plan.layout.zero:
+        GIVE_COPIES.update(run.model.modules())
     return run
 
 

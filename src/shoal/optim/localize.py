@@ -8,14 +8,14 @@ Optimizers step 1-D views of flat buffers as fast as plain tensors, and much fas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.base.errors import BugError, PlanError
-from shoal.optim.state import sliced_keys
+from shoal.optim.state import inner_optimizers, sliced_keys
 
 Cut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(whole parameter, tensor of its shape) → this rank's part of the tensor, as its piece is cut."""
@@ -82,15 +82,6 @@ def _cut_state(
                 for key, value in entries.items()
             }
     return state
-
-
-def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Optimizers among an optimizer's attributes, or in a list, tuple or dict of them."""
-    for value in vars(optimizer).values():
-        inside = value.values() if isinstance(value, dict) else value
-        for one in inside if isinstance(value, list | tuple | dict) else (value,):
-            if isinstance(one, torch.optim.Optimizer):
-                yield one
 
 
 def _cut_value(

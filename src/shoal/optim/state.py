@@ -12,7 +12,7 @@ is whole, the same on every rank that has it. `sliced_keys` tells the two apart 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,15 @@ def split_state(
 def parameters_held(optimizer: torch.optim.Optimizer) -> int:
     """Count the parameter tensors, or pieces of them, in all groups of this rank's optimizer."""
     return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Optimizers among an optimizer's attributes, or in a list, tuple or dict of them."""
+    for value in vars(optimizer).values():
+        inside = value.values() if isinstance(value, dict) else value
+        for one in inside if isinstance(value, list | tuple | dict) else (value,):
+            if isinstance(one, torch.optim.Optimizer):
+                yield one
 
 
 def sliced_keys(optimizer: torch.optim.Optimizer) -> set[str]:

@@ -33,6 +33,7 @@ __all__ = [
     "flash_cpu_backward",
     "flash_device",
     "flash_device_backward",
+    "forget_forwards",
     "forget_groups",
     "function_modes",
     "generators",
@@ -99,6 +100,20 @@ def forget_groups(shard: Any) -> None:
         for info in filter(None, (parameters.mesh_info, parameters.post_forward_mesh_info)):
             for name in [name for name in vars(info) if name.endswith("process_group")]:
                 setattr(info, name, None)
+
+
+def forget_forwards(shard: Any) -> None:
+    """Let FSDP forget forward passes that no backward pass follows, as those of an evaluation.
+
+    The next backward pass would gather their units ahead, though nobody needs them, and where other
+    replicas ran other units (hsdp) then sum zeros for them, for which the others wait.
+    """
+    state = shard._get_fsdp_state()
+    order = getattr(state._comm_ctx, "post_forward_order", [])  # made in the first forward pass
+    order.clear()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in filter(None, groups):
+        group._post_forward_indices.clear()
 
 
 def function_modes() -> tuple[AbstractContextManager[object], ...]:

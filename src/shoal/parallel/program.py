@@ -26,6 +26,7 @@ from shoal.trace.blocks import find_blocks
 
 if TYPE_CHECKING:
     from shoal.base.comm_volume import Travel
+    from shoal.parallel.unit_log import UnitLog
 
 
 class Reducer(Protocol):
@@ -146,6 +147,7 @@ class Program:
     mirrored      `data` and the ranks of a pipeline's second copy that hold the same, or those of
                   `data` that do where servers hold tables; None: `data`
     together      every rank must run as many passes as the busiest one (parameters are gathered)
+    unit_log      which units this rank gathers, in order (`unit_log.UnitLog`), where it gathers any
     prepare       functions on the inputs of a micro-batch (device, dtype)
     keyed         keys the generators to a micro-batch, by (step, number) · around  its other rules
     travel        tells what tp and pp make travel, where that is stated
@@ -178,6 +180,7 @@ class Program:
     forward: Callable[[Program, Pass], Any] = lambda program, one: one.outputs(program.module)
     mirrored: World | None = None
     together: bool = False
+    unit_log: UnitLog | None = None
     twin: nn.Module | None = None
     passes: Mapping[str, int] = field(default_factory=dict)
     travel: Callable[[], Travel] | None = None

@@ -134,9 +134,12 @@ def _attention(cut: Cut) -> Part:
     half = kernels.selective == "half"
     products = q + kv if half else q + 2 * kv
     rotary = 0 if shape.positions or shape.patch else 2 * (q + kv)
+    small = cut.norm + (q + 2 * kv + h if shape.biases else 0)
+    if shape.vectors:
+        small = shape.vectors.attention
     return Part(
-        parameters=weights + cut.norm + (q + 2 * kv + h if shape.biases else 0),
-        plain=cut.norm + (h if shape.biases else 0),
+        parameters=weights + small,
+        plain=small if shape.vectors else cut.norm + (h if shape.biases else 0),
         flops=2 * weights + 4 * q * cut.attended,
         attention_flops=4 * q * cut.attended,
         moved=cut.residual_moved
@@ -154,12 +157,13 @@ def _attention(cut: Cut) -> Part:
 def _latent_attention(cut: Cut) -> Part:
     """DeepSeek's attention: queries and keys from small latents, part of each head rotary."""
     shape, e = cut.shape, cut.e
-    q_rank, kv_rank, rope = shape.latent
+    q_rank, kv_rank, rope, *apart = shape.latent
     h, heads, width = shape.hidden, shape.heads, shape.head_width
-    q, k, v = heads * (width + rope), heads * (width + rope), heads * width
+    keys = apart[0] if apart else width
+    q, k, v = heads * (keys + rope), heads * (keys + rope), heads * width
     down = h * (kv_rank + rope) + h * q_rank
-    up = (q_rank or h) * q + kv_rank * heads * 2 * width + v * h
-    norms = cut.norm + q_rank + kv_rank
+    up = (q_rank or h) * q + kv_rank * heads * (keys + width) + v * h
+    norms = shape.vectors.attention if shape.vectors else cut.norm + q_rank + kv_rank
     attention = 2 * (q + v) * cut.attended
     latents = 2 * (q_rank + kv_rank) + rope
     return Part(
@@ -171,7 +175,7 @@ def _latent_attention(cut: Cut) -> Part:
         operations=13,
         split_bytes=e * (q + k + 2 * v) + _scores_bytes(cut),
         plain_bytes=cut.norm_bytes(readers=2) + cut.mask_bytes + e * latents,
-        kept_split=e * (q + heads * 2 * width + v) + 4 * heads,
+        kept_split=e * (q + heads * (keys + width) + v) + 4 * heads,
         kept_plain=e * (h + q_rank + kv_rank + rope),
         working=h + v + q + k + v,
     )
@@ -199,10 +203,13 @@ def ffn_part(cut: Cut, width: int, *, own_norm: bool) -> Part:
     half = cut.kernels.selective == "half"
     kept = width if half else (2 if gated else 1) * width
     last = h if cut.kernels.keeps_unused else 0
-    norm = cut.norm if own_norm else 0
+    small = plain = (cut.norm if own_norm else 0) + (h if biases else 0)
+    small += biases
+    if shape.vectors:
+        small = plain = shape.vectors.ffn if own_norm else 0
     return Part(
-        parameters=weights + biases + norm + (h if biases else 0),
-        plain=norm + (h if biases else 0),
+        parameters=weights + small,
+        plain=plain,
         flops=2 * weights,
         moved=(cut.residual_moved if own_norm else 0) + (5 if gated else 2) * width,
         operations=(6 if gated else 4) + (1 if own_norm else 0),
@@ -221,12 +228,16 @@ def experts_part(cut: Cut) -> Part:
     one = ffn_part(cut, width, own_norm=False)
     shared = ffn_part(cut, shape.shared_ffn, own_norm=False) if shape.shared_ffn else Part()
     router = h * shape.experts
+    weights, small = shape.experts * one.parameters, cut.norm
+    if shape.vectors:
+        weights += shape.experts * shape.vectors.expert
+        small = shape.vectors.router
     kept_output = 0 if cut.kernels.probs_inside else used * h
     routed_saved = used * one.split_bytes + e * (used * h + kept_output)
     own = Part(
-        parameters=shape.experts * one.parameters + router + cut.norm,
-        plain=router + cut.norm,
-        experts=shape.experts * one.parameters,
+        parameters=weights + router + small,
+        plain=router + small,
+        experts=weights,
         flops=used * one.flops + 2 * router,
         moved=cut.residual_moved + used * (one.moved + 6 * h) + 4 * shape.experts,
         operations=12 + one.operations,

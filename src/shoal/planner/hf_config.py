@@ -1,98 +1,103 @@
-"""The shape of a model from its Hugging Face config.json: which key means which number.
+"""The shape of a Hugging Face model from its config.json, by the type that the file names.
 
-Understood: llama, mistral, qwen2, qwen3, gemma, mixtral, deepseek_v2 and v3, their mixtures of
-experts (decoders with the same keys), falcon, opt, bloom, bert, gpt2, vit. What a file leaves out
-has that family's default; a key that has none is named in the error. What is no stack of equal
-blocks of attention (an encoder beside a decoder, state spaces, hybrids) is refused, since the same
-keys mean another model there; another family with a decoder's keys is taken for one, and told.
+`hf_types.py` says type by type what is built: the number of parameters that follows is that of the
+class in transformers, exactly. A type without a row there, a class with another head, a file of
+several models (text and vision) and a key that builds something else are refused by name: counted
+by the same keys they would be wrong, and a verdict on memory with them.
 
-Source   transformers, configuration_*.py of each family
+Source   transformers, configuration_*.py and modeling_*.py of each type
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shoal.base.errors import ConfigError, nearest
-from shoal.base.shape import Transformer
+from shoal.base.shape import Transformer, Vectors
+from shoal.planner.hf_dense import DENSE
+from shoal.planner.hf_mixtures import MIXTURES
+from shoal.planner.hf_types import CHECKED, Decoder, Mixture
 
-KNOWN = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2"),
-    *("gemma3_text", "deepseek_v2", "deepseek_v3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss"),
-    *("falcon", "opt", "bloom", "phi", "phi3", "olmo", "olmo2", "olmoe", "cohere", "cohere2"),
-    *("granite", "starcoder2", "stablelm", "smollm3", "glm", "glm4", "bert", "roberta"),
-    *("vit", "deit"),
-)
-"""Values of model_type whose keys mean what they mean here."""
+TYPES = {**DENSE, **MIXTURES}
+"""Decoders, and encoders of text, by model_type."""
 
-TIED = ("gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "falcon", "opt", "bloom", "bert")
-"""Families whose head is the embedding where the file does not say so."""
+VISION = {"vit": "ViTForImageClassification", "deit": "DeiTForImageClassification"}
+"""Types that read images, and their class whose parameters are counted."""
 
-UNLIKE = {
-    "is_encoder_decoder": "has an encoder beside its decoder",
-    "encoder_layers": "has an encoder beside its decoder",
-    "relative_attention_num_buckets": "has an encoder beside its decoder",
-    "state_size": "has no attention",
-    "time_step_rank": "has no attention",
-    "attn_layer_period": "mixes layers of several kinds",
-    "hybrid_override_pattern": "mixes layers of several kinds",
-    "layers_block_type": "mixes layers of several kinds",
-    "mamba_d_state": "mixes layers of several kinds",
-}
-"""Keys that no stack of equal blocks has, and what they say of a model."""
-
-
-def assumed(source: str | Path) -> str:
-    """Say in a line what is assumed of a config.json's family; "" where model_type is known.
-
-    A file of several parts (`text_config`) has a line whatever its type; one without a model_type
-    counts as llama, which is known.
-
-    source   path of the file or of its folder
-    Errors   ConfigError: no such file, no JSON, or JSON that is no object
-    """
-    _, found = _read(Path(source))
-    inner = found.get("text_config")
-    if isinstance(inner, Mapping):
-        return "a config.json of several parts: its text model alone is planned"
-    kind = str(found.get("model_type", "llama"))
-    if kind in KNOWN:
-        return ""
-    return f"model_type {kind} is not known here: planned as a decoder of equal blocks by its keys"
+TRY = "try: model.build=pkg.mod:function that returns the module, whose layers are traced"
 
 
 def from_config(source: str | Path | Mapping[str, Any]) -> Transformer:
-    """The shape that a Hugging Face config.json describes.
+    """Return the shape that a Hugging Face config.json describes.
 
-    source   path of the file or of its folder, or what it holds
-    Errors   ConfigError: no such file, no JSON, a key that is missing or is no whole number
+    Args:
+        source: path of the file or of its folder, or what the file holds.
+
+    Returns:
+        The shape; the parameters that follow from it are those of the class in transformers.
+
+    Raises:
+        ConfigError: no such file, no JSON, a type, a class or a key whose parameters are not
+            counted here, a key that is missing or of another kind.
 
     >>> from_config({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
     ...     "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 512}).kv_heads
     4
     """
     where, found = ("config.json", source) if isinstance(source, Mapping) else _read(Path(source))
-    inner = found.get("text_config")
-    config = _Config(where, inner if isinstance(inner, Mapping) else found)
-    kind = str(config.found.get("model_type", "llama"))
-    _check_alike(config, kind)
-    if kind in ("gpt2", "gpt_bigcode"):
-        return _from_gpt2(config)
-    if kind in ("vit", "deit"):
-        return _from_vit(config)
-    return _from_decoder(config, kind)
+    kind = _check_type(where, found)
+    config = _Config(where, found, TYPES[kind].usual if kind in TYPES else {})
+    try:
+        return _from_vit(config, kind) if kind in VISION else _from_decoder(config, TYPES[kind])
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{where}: a key that counts has a value of another kind than transformers writes "
+            f"({error}); mend it there"
+        ) from error
 
 
-def _check_alike(config: _Config, kind: str) -> None:
-    """Errors: ConfigError for a model that the same keys do not describe."""
-    for key, why in UNLIKE.items():
-        if config.found.get(key):
+def _check_type(where: str, found: Mapping[str, Any]) -> str:
+    """Return the model_type of a file. Raises: ConfigError for what is not counted here."""
+    kind, text = found.get("model_type"), found.get("text_config")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}: has no model_type; give a transformers config.json")
+    if kind not in TYPES and isinstance(text, Mapping):
+        parts = ", ".join(sorted(key for key in found if key.endswith("_config")))
+        known = text.get("model_type") in TYPES
+        alone = "for its text model alone: text_config in a file of its own; " if known else ""
+        raise ConfigError(
+            f"{where}: model_type {kind} is made of several models ({parts}), whose parameters "
+            f"are not counted together here; {alone}{TRY}"
+        )
+    if kind not in TYPES and kind not in VISION:
+        raise ConfigError(
+            f"{where}: model_type {kind} is none of the {len(TYPES) + len(VISION)} types whose "
+            f"parameters are counted here as {CHECKED} builds them; {TRY}"
+        )
+    checked = (VISION.get(kind) or TYPES[kind].classes).split()
+    classes = found.get("architectures") or checked
+    if not isinstance(classes, list) or classes[0] not in checked:
+        raise ConfigError(
+            f"{where}: architectures = {json.dumps(classes)}: of model_type {kind} the parameters "
+            f"of {' and '.join(checked)} alone are counted here; {TRY}"
+        )
+    if kind in TYPES:
+        _check_fixed(where, kind, found)
+    return kind
+
+
+def _check_fixed(where: str, kind: str, found: Mapping[str, Any]) -> None:
+    """Raises: ConfigError for a key with a value that builds another model."""
+    for key, value in TYPES[kind].fixed.items():
+        needed = found.get(value) if isinstance(value, str) else value
+        if found.get(key) not in (None, needed):
             raise ConfigError(
-                f"{config.where}: model_type {kind} {why}, which no arithmetic here counts; "
-                f"try: model.build=pkg.mod:function, whose layers are traced"
+                f"{where}: {key} = {json.dumps(found[key])}: of model_type {kind} parameters are "
+                f"counted here with {json.dumps(needed)} alone; {TRY}"
             )
 
 
@@ -110,32 +115,51 @@ def _read(path: Path) -> tuple[str, Mapping[str, Any]]:
     return str(path), found
 
 
-class _Config:
-    """A config.json whose keys are asked for by name, with clear errors."""
+class _Keys(dict[str, Any]):
+    """The keys of a config.json; one that is read by `[]` and missing is named."""
 
     def __init__(self, where: str, found: Mapping[str, Any]) -> None:
+        super().__init__(found)
         self.where = where
-        self.found = found
+
+    def __missing__(self, key: str) -> NoReturn:
+        close = nearest(key, self)
+        hint = f"; nearest key there: {close}" if close else ""
+        raise ConfigError(f"{self.where}: key {key} is missing{hint}")
+
+
+class _Config:
+    """A config.json whose keys are read by name, with clear errors.
+
+    usual   what its type takes for keys that the file leaves out
+    """
+
+    def __init__(self, where: str, found: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+        self.where = where
+        self.found = _Keys(where, {**usual, **found})
         self.name = str(found.get("_name_or_path") or found.get("model_type") or "model")
 
     def whole(self, *keys: str, default: int | None = None) -> int:
-        """The whole number under the first of `keys` that is there."""
-        for key in keys:
-            value = self.found.get(key)
-            if value is None:
-                continue
+        """Return the whole number under `keys`, the names that one number has.
+
+        Errors: ConfigError for another kind of value, for two that differ, for none.
+        """
+        values = {key: self.found[key] for key in keys if self.found.get(key) is not None}
+        for key, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{self.where}: {key} = {value!r}: needs a whole number")
-            return value
+        if len(set(values.values())) > 1:
+            said = " and ".join(f"{key} = {value}" for key, value in values.items())
+            raise ConfigError(f"{self.where}: {said}: two names of one number; leave one out")
+        if values:
+            return next(iter(values.values()))
         if default is not None:
             return default
-        close = nearest(keys[0], self.found)
-        hint = f"; nearest key there: {close}" if close else ""
-        raise ConfigError(f"{self.where}: key {keys[0]} is missing{hint}")
+        return self.found.__missing__(keys[0])
 
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false under `key`."""
-        return bool(self.found.get(key, default))
+    def flag(self, key: bool | str) -> bool:
+        """Whether something is there: always, never, or as this key says."""
+        return key if isinstance(key, bool) else bool(self.found.get(key, False))
 
     def share(self, *keys: str) -> float:
         """The first number of `keys` that is there, else 0."""
@@ -146,93 +170,133 @@ class _Config:
         return 0.0
 
 
-def _from_decoder(config: _Config, kind: str) -> Transformer:
-    """Llama and its like; Mixtral's, Qwen's and DeepSeek's experts and latents by their keys."""
-    heads = config.whole("num_attention_heads", "n_head", "n_heads", "num_heads")
-    hidden = config.whole("hidden_size", "d_model", "dim", "n_embed", "n_embd")
-    usual = 4 * hidden if kind in ("falcon", "bloom") else None
-    width = config.whole("intermediate_size", "ffn_dim", "ffn_hidden_size", default=usual)
-    experts = config.whole("num_local_experts", "n_routed_experts", "num_experts", default=0)
-    latent: tuple[int, ...] = ()
-    head_size = config.whole("head_dim", default=0)
-    if "kv_lora_rank" in config.found:
-        latent = (
-            config.whole("q_lora_rank", default=0),
-            config.whole("kv_lora_rank"),
-            config.whole("qk_rope_head_dim"),
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that one number has in the files of different types, and its other name in one type's."""
+
+
+def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
+    """A stack of equal blocks: matrices by the numbers of the file, vectors by its type."""
+    heads, hidden = config.whole(*HEADS), config.whole(*HIDDEN)
+    layers = config.whole(*LAYERS)
+    if hidden % heads and not config.found.get("head_dim"):
+        raise ConfigError(
+            f"{config.where}: hidden_size = {hidden} is no multiple of {heads} heads; mend it there"
         )
-        head_size = config.whole("v_head_dim")
-    expert_ffn = config.whole("moe_intermediate_size", default=width) if experts else 0
-    shared = config.whole("shared_expert_intermediate_size", default=0)
-    shared = shared or config.whole("n_shared_experts", default=0) * expert_ffn
-    bert = kind in ("bert", "roberta")
-    plain = bert or kind in ("falcon", "bloom", "opt")
-    activation = str(config.found.get("hidden_act", "gelu" if plain else "silu"))
-    few = 1 if config.flag("multi_query", kind == "falcon") and kind == "falcon" else heads
-    return Transformer(
+    if kind.kv_heads:
+        few = kind.kv_heads(config.found, heads)
+    else:
+        few = config.whole("num_key_value_heads", default=heads if kind.mha else None)
+    names = (kind.width,) if kind.width else FFN
+    width = config.whole(*names, default=4 * hidden if kind.wide else None)
+    shape = Transformer(
         name=config.name,
-        layers=config.whole("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=config.whole("num_key_value_heads", "num_kv_heads", default=few),
+        kv_heads=few,
         ffn=width,
         vocabulary=config.whole("vocab_size"),
-        head_size=head_size,
-        positions=config.whole("max_position_embeddings") if bert or kind == "opt" else 0,
-        gated=activation in ("silu", "swish", "swiglu", "gelu_pytorch_tanh") and not bert,
-        norm="layer" if plain or "layer_norm_eps" in config.found else "rms",
-        tied=config.flag("tie_word_embeddings", kind in TIED),
-        biases=bert,
+        positions=config.whole(kind.positions) if kind.positions else 0,
+        gated=kind.gated,
+        norm="layer" if kind.norm == "layer" else "rms",
+        tied=config.flag("tie_word_embeddings"),
         dropout=config.share("hidden_dropout_prob", "resid_pdrop"),
         window=config.whole("sliding_window", default=0)
-        if config.flag("use_sliding_window", True)
+        if config.found.get("use_sliding_window", True)
         else 0,
-        causal=not bert,
-        experts=experts,
-        experts_per_token=config.whole("num_experts_per_tok") if experts else 0,
-        expert_ffn=expert_ffn,
-        shared_ffn=shared,
-        dense_layers=config.whole("first_k_dense_replace", default=0),
-        latent=latent,
-        context=config.whole("max_position_embeddings", default=0),
+        causal=not kind.encoder,
+        context=0 if kind.positions else config.whole("max_position_embeddings", default=0),
+        **_head(config, kind),
+        **(_mixture(config, kind.mixture, width, layers) if kind.mixture else {}),
+    )
+    return replace(shape, vectors=_vectors(config, kind, shape))
+
+
+def _head(config: _Config, kind: Decoder) -> dict[str, Any]:
+    """The width of a head; of multi-head latent attention its ranks too."""
+    if not kind.latent:
+        return {"head_size": config.whole("head_dim", default=0)}
+    values = config.whole("v_head_dim")
+    plain = config.whole("qk_nope_head_dim")
+    ranks = (
+        config.whole("q_lora_rank", default=0) if config.found["q_lora_rank"] else 0,
+        config.whole("kv_lora_rank"),
+        config.whole("qk_rope_head_dim"),
+    )
+    return {"head_size": values, "latent": ranks if plain == values else (*ranks, plain)}
+
+
+def _mixture(config: _Config, kind: Mixture, width: int, layers: int) -> dict[str, Any]:
+    """Routed and shared experts, and how many blocks have none."""
+    experts = config.whole(*dict.fromkeys((kind.experts, *EXPERTS)))
+    if not experts:
+        return {}
+    return {
+        "experts": experts,
+        "experts_per_token": config.whole(*dict.fromkeys((kind.used, "num_experts_per_tok"))),
+        "expert_ffn": config.whole(kind.width) if kind.width else width,
+        "shared_ffn": kind.shared(config.found),
+        "dense_layers": kind.dense(config.found, layers),
+    }
+
+
+def _vectors(config: _Config, kind: Decoder, shape: Transformer) -> Vectors:
+    """Norms and biases, one by one."""
+    keys, h, mixture = config.found, shape.hidden, kind.mixture
+    norm = {"rms": h, "layer": 2 * h, "none": 0}[kind.norm]
+    norms = kind.norms if isinstance(kind.norms, int) else kind.norms(keys)
+    q, kv = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+    attention = norms * norm + kind.attention(shape, keys)
+    if kind.latent:
+        q_rank, kv_rank, rope, *_ = shape.latent
+        attention += q_rank + kv_rank
+        attention += q_rank + kv_rank + rope if config.flag(kind.qkv) else 0
+    else:
+        attention += q + 2 * kv if config.flag(kind.qkv) else 0
+    attention += h if config.flag(kind.o) else 0
+    if kind.qk_norm and (not kind.qk_key or config.flag(kind.qk_key)):
+        width = q + kv if kind.qk_norm == "width" else 2 * shape.head_width
+        attention += width * (2 if kind.norm == "layer" else 1)
+    ffn, shared = (
+        (2 if kind.gated else 1) * width + h if width and config.flag(kind.ffn) else 0
+        for width in (shape.ffn, shape.shared_ffn)
+    )
+    return Vectors(
+        embedding=kind.embedding(shape, keys),
+        attention=attention,
+        ffn=ffn + kind.block_ffn(shape, keys),
+        router=mixture.router(shape, keys) + shared if mixture else 0,
+        expert=mixture.each(shape, keys) if mixture else 0,
+        head=(norm if kind.last else 0)
+        + (shape.vocabulary if config.flag(kind.head) else 0)
+        + kind.top(shape, keys),
     )
 
 
-def _from_gpt2(config: _Config) -> Transformer:
-    hidden, heads = config.whole("n_embd"), config.whole("n_head")
-    return Transformer(
-        name=config.name,
-        layers=config.whole("n_layer"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=1 if config.flag("multi_query", False) else heads,
-        ffn=config.whole("n_inner", default=4 * hidden),
-        vocabulary=config.whole("vocab_size"),
-        positions=config.whole("n_positions", "n_ctx"),
-        gated=False,
-        norm="layer",
-        tied=config.flag("tie_word_embeddings", True),
-        biases=True,
-        dropout=config.share("resid_pdrop"),
-    )
-
-
-def _from_vit(config: _Config) -> Transformer:
+def _from_vit(config: _Config, kind: str) -> Transformer:
+    """Blocks on patches of an image, and a classifier of its labels."""
     patch, side = config.whole("patch_size"), config.whole("image_size")
     heads, labels = config.whole("num_attention_heads"), config.found.get("id2label")
+    h, width = config.whole("hidden_size"), config.whole("intermediate_size")
+    biases = h + (3 * heads * (h // heads) if config.found.get("qkv_bias", True) else 0)
     return Transformer(
         name=config.name,
         layers=config.whole("num_hidden_layers"),
-        hidden=config.whole("hidden_size"),
+        hidden=h,
         heads=heads,
         kv_heads=heads,
-        ffn=config.whole("intermediate_size"),
-        vocabulary=len(labels) if isinstance(labels, Mapping) else 1000,
-        positions=(side // patch) ** 2 + 1,
+        ffn=width,
+        vocabulary=len(labels) if isinstance(labels, Mapping) else 2,
+        positions=(side // patch) ** 2 + (2 if kind == "deit" else 1),
         patch=config.whole("num_channels", default=3) * patch * patch,
         gated=False,
         norm="layer",
-        biases=config.flag("qkv_bias", True),
+        biases=True,
+        vectors=Vectors(h if kind == "deit" else 0, 4 * h + biases, width + h, head=2 * h),
         dropout=config.share("hidden_dropout_prob"),
         causal=False,
     )

@@ -219,7 +219,7 @@ _FINISH: dict[str, Callable[[dict[str, Any], int | None, int | None], None]] = {
 def _cover_data(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
     """Vocabulary and sequence: the data's where they are left open, never less than the data's."""
     for key, needed, usual, owner in (
-        ("vocabulary", vocabulary, 2048, "the tokenizer"),
+        ("vocabulary", vocabulary, 2048, "the data"),
         ("sequence", sequence, 256, "data.sequence"),
     ):
         full[key] = full[key] or needed or usual

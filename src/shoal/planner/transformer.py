@@ -109,10 +109,11 @@ def _embedding(cut: Cut) -> UnitFacts:
     else:
         table, flops, ids = shape.vocabulary * h, 0.0, 8
     split = 0 if shape.patch else table
+    table += shape.positions * h + (shape.vectors.embedding if shape.vectors else 0)
     return UnitFacts(
         name="embedding",
-        parameters=table + shape.positions * h,
-        plain_parameters=table - split + shape.positions * h,
+        parameters=table,
+        plain_parameters=table - split,
         forward_flops=flops * tokens,
         elementwise_bytes=(2 + (2 if shape.positions else 0)) * e * h * tokens,
         operations=1 + (1 if shape.positions else 0),
@@ -132,10 +133,11 @@ def _head(cut: Cut) -> UnitFacts:
     # saved softmax, its gradient, the gradient before it (all at least fp32); then as wide as e
     loss = 12.0 if e <= 4 else 3.0 * e
     saved = cut.norm_bytes() * tokens
+    small = shape.vectors.head if shape.vectors else cut.norm
     return UnitFacts(
         name="head",
-        parameters=cut.norm + (0 if shape.tied else own),
-        plain_parameters=cut.norm,
+        parameters=small + (0 if shape.tied else own),
+        plain_parameters=small,
         forward_flops=2.0 * h * words * rows,
         elementwise_bytes=2 * e * h * tokens + 3 * max(e, 4) * words * rows,
         operations=5,

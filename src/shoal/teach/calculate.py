@@ -24,6 +24,7 @@ from typing import Any
 import typer
 
 from shoal.base.errors import PlanError, nearest
+from shoal.base.readable import READABLE
 from shoal.config.load import load
 from shoal.teach.drawings.plot_svg import plot_svg
 from shoal.teach.drawings.screen import Screen, screen_lines, screen_record
@@ -90,7 +91,7 @@ def calculate(
         return
     encoding = sys.stdout.encoding or "utf-8"
     for line in screen_lines(screen, WIDTH, ascii_only=not _speaks(encoding)):
-        typer.echo(line.encode(encoding, "replace").decode(encoding))
+        typer.echo(line.encode(encoding, READABLE).decode(encoding))
     if path:
         typer.echo(f"plot: {path}")
 

@@ -1,14 +1,148 @@
-"""Private names of torch that this room uses; tested on 2.13."""
+"""Private names of torch that this room uses; tested on 2.11 and 2.13."""
 
 from __future__ import annotations
 
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast
+
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-__all__ = ["LoaderIterator", "gradient_hooks", "pytree"]
+__all__ = [
+    "LoaderIterator",
+    "absent_gradient",
+    "ask_before_clipping",
+    "gradient_hooks",
+    "pytree",
+    "step_hooks",
+]
 
 
 def gradient_hooks(tensor: torch.Tensor) -> int:
     """Count the hooks of `register_hook`; those that run after accumulation are not among them."""
     return len(tensor._backward_hooks or ())
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> OrderedDict[int, Any]:
+    """Return the hooks that run before a step, by id, in their order; the dict itself."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    return cast(OrderedDict[int, Any], hooks)
+
+
+CLIPPING = {
+    "clip_grad_norm_": "max_norm",
+    "clip_grads_with_norm_": "max_norm",
+    "clip_grad_value_": "clip_value",
+}
+"""torch's clipping functions, and the name of their second argument."""
+
+NORM_ALONE = 1e6
+"""From this limit on `clip_grad_norm_` is called for the norm that it returns, to log it."""
+
+
+def ask_before_clipping(
+    watched: Collection[Any], ask: Callable[[str, Sequence[Any]], bool]
+) -> None:
+    """Have torch's clipping functions ask before they act, from now on, by whatever name they go.
+
+    Scripts have imported them already, so it is what they call inside that is replaced; where a
+    torch has none of that, nobody is asked.
+
+    Args:
+        watched: empty while nobody has to be asked.
+        ask: called with the function's name and a call's parameters, no name where the limit is
+            one that nothing reaches; may raise. Returns whether the gradients stay as they are.
+    """
+    for name, limit in CLIPPING.items():
+        function: Any = getattr(nn.utils, name)
+        inside = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+        if "func" in inside:
+            cell = inside["func"]
+            cell.cell_contents = _asking(name, limit, cell.cell_contents, watched, ask)
+
+
+def _asking(
+    name: str,
+    limit: str,
+    clip: Callable[..., Any],
+    watched: Collection[Any],
+    ask: Callable[[str, Sequence[Any]], bool],
+) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def asking(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if not watched:
+            return clip(parameters, *args, **kwargs)
+        held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = float(kwargs.get(limit, args[0] if args else 0.0))
+        logs = given >= NORM_ALONE and name != "clip_grad_value_"
+        if ask("" if logs else name, held):
+            return _norm_of(held, *args[1:], **{k: v for k, v in kwargs.items() if k != limit})
+        return clip(held, *args, **kwargs)
+
+    return asking
+
+
+def _norm_of(parameters: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Return what `clip_grad_norm_` does; what is given a norm already returns nothing."""
+    if "total_norm" in kwargs or (args and isinstance(args[0], torch.Tensor)):
+        return None
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    with torch._C.DisableTorchFunction():  # whoever looks at reductions of user code has asked us
+        return nn.utils.get_total_norm(gradients, *args, **kwargs)
+
+
+def absent_gradient(like: torch.Tensor, refusal: Callable[[str], Exception]) -> torch.Tensor:
+    """Make what stands in `.grad` for a gradient that is kept elsewhere.
+
+    It reads as zeros and has no memory. Whoever writes into it would change nothing.
+
+    Args:
+        like: a tensor of its shape, format and device.
+        refusal: makes the error that a write raises, by the name of torch's operation.
+    """
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        _Absent, like.shape, dtype=like.dtype, device=like.device
+    )
+    made.refusal = refusal
+    return cast(torch.Tensor, made)
+
+
+class _Absent(torch.Tensor):
+    """Of `absent_gradient`; its views are such tensors too."""
+
+    refusal: Callable[[str], Exception]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has a static method
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, schema = kwargs or {}, func._schema
+        for place, argument in enumerate(schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in pytree.tree_leaves(value):
+                    if isinstance(leaf, _Absent):
+                        raise leaf.refusal(schema.name.partition("::")[2])
+        result = func(*pytree.tree_map(_zeros, args), **pytree.tree_map(_zeros, kwargs))
+        is_view = isinstance(args[0], _Absent) and schema.returns[0].alias_info is not None
+        if is_view and isinstance(result, torch.Tensor):
+            return absent_gradient(result, args[0].refusal)
+        return result
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Zeros, as every other reading."""
+        return _zeros(self).cpu().numpy()
+
+    def tolist(self) -> Any:
+        """The same in lists."""
+        return _zeros(self).tolist()
+
+
+def _zeros(leaf: Any) -> Any:
+    if not isinstance(leaf, _Absent):
+        return leaf
+    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)

@@ -188,7 +188,8 @@ def _information(batch: Any) -> float:
 
 def _with_subclasses(kind: type) -> list[type]:
     """Return a class and all that inherit from it."""
-    return [kind, *(found for one in kind.__subclasses__() for found in _with_subclasses(one))]
+    children: list[type] = kind.__subclasses__()
+    return [kind, *(found for one in children for found in _with_subclasses(one))]
 
 
 def _whole_loaders(samples: int) -> list[list[Any]]:

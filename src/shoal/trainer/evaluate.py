@@ -15,10 +15,13 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.base.phases import counting
+from shoal.fabric.device import numbers_on
 from shoal.parallel.program import Program
 from shoal.trainer.contract import Loss, Metric, sum_and_count
 from shoal.trainer.measured import Measured, check_metrics
 from shoal.trainer.micro_batch import MicroBatch
+from shoal.trainer.step_vector import StepVector, entries_of
+from shoal.trainer.unit_order import guards_of
 
 NONE, MORE, STOP = 0, 1, 2
 """What a rank says before each of its micro-batches; the largest word counts for all."""
@@ -67,10 +70,20 @@ def evaluate(
                 totals += torch.stack([total.double(), count.to(totals)]) * program.speaks
     if stopped:
         return {}
+    vector = StepVector(program.world.size, program.world.rank)
+    vector.add_sums("loss_and_count", [0.0, 0.0])
+    guards = guards_of(program)  # under fsdp: ranks that ran different blocks have another loss
+    for name, entry in entries_of(guards, 0)[1].items():
+        vector.add_sums(name, entry)
+    if guards:
+        totals = torch.cat((totals, numbers_on(totals.device, vector.values[2:])))
     program.world.all_reduce(totals)
-    total, count = totals.tolist()
+    numbers = vector.summed(totals.tolist())
+    for guard in guards:
+        guard.agree(0, numbers)
+    loss_sum, targets = numbers.sums("loss_and_count")
     values = measured.values([], program.world.size > 1 or measured.unknown)
-    return {"loss": total / count if count else math.nan, **values, "targets": count}
+    return {"loss": loss_sum / targets if targets else math.nan, **values, "targets": targets}
 
 
 def _passes(

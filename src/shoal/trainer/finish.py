@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from shoal.base.errors import short
 from shoal.base.phases import counting, phase
 from shoal.data.sources import Source
 from shoal.machine.device_pool import device_pool, pool_text
@@ -35,8 +36,8 @@ def finish(
     values   of the last validation, or None without held-out data
     how      it ended; after a ";" what went wrong
     """
-    # Where parameters are gathered, a forward pass is everybody's.
-    text = sample(run, source) if run.world.keeps or run.program.together else None
+    run.untrained.close()
+    text = _try_sample(run, source)
     fullest = _fullest_pool(run)
     if not run.world.keeps:
         return
@@ -52,6 +53,22 @@ def finish(
         validation_loss=_finite(values["loss"]) if values else None,
         **({"allocator": fullest} if fullest else {}),
     )
+
+
+def _try_sample(run: Run, source: Source) -> str | None:
+    """Return a sample of what the model writes; where it fails, None and a line.
+
+    The training is over and saved by now: no extra changes how it ended.
+    """
+    # Where parameters are gathered, a forward pass is everybody's.
+    if not (run.world.keeps or run.program.together):
+        return None
+    try:
+        return sample(run, source)
+    except Exception as failure:
+        first = (str(failure).splitlines() or [type(failure).__name__])[0]
+        run.recorder.notice(f"no sample of what the model writes: {short(first)}")
+        return None
 
 
 def _fullest_pool(run: Run) -> str:
@@ -78,10 +95,12 @@ def _in_time(run: Run, times: int) -> Iterator[int]:
 def sample(run: Run, source: Source) -> str | None:
     """Text that the model continues from `def `; None for models that do not write text.
 
-    None under tp, cp and pp too: every new length would be traced, or cross all stages.
+    None under tp, cp and pp too: every new length would be traced, or cross all stages. None where
+    rows of tables lie on parameter servers, which answer inside of the run's own calls only.
     """
     program, tokenizer = run.program, source.tokenizer
     plain = max(program.pipe.size, program.tensor.size, program.context.size) == 1
+    plain = plain and not program.plan.layout.serves
     if tokenizer is None or not isinstance(run.model, Llama) or not plain:
         return None
     from shoal.models.generate import generate

@@ -117,9 +117,9 @@ class FreePasses:
             return self._tally
         self._leave()
         flags = self._flags()
-        told = replace(flags, says=[*flags.says, float(self.count)])
+        told = replace(flags, by_rank={**flags.by_rank, "backward_passes": [float(self.count)]})
         tally = sum_up(self.program, self._sums, self.count, told)
-        *said, counts = tally.said
+        counts = tally.numbers.row("backward_passes")
         if len(set(counts)) > 1:
             few, many = (one(range(len(counts)), key=counts.__getitem__) for one in (min, max))
             raise ConfigError(
@@ -129,7 +129,7 @@ class FreePasses:
         weight = float(self.program.data.size)
         if self._weighs:  # a loop that divides a loss itself makes several passes of share 1
             weight = tally.count / (self.count if self._whole else 1)
-        self._tally = replace(tally, said=said, count=weight)
+        self._tally = replace(tally, count=weight)
         return self._tally
 
     def _enter(self) -> MicroBatch:

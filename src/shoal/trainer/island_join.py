@@ -238,7 +238,7 @@ def _alike(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
         "train.micro_batch": plan.micro_batch,
         "train.seed": run.plan.seed,
         "precision.compute": plan.compute,
-        "model.parameters": plan.parameters,
+        "parameters of the model": plan.parameters,
     }
 
 
@@ -252,9 +252,10 @@ def agree(plane: Plane, own: Mapping[str, Any]) -> None:
     for island, other in enumerate(told):
         for key, value in told[0].items():
             if other.get(key) != value:
+                hint = f"{key}={value}" if "." in key else "the same configuration"
                 raise ConfigError(
                     f"{key} = {other.get(key)} on island {island}, {value} on island 0: islands of "
-                    f"a run are alike; try: {key}={value} on all of them"
+                    f"a run are alike; try: {hint} on all of them"
                 )
 
 

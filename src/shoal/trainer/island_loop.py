@@ -37,6 +37,7 @@ from shoal.islands.method import Moment
 from shoal.islands.outer import all_finite
 from shoal.islands.stream import inner_steps, steps_in, unused
 from shoal.trainer.finish import finish
+from shoal.trainer.island_data import check_same_data
 from shoal.trainer.island_join import Joined, agree, movable, take_merged
 from shoal.trainer.run import Run
 from shoal.trainer.step import reducer_of
@@ -61,8 +62,10 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     rounds = Rounds(run, joined, loader, last)
     validate = validator(run, source, config)
     began_s = time.perf_counter()
-    data = {"samples of data.source": rounds.loader.samples}
-    agree(joined.plane, {"train.steps": total_steps, "train.validate_every": every, **data})
+    agree(joined.plane, {"train.steps": total_steps, "train.validate_every": every})
+    held_out = (config.data.validation, source.validation)
+    data = {"data.source": (config.data.source, source.train), "data.validation": held_out}
+    check_same_data(joined, data, config.data.workers)
     try:
         while joined.common.round < last:
             done = joined.common.round * policy.period

@@ -27,6 +27,7 @@ from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy
 from shoal.config.load import load
 from shoal.config.resolve import asked_layout, plan_of
+from shoal.config.save import keep_origins
 from shoal.config.sections import Config
 from shoal.data.sources import Source, open_source
 from shoal.fabric import World, start_world
@@ -108,6 +109,7 @@ def _prepare(
     held_bytes = held_now_bytes()
     with phase("set up"):
         run = open_run(config, source, world, plan, said, folder=folder)
+    run.checks.cut_by_default = _derived(folder / "run.toml", "train.micro_batch")
     if proven and world.keeps:
         run.recorder.events.emit("notice", text=proven)
     for path in config.train.on:
@@ -118,13 +120,12 @@ def _prepare(
     if source.tokenizer is not None and world.keeps:
         keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
     joined = None
+    # It is known before a checkpoint's data is compared with it.
+    run.loader(source.train, workers=config.data.workers, collate=source.collate)
     if config.islands.on:
         joined = join(run, config.islands)
-    else:
-        # It is known before a checkpoint's data is compared with it.
-        run.loader(source.train, workers=config.data.workers, collate=source.collate)
-        if not run.restore():
-            run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
+    elif not run.restore():
+        run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = steps_of(config, source, run.plan.batch)
     run.guard.length.total_steps = total_steps
     cluster = cluster_here(world.size, world.device, held_bytes)
@@ -206,6 +207,13 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     finish(run, source, values, steps=steps, wall_s=wall_s, how=how)
     run.close()
     return 0 if saved else UNSAVED_CODE
+
+
+def _derived(path: Path, key: str) -> bool:
+    """Whether a value of a run's run.toml is no choice of the user's, but follows from others."""
+    loaded = load(path)
+    keep_origins(loaded, path)
+    return loaded.origins.get(key) == "derived"
 
 
 def _stop(run: Run, saved: Path | None = None) -> int:

@@ -13,7 +13,7 @@ is new by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ class Measured:
         """Sums and counts of the names that all ranks know, float64, [2 × names]."""
         return self._vector(self.names)
 
-    def values(self, told: list[float], unknown: bool) -> dict[str, float]:
+    def values(self, told: Sequence[float], unknown: bool) -> dict[str, float]:
         """Give the means over all ranks, and begin anew; every rank calls it.
 
         told      `told`, summed over ranks · unknown  some rank has names that others may not know
@@ -114,7 +114,7 @@ class Measured:
             vector = self._vector(fresh)
             world.all_reduce(vector)
             self.names += fresh
-            told = told + vector.tolist()
+            told = [*told, *vector.tolist()]
         self._here.clear()
         sums, counts = told[::2], told[1::2]
         return {

@@ -19,16 +19,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal.base.errors import ConfigError, PlanError
+from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.parallel.program import Program
 from shoal.trainer._torch import gradient_hooks
+from shoal.trainer.suspicions import evaluation_line
 
 _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -135,3 +138,49 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
         f"targets of one micro-batch, and no mean; a factor or a mask is right, a clamp is not: "
         f"try: clip=… of shoal.parallelize"
     ]
+
+
+class ModelChecks:
+    """The lines of one run on its model.
+
+    Args:
+        program: the run's.
+        cut_by_default: nobody gave a micro-batch, so a loader cuts by the default one.
+        notice: prints a line, by rank 0.
+
+    Attributes:
+        cut_by_default: as above; `shoal train` sets it, which gives all its runs a micro-batch.
+    """
+
+    def __init__(
+        self, program: Program, cut_by_default: bool, notice: Callable[[str], None]
+    ) -> None:
+        self.program, self.cut_by_default, self.notice = program, cut_by_default, notice
+        self._hooked = hooked(program.parameters)  # of those it was told
+        self._evaluates = False
+
+    def look(self, batch: Any, *, first: bool) -> None:
+        """Look at the model before a step.
+
+        Args:
+            batch: what the step is given.
+            first: no step of this run is over.
+
+        Raises:
+            PlanError: a hook on a gradient would never run.
+        """
+        module = self.program.module
+        if not self._evaluates and (line := evaluation_line(module)):
+            self._evaluates = True
+            self.notice(line)
+        if not first:
+            return
+        hooks = [name for name in hooked(self.program.parameters) if name not in self._hooked]
+        for line in check_hooks(hooks, self.program):
+            self.notice(line)
+        if self.cut_by_default and isinstance(batch, StepBatch):
+            from shoal.trainer.model_notices import batch_norm_line
+
+            self.cut_by_default = False
+            if line := batch_norm_line(module, self.program.plan):
+                self.notice(line)

@@ -16,6 +16,7 @@ from shoal.base.policies import OptimizerPolicy
 from shoal.base.shards import check_savable
 from shoal.optim.state import parameters_held, split_state
 from shoal.parallel.program import Program, dtype_of
+from shoal.trainer.optimizer_settings import OptimizerSettingsCheck
 
 
 @dataclass
@@ -43,6 +44,7 @@ class OptimizerGuard:
         if program.owed is not None:  # first steps may be a share of the length
             program.owed.sums.length = length
         self.notice = notice
+        self.settings = OptimizerSettingsCheck(optimizer, program.world)
         self.state_checked = False
         self._movement = MovementCheck()
         self._held = parameters_held(self.optimizer)
@@ -112,8 +114,9 @@ class OptimizerGuard:
             f"run.restore()"
         )
 
-    def check_first_update(self) -> None:
+    def check_update(self) -> None:
         """Errors: ConfigError for an optimizer that moves nothing, or that could not be saved."""
+        self.settings.updated()
         if not self._movement.done and self._movement.moved() is False:
             raise ConfigError(
                 "optimizer: its first step moved no parameter that has a gradient: it steps over "

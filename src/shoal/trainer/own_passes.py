@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.fabric.device import is_accelerator
 from shoal.parallel.program import Program, in_turn
 from shoal.trainer.contract import sum_and_count
 from shoal.trainer.double_backward import watching
+from shoal.trainer.gradient_writes import PassGradients
 from shoal.trainer.measured import Measured
 from shoal.trainer.micro_batch import JOINING, MicroBatch, prepared
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
@@ -59,6 +61,7 @@ class OwnPasses:
         rounds: int,
         scale: float,
         flags: Callable[[], Flags],
+        graded: Sequence[nn.Parameter],
         is_first: bool,
     ) -> None:
         if program.run is not in_turn:
@@ -74,10 +77,11 @@ class OwnPasses:
             )
         self.program, self.spare, self.step = program, spare, step
         self._flags, self._is_first = flags, is_first
-        self._own = len(micro_batches)
+        self._own, self._rounds = len(micro_batches), max(rounds, len(micro_batches))
         self._ready, self._sums = begin_passes(
             program, micro_batches, nobody, step, rounds, spare, "single", scale
         )
+        self._gradients = PassGradients(program, graded, step + 1, scale)
         self._at: MicroBatch | None = None
         self._count: torch.Tensor | None = None
         self._unequal: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -98,7 +102,9 @@ class OwnPasses:
                 yield OwnMicroBatch(inputs, targets, one.index)
             # Inputs of passes that are over need no memory.
             self._at = batch = inputs = targets = None
+            self._gradients.check()
             reducer.passed(one.index != JOINING)
+            self._gradients.note()  # under zero2 sums of parts have come in
 
     def log(self, measuring: Callable[[], Measured], values: Mapping[str, Any]) -> None:
         """As `Run.log`."""
@@ -131,7 +137,11 @@ class OwnPasses:
             refuse_mean(loss, count, "run.backward: got", 'reduction="sum"')
         total = one.weighed(loss, self._counted(loss, count))
         self._calls[-1] += 1
-        with torch.autocast(loss.device.type, enabled=False):
+        reducer = reducer_of(self.program)
+        with (
+            self._gradients.backward(reducer, self._rounds, counted=count is not None),
+            torch.autocast(loss.device.type, enabled=False),
+        ):
             total.backward(retain_graph=retain_graph)
 
     def _counted(self, loss: torch.Tensor, count: Any) -> torch.Tensor:
@@ -167,44 +177,41 @@ class OwnPasses:
                 )
 
     def finish(self) -> Tally:
-        """Sum up, and compare what ranks did. Errors: ConfigError on all of them alike."""
+        """Sum up, and compare what ranks did.
+
+        Errors: ConfigError on all of them alike; for gradients that user code changed, where it did
+        """
         if self._at is not None or len(self._calls) < len(self._ready):
             raise ConfigError(
                 f"run.update: {len(self._calls)} of {len(self._ready)} micro-batches were taken "
                 f"from run.micro_batches; take all of them, whatever becomes of their losses"
             )
+        self._gradients.close()
         least, most = (min(self._calls), max(self._calls)) if self._calls else (NONE, NONE)
-        says = [
-            float(least),
-            float(most),
-            float(True in self._counts),
-            float(False in self._counts),
-        ]
+        passes = {
+            "backward_calls": [float(least), float(most)],
+            "counts": [float(True in self._counts), float(False in self._counts)],
+        }
         flags = self._flags()
-        tally = sum_up(
-            self.program,
-            self._sums,
-            self._own,
-            replace(flags, says=[*flags.says, *says]),
-        )
+        flags = replace(flags, by_rank={**flags.by_rank, **passes})
+        tally = sum_up(self.program, self._sums, self._own, flags)
         self._compare_counts()  # the host has waited for the step already
-        told = tally.said[-len(says) :]
-        self._compare(told)
-        whole = any(told[2])
-        if whole and any(told[3]):
+        self._gradients.compare()
+        self._compare(*tally.numbers.rows("backward_calls"))
+        whole, bare = (any(row) for row in tally.numbers.rows("counts"))
+        if whole and bare:
             raise ConfigError(
                 f"run.backward: some losses of step {self.step + 1} came with a count and some "
                 f"without; try: one of both everywhere"
             )
-        tally = replace(tally, said=tally.said[: -len(says)])
         return tally if whole else replace(tally, count=1.0)
 
-    def _compare(self, told: list[list[float]]) -> None:
+    def _compare(self, fewest: Sequence[float], most: Sequence[float]) -> None:
         """Errors: ConfigError where a backward pass was left out or doubled somewhere."""
-        ranks = [rank for rank, calls in enumerate(told[0]) if calls != NONE]
-        least = min(ranks, key=lambda rank: told[0][rank], default=0)
-        most = max(ranks, key=lambda rank: told[1][rank], default=0)
-        few, many = int(told[0][least]), int(told[1][most])
+        ranks = [rank for rank, calls in enumerate(fewest) if calls != NONE]
+        low = min(ranks, key=lambda rank: fewest[rank], default=0)
+        high = max(ranks, key=lambda rank: most[rank], default=0)
+        few, many = int(fewest[low]), int(most[high])
         if few == many and many > 0:
             return
         if not many:
@@ -213,8 +220,8 @@ class OwnPasses:
                 f"run.backward(loss_sum, count) in the loop over run.micro_batches(batch)"
             )
         raise ConfigError(
-            f"run.backward: called {few} times in a micro-batch of rank {least} and {many} times "
-            f"in one of rank {most}, in step {self.step + 1}; call it equally often in every "
+            f"run.backward: called {few} times in a micro-batch of rank {low} and {many} times "
+            f"in one of rank {high}, in step {self.step + 1}; call it equally often in every "
             f"micro-batch, on every rank"
         )
 

@@ -214,6 +214,11 @@ def start_run(
     _refuse_untrainable(module, parameters, world)
     bound = rebind(optimizer, module, parameters)
     _agree(world, {"optimizer": settings_of(bound), "loss": _place_of(loss)})
+    unheld = _unheld(module, parameters, bound)
+    if "transformers" in sys.modules:
+        from shoal.trainer.model_notices import auxiliary_loss_lines
+
+        notices += auxiliary_loss_lines(module, loss)
     batch = plan.batch or (8 * plan.micro_batch if plan.micro_batch else DEFAULT_BATCH)
     plan = replace(plan, batch=batch, parameters=sum(p.numel() for p in parameters.values()))
     if said is not None:
@@ -250,13 +255,26 @@ def start_run(
 
         ends += start_beside(plan, folder, recorder)
     program = replace(program, on_close=(*program.on_close, *ends))
-    run = Run(program, bound, loss, recorder, length, given)
+    run = Run(program, bound, loss, recorder, length, given, unheld)
     if beside is not None and own:  # `shoal train` does so with its first step
         beside.compare_collectives()
     if folder is not None:
         _keep_in(folder, run)
     trim_heap()
     return run
+
+
+def _unheld(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> tuple[Collection[str], Collection[str]]:
+    """Names of weights that the optimizer does not hold, and those that seem to be forgotten."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    unheld = {name for name, p in parameters.items() if id(p) not in held}
+    if not unheld:
+        return (), ()
+    from shoal.trainer.model_notices import forgotten
+
+    return unheld, forgotten(module, unheld)
 
 
 def _keep_in(folder: Path, run: Run) -> None:

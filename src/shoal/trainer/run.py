@@ -30,7 +30,7 @@ from shoal.trainer.drift import Drift
 from shoal.trainer.epochs import Epochs
 from shoal.trainer.loaders import Feed
 from shoal.trainer.lockstep import count_forwards, meeting_of, together
-from shoal.trainer.module_guard import check_hooks, hooked
+from shoal.trainer.module_guard import ModelChecks
 from shoal.trainer.optimizer_guard import Length, OptimizerGuard
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.share import busiest, lost_of, own_micro_batches, to_join_with
@@ -45,8 +45,11 @@ from shoal.trainer.step import (
     row_of,
     update,
 )
-from shoal.trainer.suspicions import FirstStep, evaluation_line
+from shoal.trainer.step_vector import entries_of
+from shoal.trainer.suspicions import FirstStep
 from shoal.trainer.touched import Touched
+from shoal.trainer.unit_order import guards_of
+from shoal.trainer.untrained_weights import UntrainedWeights
 from shoal.trainer.whole_state import check_averaged, full_state
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
@@ -85,6 +88,7 @@ class Run:
         recorder: Recorder,
         length: Length,
         given: Collection[str] = (),
+        unheld: tuple[Collection[str], Collection[str]] = ((), ()),
     ) -> None:
         self.program, self.recorder = program, recorder
         self.optimizer, self.loss = optimizer, loss
@@ -107,10 +111,10 @@ class Run:
         self._spare: Any = None
         self._data_wait_s = 0.0
         self.stopping = self._stop_wanted = self._closed = False
-        self._weights_seen, self._evaluation_told, self.tells_validation = False, False, True
+        self._weights_seen, self.tells_validation = False, True
         self.extra: dict[str, Any] = {}
         self._restored: set[Path] = set()
-        self._hooked = hooked(program.parameters)  # of those it was told
+        self.checks = ModelChecks(program, "micro_batch" not in given, recorder.notice)
         self.lease: RunLease | None = None
         self.loss_scale: LossScale | None = None
         if plan.compute == "fp16":
@@ -129,18 +133,19 @@ class Run:
         self.epochs_done = Epochs(self.feed)
         self._brought = Brought(program, plan.batch if "batch" in given else 0, recorder.notice)
         self._carried = Carried(program, recorder.notice)
+        self.untrained = UntrainedWeights(program, *unheld, recorder.notice)
         self.meeting = meeting_of(program.world)
         self.meeting.join(program.world)
         drift = Drift(program, optimizer, self.average, recorder)
         self.touched = Touched(program, optimizer, recorder.notice, self.meeting.agreed, drift)
+        self.guards = guards_of(program, self.guard.settings, self.touched, self.untrained)
         self.program = count_forwards(program, self.meeting)
         self._tell()
 
     def hear(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
         """Call hooks with every event and every step's row from now on, in this process.
 
-        hooks   what one gives is done after the next step, on all ranks: "stop" as `request_stop`,
-                "save" as `save` without waiting
+        hooks   "stop" and "save", if one returns it, are done after the next step on all ranks
         """
         for hook in hooks:
             self.recorder.hear(hook)
@@ -260,6 +265,7 @@ class Run:
                 rounds=rounds,
                 scale=self.scale,
                 flags=self.flags,
+                graded=self.touched.looked_at,
                 is_first=not self.guard.state_checked,
             )
         # Where every pass gathers parameters all ranks make the same calls.
@@ -322,12 +328,7 @@ class Run:
         rounds = busiest(self.program, batch, len(micro_batches))
         own = micro_batches[-1][1] if micro_batches else None
         spare = to_join_with(self.program, batch, own, self._spare, rounds)
-        if not self._evaluation_told and (line := evaluation_line(self.model)):
-            self._evaluation_told = True
-            self.recorder.notice(line)
-        hooks = () if self._weights_seen else hooked(self.program.parameters)
-        for line in check_hooks([name for name in hooks if name not in self._hooked], self.program):
-            self.recorder.notice(line)
+        self.checks.look(batch, first=not self._weights_seen)
         return micro_batches, rounds, spare
 
     def begin(self, batch: Any) -> None:
@@ -352,17 +353,20 @@ class Run:
     def _looking(self, micro_batches: int) -> Iterator[None]:
         """Around the passes of a step: what is looked at in a run's first ones."""
         rewritten = nullcontext() if self._weights_seen else refuse_rewritten(self.program)
-        with rewritten, self._carried.looking(self.step_count + 1, micro_batches):
+        carried = self._carried.looking(self.step_count + 1, micro_batches)
+        with rewritten, carried, self.untrained.looking():
             yield
 
     def flags(self) -> Flags:
         """What this rank has to say to the others after its passes."""
         wanted, measured = self.recorder.wanted, self._measured
+        by_rank, sums = entries_of(self.guards, self.step_count + 1)
         return Flags(
             stop=self._stop_wanted or "stop" in wanted, save="save" in wanted,
             save_failed=self._saving is not None and self._saving.failed(),
             peak_memory_bytes=peak_memory_bytes(self.world.device),
-            says=[lost_of(self._batch), *self.touched.says(self.step_count + 1)],
+            by_rank=by_rank,
+            sums={"unreadable": [lost_of(self._batch)], **sums},
             measured=measured.told() if measured else None,
             unnamed=measured is not None and measured.unknown,
         )  # fmt: skip
@@ -370,7 +374,8 @@ class Run:
     def _ran(self, tally: Tally, spare: Any) -> None:
         """The passes are over and summed up."""
         self._tally, self._weights_seen = tally, True
-        self.touched.agree(self.step_count + 1, tally.said[1:])
+        for guard in self.guards:
+            guard.agree(self.step_count + 1, tally.numbers)
         self.touched.after()
         if tally.unnamed or self._measured is not None:
             self._values = self._measuring().values(tally.measured, tally.unnamed)
@@ -398,7 +403,7 @@ class Run:
             )  # fmt: skip
         self._tell()
         if not done.skipped:
-            self.guard.check_first_update()
+            self.guard.check_update()
             if self.average is not None:
                 self.average.update()
         self.touched.updated(self.step_count + 1)
@@ -566,6 +571,7 @@ class Run:
         sharded), and the optimizer what this rank stepped.
         """
         self._closed = True
+        self.untrained.close()
         if self._saving is not None:
             self._saving.close()
         self.touched.close()

@@ -250,9 +250,12 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     known = {name for names in run.program.world.gather_json(list(here)) for name in names}
 
     def wanted(manifest: Manifest) -> list[Shard]:
+        from shoal.trainer.same_again import explained  # only a resume reads what was told
+
         _check_record(manifest, folder)
-        _check_names(manifest, here, known)
-        shards = _wanted(manifest, here, local)
+        with explained(run, manifest.record):
+            _check_names(manifest, here, known)
+            shards = _wanted(manifest, here, local)
         if run.average is not None and "average_updates" in manifest.record:
             shards += _averages(manifest, local)
         return shards + [shard for one in _beside(run) for shard in one.wanted(manifest)]
@@ -269,10 +272,11 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     if loaded is None:
         return False
     record = loaded.manifest.record
-    check_class(run.optimizer, record["optimizer"])  # before anything moves
-    run.feed.restore(record["data"])
-    from shoal.trainer.same_again import compare, tell_resumed  # only a resume reads what was told
+    from shoal.trainer.same_again import compare, explained, tell_resumed
 
+    with explained(run, record):
+        check_class(run.optimizer, record["optimizer"])  # before anything moves
+        run.feed.restore(record["data"])
     differences, changes = compare(run, record)
     run.extra_record["extra"] = record.get("extra", {})
     run.extra = decoded(run.extra_record["extra"])

@@ -7,20 +7,21 @@ arguments may change on purpose, is told.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import select
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.made_with import user_code, versions
 from shoal.config.differences import Difference, of_configurations, of_surroundings, refusal
 from shoal.data.dataset import digest_of, is_indexed
@@ -100,6 +101,29 @@ def compare(run: Compared, record: Mapping[str, Any]) -> tuple[list[str], bool]:
     return list(lines), bool(changes)
 
 
+@contextlib.contextmanager
+def explained(run: Compared, record: Mapping[str, Any]) -> Iterator[None]:
+    """Name what has changed in the configuration, where a checkpoint cannot be taken for it.
+
+    Raises:
+        CheckpointError, ConfigError: what the block raises, with the keys that have changed.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigError) as failure:
+        then, now = record.get("configuration"), run.extra_record.get("configuration")
+        if type(failure) not in (CheckpointError, ConfigError) or not (then and now):
+            raise
+        changed = [one.line for one in of_configurations(str(then), str(now)) if one.changes]
+        if not changed:
+            raise
+        said = str(failure).partition("; try: ")[0]
+        raise type(failure)(
+            f"{said}; changed since step {record.get('step')}: {'; '.join(changed)}; try: put that "
+            f"back, or start a new run with another run.name"
+        ) from failure
+
+
 def tell_resumed(run: Compared, path: Path, found: list[str], changes: bool, *, here: bool) -> None:
     """Say from which checkpoint a run goes on, and what is not as it was.
 
@@ -120,6 +144,7 @@ def _differences(run: Compared, record: Mapping[str, Any]) -> list[Difference]:
     if isinstance(then, str) and isinstance(now, str):
         found += of_configurations(then, now)
     known = {one.key.rpartition(".")[2] for one in found}
+    known |= {"precision"} if "compute" in known else set()
     told = {"layout": plan.layout.text(), "batch": plan.batch, "micro_batch": plan.micro_batch}
     told |= {"precision": plan.compute, "seed": plan.seed}
     for key, value in told.items():
@@ -140,14 +165,23 @@ def _differences(run: Compared, record: Mapping[str, Any]) -> list[Difference]:
 def look_at(dataset: Any, workers: int) -> list[str]:
     """Digests of a few samples, spread over a dataset; [] where it has no index, or raises.
 
-    workers   processes that read it for the run: then one of its own reads it here too, since a
-              dataset may open its files when it is first read, and workers must find them closed
+    workers   processes that read it for the run, as `read_apart` has them
     Samples are drawn with fixed seeds, and the generators stand as before afterwards.
     """
-    if not is_indexed(dataset):
-        return []
+    return read_apart(_look, dataset, workers) if is_indexed(dataset) else []
+
+
+def read_apart(read: Callable[[Any], list[Any]], dataset: Any, workers: int) -> list[Any]:
+    """Return what `read` finds in a dataset, as JSON; [] where a process is needed and cannot be.
+
+    Args:
+        read: reads some samples.
+        dataset: is read in this process.
+        workers: processes that read it for the run. Above 0 one more reads it here too, since a
+            dataset may open its files when it is first read, and workers must find them closed.
+    """
     if not workers:
-        return _look(dataset)
+        return read(dataset)
     if not hasattr(os, "fork"):
         return []
     receiving, sending = os.pipe()
@@ -155,29 +189,40 @@ def look_at(dataset: Any, workers: int) -> list[str]:
     if not pid:
         try:
             torch.set_num_threads(1)  # those of the parent are not here
-            os.write(sending, json.dumps(_look(dataset)).encode())
+            with open(sending, "wb") as pipe:
+                pipe.write(json.dumps(read(dataset)).encode())
         finally:
             os._exit(0)
     os.close(sending)
+    until_s, told = time.monotonic() + LOOK_AT_MOST_S, b""
     try:
-        ready, _, _ = select.select([receiving], [], [], LOOK_AT_MOST_S)
-        told = os.read(receiving, 4096) if ready else b""
+        while select.select([receiving], [], [], max(0.0, until_s - time.monotonic()))[0]:
+            if not (more := os.read(receiving, 2**16)):
+                return list(json.loads(told)) if told else []
+            told += more
     finally:
         os.close(receiving)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return list(json.loads(told)) if told else []
+    return []
+
+
+def spread_indices(count: int, most: int) -> Iterator[int]:
+    """Yield up to `most` indices below `count`, none twice, spread wherever one stops.
+
+    >>> list(spread_indices(10, 4))
+    [0, 7, 4, 1]
+    """
+    stride = max(1, int(GOLDEN * count))
+    while math.gcd(stride, count) > 1:  # else it would come back to the same ones
+        stride += 1
+    return (number * stride % count for number in range(min(most, count)))
 
 
 def _look(dataset: Any) -> list[str]:
     until_s, digests = time.monotonic() + LOOK_S, list[str]()
     try:
-        count = len(dataset)
-        stride = max(1, int(GOLDEN * count))
-        while math.gcd(stride, count) > 1:  # else it would come back to the same ones
-            stride += 1
-        for number in range(min(LOOKS, count)):
-            index = number * stride % count
+        for index in spread_indices(len(dataset), LOOKS):
             with seeded_draws("look", index):
                 digests.append(digest_of(dataset[index]))
             if time.monotonic() > until_s:

@@ -34,6 +34,7 @@ from shoal.trainer.predict import cluster_here, facts_of, foresee, held_now_byte
 from shoal.trainer.run import Run
 from shoal.trainer.served import Arrived, Brought, Line, Orders, Parcel, Reading
 from shoal.trainer.step import Tally, reducer_of
+from shoal.trainer.step_vector import same_on_all_ranks
 from shoal.trainer.validate import validator
 
 STOPPED = 143
@@ -179,7 +180,9 @@ class Server:
 
     def _tally(self, worker: int, head: Brought, batch: StepBatch) -> Tally:
         run, size = self.run, self.run.world.size
-        _, *says = run.flags().says
+        flags = run.flags()
+        alike = {name: [0.0] * len(values) for name, values in flags.sums.items()}
+        sums = {**alike, "unreadable": [float(head.lost)]}
         ranks = range(self.plan.layout.processes)
         self.peaks[worker] = head.peak_memory_bytes
         return Tally(
@@ -195,7 +198,7 @@ class Server:
             used=list(head.used),
             micro_batches=[head.ran if rank == worker else 0 for rank in ranks],
             peak_memory_bytes=[self.peaks.get(rank, 0) for rank in ranks],
-            said=[[float(head.lost)], *([one] * size for one in says)],
+            numbers=same_on_all_ranks(size, flags.by_rank, sums),
             measured=[],
             unnamed=False,
         )

@@ -64,7 +64,7 @@ class Skips:
         emit: Emit,
     ) -> None:
         """A step is over, whatever it did; every rank calls it. Errors as of `skip`, `lose`."""
-        if count := int(sum(tally.said[0])):
+        if count := int(sum(tally.numbers.sums("unreadable"))):
             from shoal.trainer.left_out import lose
 
             lose(self, step, count, batch, world, emit)

@@ -28,6 +28,7 @@ from shoal.parallel.program import Program, Reducer
 from shoal.trainer.contract import Loss
 from shoal.trainer.micro_batch import JOINING, MicroBatch
 from shoal.trainer.optimizer_guard import MovementCheck
+from shoal.trainer.step_vector import StepNumbers, StepVector
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Tally:
     save_failed       some rank learnt that the save in flight failed
     moved             some rank's forward passes changed a buffer that no rule covers
     micro_batches     how many each rank ran · peak_memory_bytes  of each rank
-    said              what else ranks had to say: a list over ranks for each number
+    numbers           all of it by names, `Flags.by_rank` and `Flags.sums` too
     measured          sums of `Flags.measured` · unnamed  some rank has values of unknown names
     """
 
@@ -58,8 +59,8 @@ class Tally:
     used: list[bool]
     micro_batches: list[int]
     peak_memory_bytes: list[int]
-    said: list[list[float]]
-    measured: list[float]
+    numbers: StepNumbers
+    measured: Sequence[float]
     unnamed: bool
 
 
@@ -68,7 +69,8 @@ class Flags:
     """What a rank has to say to the others beside its sums.
 
     stop, save, save_failed, peak_memory_bytes   as in `Tally`
-    says   numbers below 2**52 that every rank shall learn, as many on each
+    by_rank    numbers by name that every rank learns of every other one; sums  those that are
+               summed over ranks; names, order and lengths are the same on every rank
     measured   float64, to be summed over ranks, as many on each; None: nothing
     unnamed    this rank has values by names that others may not know
     """
@@ -77,7 +79,8 @@ class Flags:
     save: bool = False
     save_failed: bool = False
     peak_memory_bytes: int = 0
-    says: Sequence[float] = ()
+    by_rank: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    sums: Mapping[str, Sequence[float]] = field(default_factory=dict)
     measured: torch.Tensor | None = None
     unnamed: bool = False
 
@@ -159,9 +162,7 @@ def sum_up(program: Program, sums: torch.Tensor, ran: int, flags: Flags) -> Tall
         from shoal.parallel.data_parallel.shared import sum_shared
 
         sum_shared(program, reducer)
-    told = [flags.stop, program.moved(), flags.save_failed, flags.unnamed, flags.save]
-    numbers = [float(ran), float(flags.peak_memory_bytes), *flags.says]
-    return _tally(program, sums, used, norms, [float(n) for n in told], numbers, flags.measured)
+    return _tally(program, sums, used, norms, ran, flags)
 
 
 def _check_frozen(program: Program) -> None:
@@ -173,63 +174,72 @@ def _check_frozen(program: Program) -> None:
             )
 
 
-HEAD = 8
-"""Numbers of a tally before those by rank: loss sum, count, norm², and five flags."""
-
-
 def _tally(
     program: Program,
     sums: torch.Tensor,
     used_here: list[bool],
     norms: list[torch.Tensor],
-    flags: list[float],
-    numbers: Sequence[float],
-    measured: torch.Tensor | None,
+    ran: int,
+    flags: Flags,
 ) -> Tally:
     """One all-reduce of a short float64 vector: sums, flags, a slot per rank, names, measured.
 
     used_here, norms   of the gradients that this rank computed itself
-    numbers   micro-batches, peak memory, and what else this rank says
+    ran   micro-batches of this rank that count
     """
     world, reducer = program.world, reducer_of(program)
-    device, ranks = world.device, world.size
     magnitude = sums.abs().sum()
     for norm in norms:
         magnitude = magnitude + norm.to(torch.float64)
-    rows = 2 + len(numbers)
     here = {name for name, used in zip(program.parameters, used_here, strict=True) if used}
+    vector = StepVector(world.size, world.rank)
+    lies = vector.add_sums("loss_and_count", [0.0, 0.0])
+    square = vector.add_sums("squared_norm", [0.0])
+    asked = flags.stop, program.moved(), flags.save_failed, flags.unnamed, flags.save
+    vector.add_sums("flags", [float(one) for one in asked])
+    broken = vector.add_by_rank("broken", [0.0, 0.0])
+    vector.add_by_rank("micro_batches", [float(ran)])
+    vector.add_by_rank("peak_memory_bytes", [float(flags.peak_memory_bytes)])
+    for name, values in flags.by_rank.items():
+        vector.add_by_rank(name, values)
+    for name, values in flags.sums.items():
+        vector.add_sums(name, values)
+    vector.add_sums("used", [float(name in here) for name in program.names])
+    vector.add_rest("measured")
     # All that the host knows goes to the device in one copy, and nobody waits for it.
-    said = [0.0] * (HEAD + rows * ranks)
-    said[3:HEAD] = flags
-    said[HEAD + 2 * ranks + world.rank :: ranks] = numbers
-    vector = numbers_on(device, said + [float(name in here) for name in program.names])
+    sent = numbers_on(world.device, vector.values)
     # A rank whose loss is not finite must not turn the sums of the others into NaN.
-    vector[:2] = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
-    vector[2] = _squares(program, reducer)
+    sent[lies] = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
+    sent[square.start] = _squares(program, reducer)
     finite = torch.stack([torch.isfinite(magnitude), torch.isfinite(sums.sum())])
-    vector[HEAD + world.rank : HEAD + 2 * ranks : ranks] = (~finite).double()
-    if measured is not None:
-        vector = torch.cat((vector, measured))
-    world.all_reduce(vector)
-    told = vector.tolist()  # the one place of a step where the host waits for the device
-    names = HEAD + rows * ranks
-    slots = [told[HEAD + k * ranks : HEAD + (k + 1) * ranks] for k in range(rows)]
+    sent[broken] = (~finite).double()
+    if flags.measured is not None:
+        sent = torch.cat((sent, flags.measured))
+    world.all_reduce(sent)
+    return _tally_of(vector.summed(sent.tolist()))  # the one place of a step where the host waits
+
+
+def _tally_of(numbers: StepNumbers) -> Tally:
+    loss_sum, count = numbers.sums("loss_and_count")
+    (square,) = numbers.sums("squared_norm")
+    stop, moved, save_failed, unnamed, save = (one > 0 for one in numbers.sums("flags"))
+    broken, loss_broken = numbers.rows("broken")
     return Tally(
-        loss_sum=told[0],
-        count=told[1],
-        norm=math.sqrt(told[2]) if told[2] >= 0 else math.nan,
-        stop=told[3] > 0,
-        moved=told[4] > 0,
-        save_failed=told[5] > 0,
-        unnamed=told[6] > 0,
-        save=told[7] > 0,
-        broken=[rank for rank, flag in enumerate(slots[0]) if flag],
-        loss_broken=any(slots[1]),
-        micro_batches=[int(n) for n in slots[2]],
-        peak_memory_bytes=[int(n) for n in slots[3]],
-        said=slots[4:],
-        used=[n > 0 for n in told[names:][: len(program.names)]],
-        measured=told[names + len(program.names) :],
+        loss_sum=loss_sum,
+        count=count,
+        norm=math.sqrt(square) if square >= 0 else math.nan,
+        stop=stop,
+        moved=moved,
+        save_failed=save_failed,
+        unnamed=unnamed,
+        save=save,
+        broken=[rank for rank, flag in enumerate(broken) if flag],
+        loss_broken=any(loss_broken),
+        micro_batches=[int(n) for n in numbers.row("micro_batches")],
+        peak_memory_bytes=[int(n) for n in numbers.row("peak_memory_bytes")],
+        numbers=numbers,
+        used=[n > 0 for n in numbers.sums("used")],
+        measured=numbers.sums("measured"),
     )
 
 
@@ -421,7 +431,7 @@ def row_of(
     samples = 0
     if isinstance(batch, StepBatch):
         extras = {**extras, "samples": [batch.position, batch.next_position]}
-        samples = batch.next_position - batch.position - int(sum(tally.said[0]))  # those lost
+        samples = batch.next_position - batch.position - int(sum(tally.numbers.sums("unreadable")))
     row = {
         "step": result.step,
         "loss": result.loss,

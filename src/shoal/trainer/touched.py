@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,9 +21,15 @@ from shoal.base.errors import ConfigError
 from shoal.base.policies import OffloadPolicy
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
-from shoal.trainer.bit_sums import fingerprint, here
+from shoal.trainer._torch import step_hooks
+from shoal.trainer.bit_sums import fingerprint
 from shoal.trainer.drift import Drift
+from shoal.trainer.gradient_marks import Marks, any_nonzero, changed_since, is_read, marks_of
 from shoal.trainer.module_guard import layers_of
+from shoal.trainer.step_vector import StepNumbers
+
+if TYPE_CHECKING:  # steps that nobody writes out do without
+    from shoal.trainer.gradient_writes import HalfGradients
 
 Holders = dict[str, tuple[int, int]]
 """Name of a parameter → which layer holds it; which object it is, 0 where that changes."""
@@ -30,11 +37,12 @@ Holders = dict[str, tuple[int, int]]
 Counters = dict[int, tuple[int, ...]]
 """Which tensor; how often it was written, and where its memory is."""
 
-SAYS = 7
-"""Numbers that a rank says before those of `Drift`."""
+SAME_ON_ALL = ("weights_written", "training_mode")
+SAME_IN_GROUPS = ("weights", "trainable", "layers")
+"""What `by_rank` gives that must be equal on all ranks · among ranks of one `replica_group`."""
 
 UNCOUNTED = 2.0
-"""What `says` gives for weights that are other than they were, though no write was counted."""
+"""What `by_rank` gives for weights that are other than they were, though no write was counted."""
 
 CLOSELY = 8
 """First steps in which every tensor's counter is read; later, in most steps, those of a few."""
@@ -62,7 +70,8 @@ class Touched:
         self._agreed, self.drift = agreed, drift
         self.ours, self.watching = False, True
         self.weights_written = self._uncounted = False
-        self._told = False
+        self._told, self._step = False, 0
+        self._halves: HalfGradients | None = None
         pieces = {id(one.parameter): one.parameter for one in program.local.values()}
         pieces.update({id(p): p for p in self._module_weights()})
         self.pieces: list[nn.Parameter] = list(pieces.values())
@@ -70,19 +79,25 @@ class Touched:
         self.graded: list[nn.Parameter] = list(pieces.values())
         self._closely, self._under_way = True, False
         self._weights = self._of_weights()
-        self._gradients = self._of_gradients()
+        self._gradients: Marks = marks_of(self.graded)
         self._bits = fingerprint(self.pieces)
         self._training = self._trains()
         self._held = self._holders()
         self._hook = optimizer.register_step_pre_hook(self._stepped)
         _all.add(self)
 
+    @property
+    def looked_at(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are looked at in the step under way."""
+        return self.graded if self._closely else _few(self.graded)
+
     def before(self, step: int) -> None:
         """A step begins. Errors: ConfigError for gradients that nothing will ever use."""
+        self._step = step
         if not self.watching:
             return
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
-        if not failed and self._gradients_written():
+        if not failed and any_nonzero(self._regraded()):
             self._under_way = False
             raise ConfigError(
                 "gradients were changed beside the run (by loss.backward(), or by clipping after "
@@ -102,8 +117,18 @@ class Touched:
             self.weights_written = self._uncounted = fingerprint(self.pieces) != self._bits
 
     def between(self) -> None:
-        """The second half of a step begins: what was done to the sums since the first half?"""
-        if self.watching and not self._told and self._gradients_written():
+        """The second half of a step begins: what was done to the sums since the first half?
+
+        Errors: ConfigError where nothing is left of them
+        """
+        clipped = self._halves is not None and self._halves.close()
+        regraded = self._regraded() if self.watching else []
+        if regraded:
+            from shoal.trainer.gradient_writes import refuse_dropped
+
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            refuse_dropped(held, self._gradients, self._step, "run.forward_backward")
+        if not self._told and (clipped or any_nonzero(regraded)):
             self._told = True
             self.notice(
                 "gradients were changed between run.forward_backward and run.update, where they "
@@ -113,15 +138,29 @@ class Touched:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """The run's own step of the optimizer."""
+        """The run's own step of the optimizer.
+
+        Errors: ConfigError for a step hook of the user's that takes a part's norm for the whole's
+        """
         self.ours = True
         try:
-            yield
+            with self._hooks_watched():
+                yield
         finally:
             self.ours = False
 
-    def says(self, step: int) -> list[float]:
-        """What `agree` compares, in the step's one all-reduce.
+    def _hooks_watched(self) -> AbstractContextManager[None]:
+        program = self.program
+        whole = not (program.plan.layout.zero or program.cuts) and program.pipe.size == 1
+        if whole or len(step_hooks(self.optimizer)) == 1:
+            return nullcontext()
+        from shoal.trainer.gradient_writes import HookGradients
+
+        stepped = [one.parameter for one in program.local.values()]
+        return HookGradients(program, stepped, self._step).watching(self.optimizer)
+
+    def by_rank(self, step: int) -> dict[str, list[float]]:
+        """Return what `agree` compares, for the step's one all-reduce.
 
         Weights are read where they were written, and else in steps 1, 2, 4, 8, …, there in part.
         """
@@ -130,33 +169,37 @@ class Touched:
         program = self.program
         held = [p for name, p in program.parameters.items() if not program.is_expert(name)]
         weights = held if reads else []
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return [
-            UNCOUNTED if self._uncounted else float(self.weights_written),
-            float(fingerprint(weights, whole=self.weights_written)) if reads else 0.0,
-            float(min(program.replicas.ranks)),
-            float(program.module.training),
-            float(self._trains() if self._closely else 0),
-            rates[0] if rates else 0.0,
-            float(self._layers() if is_read(step) else 0),
-            *self.drift.says(),
-        ]
+        read = float(fingerprint(weights, whole=self.weights_written)) if reads else 0.0
+        return {
+            "weights_written": [UNCOUNTED if self._uncounted else float(self.weights_written)],
+            "weights": [read],
+            "replica_group": [float(min(program.replicas.ranks))],
+            "training_mode": [float(program.module.training)],
+            "trainable": [float(self._trains() if self._closely else 0)],
+            "layers": [float(self._layers() if is_read(step) else 0)],
+            "drift": self.drift.says(),
+        }
 
-    def agree(self, step: int, said: Sequence[Sequence[float]]) -> None:
+    def sums(self, step: int) -> dict[str, list[float]]:
+        """Return nothing: see `step_vector.StepGuard`."""
+        return {}
+
+    def agree(self, step: int, numbers: StepNumbers) -> None:
         """Errors: ConfigError, the same on all ranks, where ranks would train different models."""
         if not self.watching:
             return
         # What can be nothing but a flipped bit is no mistake of the user's, who would be told one.
-        self.drift.agree(said[SAYS:], alone=True)
-        written, weights, groups, training, trains, rates, layers = said[:SAYS]
-        same = all(len(set(one)) == 1 for one in (written, training, rates))
-        for own in (weights, trains, layers):
-            same &= len(set(zip(groups, own, strict=True))) == len(set(groups))
+        drift = numbers.rows("drift")
+        self.drift.agree(drift, alone=True)
+        written, groups = numbers.row("weights_written"), numbers.row("replica_group")
+        same = all(len(set(numbers.row(one))) == 1 for one in SAME_ON_ALL)
+        for name in SAME_IN_GROUPS:
+            same &= len(set(zip(groups, numbers.row(name), strict=True))) == len(set(groups))
         if not same or UNCOUNTED in written:
             from shoal.trainer.touched_told import refuse_unlike_ranks
 
-            refuse_unlike_ranks(self, step, said[:SAYS])
-        self.drift.agree(said[SAYS:])
+            refuse_unlike_ranks(self, step, numbers)
+        self.drift.agree(drift)
 
     def after(self, following: int = 0) -> None:
         """A step, or half of one, is over, here and (its loss may run another model) elsewhere.
@@ -169,8 +212,14 @@ class Touched:
         self._weights = self._of_weights()
         if is_read(following):
             self._bits = fingerprint(self.pieces)
+        if not following and self.program.plan.layout.zero in (1, 2):
+            from shoal.trainer.gradient_writes import HalfGradients
+
+            parameters = self.program.parameters.values()
+            self._halves = self._halves or HalfGradients(list(parameters))
+            self._halves.open()
         for one in list(_all):
-            one._gradients = one._of_gradients()
+            one._gradients = marks_of(one.looked_at)
 
     def updated(self, step: int) -> None:
         """The update of a step is over, or a checkpoint of it was loaded."""
@@ -207,17 +256,8 @@ class Touched:
         some = self.pieces if self._closely else _few(self.pieces)
         return {id(p): (writes(p), p.data_ptr(), p.element_size()) for p in some}
 
-    def _of_gradients(self) -> Counters:
-        some = self.graded if self._closely else _few(self.graded)
-        found = [(id(p), p.grad) for p in some]
-        return {key: (0, 0) if g is None else (id(g), writes(here(g))) for key, g in found}
-
-    def _gradients_written(self) -> bool:
-        now = self._of_gradients()
-        if now == self._gradients:
-            return False
-        changed = [p.grad for p in self.graded if now.get(id(p)) != self._gradients.get(id(p))]
-        return any(g is not None and bool((here(g) != 0).any()) for g in changed)
+    def _regraded(self) -> list[nn.Parameter]:
+        return changed_since(self._gradients, self.graded)
 
     def _check_trains(self, step: int) -> None:
         """Errors: ConfigError where ranks would send each other gradients of unlike parameters."""
@@ -281,8 +321,3 @@ def _refuse_other_parts(before: Holders, now: Holders) -> None:
 def _few(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
     """Eight of them, from the first to the last: what touches weights, touches most."""
     return tensors[:: max(1, len(tensors) // CLOSELY)]
-
-
-def is_read(step: int) -> bool:
-    """Whether all weights are read before this step: 1, 2, 4, 8, …"""
-    return step > 0 and step & (step - 1) == 0

@@ -14,6 +14,7 @@ from shoal.parallel.program import Program
 from shoal.trainer.drift import Drift
 from shoal.trainer.drift_told import one_element_differs
 from shoal.trainer.module_guard import refuse_unlike
+from shoal.trainer.step_vector import StepNumbers
 
 
 class Touching(Protocol):
@@ -23,13 +24,15 @@ class Touching(Protocol):
     drift: Drift
 
 
-def refuse_unlike_ranks(touched: Touching, step: int, said: Sequence[Sequence[float]]) -> None:
+def refuse_unlike_ranks(touched: Touching, step: int, numbers: StepNumbers) -> None:
     """Raise for ranks that would train different models; every rank calls it.
 
-    said     what `Touched.says` gave, a list over ranks for each number
+    numbers  of the step, with what `Touched.by_rank` gave
     Errors   ClusterError for one element that differs, ConfigError for all that users' code does
     """
-    written, weights, groups, training, trains, rates, layers = said
+    written, groups = numbers.row("weights_written"), numbers.row("replica_group")
+    weights, training = numbers.row("weights"), numbers.row("training_mode")
+    trains, layers = numbers.row("trainable"), numbers.row("layers")
     unlike = len(set(zip(groups, weights, strict=True))) > len(set(groups))
     if 1.0 not in written and (unlike or any(written)) and touched.drift.on:
         one_element_differs(touched.drift, touched.drift.look_now(step - 1))
@@ -49,12 +52,6 @@ def refuse_unlike_ranks(touched: Touching, step: int, said: Sequence[Sequence[fl
                 f"rank for itself; try: the same change on every rank (seed it), or before "
                 f"shoal.parallelize"
             )
-    if len(set(rates)) > 1:
-        told = ", ".join(f"{rate:g} on rank {rank}" for rank, rate in enumerate(rates))
-        raise ConfigError(
-            f"optimizer: the learning rate is {told}: a scheduler follows what only its own "
-            f"rank has seen; try: scheduler.step(result.loss), which all ranks share"
-        )
     by_group: dict[float, float] = {}
     for group, count in zip(groups, trains, strict=True):
         if by_group.setdefault(group, count) != count:

@@ -8,6 +8,7 @@ bf16, fsdp, tp, pp) it is refused in one line that names `run.state_dict()`, whi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,11 @@ from shoal.parallel.program import Part, Program
 
 if TYPE_CHECKING:
     from shoal.optim.average import WeightAverage
+
+
+GIVE_COPIES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that give the narrow copies which forward passes read, where masters are in parts: loops
+of libraries whose modules hold nothing else save these."""
 
 
 def check_averaged(average: WeightAverage | None) -> None:
@@ -110,6 +116,8 @@ class _Weights:
             kept = state.get(prefix + name)
             # A copy of the module has weights of its own; with keep_vars parameters are wanted.
             if module is not self.module or kept is None or isinstance(kept, nn.Parameter):
+                continue
+            if module in GIVE_COPIES:
                 continue
             if master is None:
                 raise ConfigError(

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from shoal.base.readable import READABLE
 from shoal.base.units import count_text
 from shoal.view.foreseen import foreseen_lines
 
@@ -47,7 +48,7 @@ def print_comparison(record: Record, stream: TextIO, kept: Sequence[str] = ()) -
     encoding = stream.encoding or "utf-8"
     for text, style in comparison_lines(record, console.width):
         shown = text.replace("█", "#") if not _speaks(encoding, BLOCKS) else text
-        shown = shown.encode(encoding, "replace").decode(encoding)
+        shown = shown.encode(encoding, READABLE).decode(encoding)
         console.print(Text(shown, style=style), soft_wrap=True)
     if kept:
         console.print(Text(f"kept: {', '.join(kept)}"), soft_wrap=True)

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.base.lines import is_number
+from shoal.base.readable import READABLE
 from shoal.view.events import died_text, event_text, printable
 from shoal.view.folder import RunFolder, last_session
 from shoal.view.phases import Doing, Silence, read_doing
@@ -195,7 +196,7 @@ class LiveView:
             return
         self.silence.broken()
         encoding = self.stream.encoding or "utf-8"
-        self.stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        self.stream.write(text.encode(encoding, READABLE).decode(encoding) + "\n")
         self.stream.flush()
 
     def _draw_line(self) -> None:

@@ -242,10 +242,50 @@ def test_hooks_of_the_blocks_and_of_the_model_run() -> None:
     assert all("forward" not in vars(part) for part in model.modules())
 
 
-def test_a_block_that_checkpoints_itself() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_that_checkpoints_itself(reentrant: bool) -> None:
+    """The reentrant one has no graph of its block, so all but the last stage trained nothing."""
+
     def glue(model: Model, h: Tensor) -> Tensor:
         for block in model.blocks:
-            h = checkpoint(block, h, use_reentrant=False)
+            h = checkpoint(block, h, use_reentrant=reentrant)
+        return h
+
+    before = torch.utils.checkpoint.CheckpointFunction
+    equal(glue)
+    assert torch.utils.checkpoint.CheckpointFunction is before
+
+
+class _OwnCheckpoint(torch.autograd.Function):
+    """As libraries wrote it before torch had one."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return block(x)
+
+
+def test_a_checkpoint_of_another_library() -> None:
+    def glue(model: Model, h: Tensor) -> Tensor:
+        for block in model.blocks:
+            h = _OwnCheckpoint.apply(block, h)
+        return h
+
+    model = made(lambda: Model(glue))
+    chain = Chain(model, cut_of(model))
+    wanted = r"layout\.pp = 2: blocks\.0 runs without a graph .*; try: memory\.recompute, or torch"
+    with pytest.raises(PlanError, match=wanted):
+        chain.step([called])
+
+
+def test_blocks_that_are_frozen_by_no_grad() -> None:
+    """They run without a graph because that is meant."""
+
+    def glue(model: Model, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = model.blocks[0](h)
+        for block in model.blocks[1:]:
+            h = block(h)
         return h
 
     equal(glue)

@@ -54,6 +54,14 @@ def summed_over(program: Program) -> list[World]:
     return [program.sums[bucket.names[0]][0] for bucket in program.plan.buckets]
 
 
+def dealt_out(program: Program) -> frozenset[str]:
+    """Return the names of experts, whose gradients come from other ranks' tokens.
+
+    They count in a pass that only joins the others' too: on this rank alone they get a gradient.
+    """
+    return frozenset(name for name in program.parameters if program.is_expert(name))
+
+
 def reduced_format(plan: Plan) -> torch.dtype | None:
     """The format in which gradients travel; None: as they are kept."""
     return getattr(torch, REDUCE[plan.sums]) if plan.sums else None
@@ -64,7 +72,7 @@ class BucketReducer:
 
     def __init__(self, program: Program, local: Mapping[str, Local]) -> None:
         parameters, buckets, device = program.parameters, program.plan.buckets, program.world.device
-        self.parameters = parameters
+        self.parameters, self.dealt = parameters, dealt_out(program)
         self.reduce = reduced_format(program.plan)
         self.plan = buckets
         self.traffic = program.world.traffic
@@ -117,8 +125,7 @@ class BucketReducer:
 
     def passed(self, counted: bool) -> None:
         """What is not full yet is sent by `finish`."""
-        if counted:
-            self.seen |= self.fresh
+        self.seen |= self.fresh if counted else self.fresh & self.dealt
         self.fresh = set()
 
     def finish(self) -> None:

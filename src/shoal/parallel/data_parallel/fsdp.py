@@ -16,7 +16,7 @@ Under bf16 and fp16 a unit's vectors (norms, biases) are gathered in the narrow 
 matrices; the root unit is gathered as it is kept.
 
 Source: Zhao et al. 2023 (PyTorch FSDP); torch.distributed.fsdp.fully_shard
-Limits: a block that one rank runs and another skips leaves ranks waiting for each other; a block
+Limits: ranks that run different blocks in one step are named (`unit_log.py`), not served; a block
         that is a bare layer stays in the root unit (in-place operations on its output would fail)
 """
 
@@ -48,11 +48,12 @@ from shoal.fabric.axes import mesh
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.fabric.world import holds_groups
 from shoal.machine.memory import read_ahead, trim_heap
-from shoal.parallel._torch import forget_groups, keep_among, pytree, send_unused
-from shoal.parallel.data_parallel.buckets import reduced_format
+from shoal.parallel._torch import forget_forwards, forget_groups, keep_among, pytree, send_unused
+from shoal.parallel.data_parallel.buckets import dealt_out, reduced_format
 from shoal.parallel.mmap_init import is_mapped, mmap_init, own_rows, settle
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
+from shoal.parallel.unit_log import LoggedGather, LoggedScatter, UnitLog
 from shoal.trace.copies import meta_twin
 from shoal.trace.stand_in import StandIn
 
@@ -70,18 +71,22 @@ def apply(program: Program) -> Program:
     scatter = ScatterGradients(world.traffic, layout.dp_replicate)
     scatters = [scatter]
     detours = []
-    own = [name for name in program.parameters if program.is_expert(name)]
-    if own and layout.expert_shard > 1:
+    log = UnitLog(world)
+    comms = _UnitComms(program, layout.degrees, axes, scatter, log)
+    if layout.ep > 1 and layout.expert_shard > 1:  # on ranks without experts too: all log alike
         scatters.append(ScatterGradients(world.traffic, layout.expert_replicate))
         among = ["expert_replicate"] if layout.expert_replicate > 1 else []
         over = [*among, "expert_shard"]
+        own = [name for name in program.parameters if program.is_expert(name)]
+        of_experts = _UnitComms(program, layout.expert_degrees, over, scatters[1], log)
         for part in _experts(program, own):
-            detours += _wrap(program, [part], layout.expert_degrees, over, scatters[1])
-    detours += _wrap(program, [*units, module], layout.degrees, axes, scatter)
+            detours += _wrap(program, [part], of_experts)
+    detours += _wrap(program, [*units, module], comms)
     shards = [m for m in module.modules() if isinstance(m, FSDPModule)]
     detours += watch_units(shards, program)
     parameters = trainable(module)
-    reducer = ShardedGradients(module, parameters, scatters, plan.defer_sync, _undealt(program))
+    undealt = _undealt(program)
+    reducer = ShardedGradients(module, parameters, scatters, log, plan.defer_sync, undealt)
     paths = {id(part): path for path, part in module.named_modules()}
     detours += [hook for shard in shards for hook in reducer.watch(shard, paths[id(shard)])]
     still = frozen(module)
@@ -94,11 +99,12 @@ def apply(program: Program) -> Program:
         for name, p in parameters.items()
         if parts[name][0].numel() or not p.numel()
     }
-    reducer.local = local
+    reducer.local, reducer.dealt = local, dealt_out(program)
 
     def reshard() -> None:
         for shard in shards:
             shard.reshard()
+            forget_forwards(shard)
 
     return replace(
         program,
@@ -107,6 +113,7 @@ def apply(program: Program) -> Program:
         local=local,
         parts=parts,
         reducer=reducer,
+        unit_log=log,
         together=True,
         twin=twin,
         on_evaluated=(*program.on_evaluated, reshard),
@@ -182,16 +189,42 @@ def _experts(program: Program, names: list[str]) -> list[nn.Module]:
     ]
 
 
-def _wrap(
-    program: Program,
-    wrapped: list[nn.Module],
-    degrees: Mapping[str, int],
-    axes: list[str],
-    scatter: ScatterGradients,
-) -> list[RemovableHandle]:
-    """Shard some units over the last of `axes`, the root last; gives our hooks that this needs."""
-    module, plan, over = program.module, program.plan, mesh(program.world, degrees, axes)
-    kept = _kept(program, degrees, axes[-1])
+class _UnitComms:
+    """The axes along which a kind of units travels, the collectives for it, and where those log.
+
+    mesh   of `axes`: the last one cuts parameters, a first one has replicas of the parts
+    kept   how a unit lies between its passes: cut as ever, whole, or over a mesh (`_kept`)
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        degrees: Mapping[str, int],
+        axes: list[str],
+        scatter: ScatterGradients,
+        log: UnitLog,
+    ) -> None:
+        self.mesh = mesh(program.world, degrees, axes)
+        self.kept, split = _kept(program, degrees, axes[-1])
+        self.scatter, self.log = scatter, log
+        self.gather = GatherParameters(program.world.traffic)
+        shard = log.along(degrees, axes[-1])
+        self.gathers = [shard, *([log.along(split, "node")] if split else [])]
+        self.scatters = [shard, *(log.along(degrees, axis) for axis in axes[:-1])]
+
+    def attach(self, shard: FSDPModule, unit: nn.Module, path: str) -> None:
+        """Have torch send a unit so."""
+        # Any: torch asks for classes of its own, and calls them like these.
+        gather: Any = LoggedGather(self.gather, path, self.log, self.gathers)
+        summed: Any = LoggedScatter(self.scatter, path, self.log, self.scatters)
+        self.log.scatter_of[id(unit)] = summed
+        shard.set_custom_all_gather(gather)
+        shard.set_custom_reduce_scatter(summed)
+
+
+def _wrap(program: Program, wrapped: list[nn.Module], comms: _UnitComms) -> list[RemovableHandle]:
+    """Shard some units, the root last; gives our hooks that this needs."""
+    module, plan, over, kept = program.module, program.plan, comms.mesh, comms.kept
     parked = plan.parks_parameters and program.world.device.type != "cpu"
     host = CPUOffloadPolicy() if parked else OffloadPolicy()
     detours = []
@@ -224,14 +257,11 @@ def _wrap(
             del data  # the next unit's would find it there
         del before
         trim_heap()
-    # Any: torch asks for classes of its own, and calls them like these.
-    gather: Any = GatherParameters(program.world.traffic)
-    summed: Any = scatter
+    paths = {id(part): path for path, part in module.named_modules()}
     for shard in wrapped:
         if not isinstance(shard, FSDPModule):
             raise BugError("fully_shard left a unit as it was")
-        shard.set_custom_all_gather(gather)
-        shard.set_custom_reduce_scatter(summed)
+        comms.attach(shard, shard, paths[id(shard)])
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
         if shard is module and plan.layout.pp > 1:
@@ -242,20 +272,23 @@ def _wrap(
     return detours
 
 
-def _kept(program: Program, degrees: Mapping[str, int], axis: str) -> bool | DeviceMesh:
+def _kept(
+    program: Program, degrees: Mapping[str, int], axis: str
+) -> tuple[bool | DeviceMesh, Mapping[str, int]]:
     """How a unit lies between its passes: cut as ever, whole (False), or over a part of `axis`.
 
     The part is the last axis of the mesh; all units share it, where torch would make groups anew.
+    Gives also the degrees with that axis split in nodes and node, {} where it is not
     """
     layout, shards = program.plan.layout, degrees[axis]
     apart = layout.cp * layout.tp * (layout.ep if axis == "expert_shard" else 1)
     kept = kept_over(program.plan.reshard, shards, program.world.local_size, apart)
     if kept in (1, shards):
-        return kept == shards
+        return kept == shards, {}
     split: dict[str, int] = {}
     for name, degree in degrees.items():
         split |= {"nodes": shards // kept, "node": kept} if name == axis else {name: degree}
-    return mesh(program.world, split, ["nodes", "node"])
+    return mesh(program.world, split, ["nodes", "node"]), split
 
 
 def _bring_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.device) -> None:
@@ -305,13 +338,15 @@ class ShardedGradients:
         module: nn.Module,
         parameters: dict[str, nn.Parameter],
         scatters: list[ScatterGradients],
+        log: UnitLog,
         defer_sync: bool,
         undealt: Sequence[tuple[tuple[str, ...], World]],
     ) -> None:
         self.module, self.parameters, self.undealt = module, parameters, undealt
-        self.scatters, self.defer_sync = scatters, defer_sync
+        self.scatters, self.log, self.defer_sync = scatters, log, defer_sync
         self.norms: list[torch.Tensor] = []
         self.local: dict[str, Local] = {}
+        self.dealt: frozenset[str] = frozenset()
         self.seen: set[str] = set()
         self.fresh: set[str] = set()
         self.hooks: dict[str, Any] = {}
@@ -348,7 +383,7 @@ class ShardedGradients:
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 made.append(make(self.scatters[0], part))
-                part.set_custom_reduce_scatter(made[-1])
+                self.log.scatter_of[id(part)].send_by(made[-1])
         return made
 
     def begin(self, rounds: int) -> None:
@@ -369,8 +404,7 @@ class ShardedGradients:
 
     def passed(self, counted: bool) -> None:
         """The backward pass has sent everything."""
-        if counted:
-            self.seen |= self.fresh
+        self.seen |= self.fresh if counted else self.fresh & self.dealt
         self.fresh = set()
 
     def finish(self) -> None:

@@ -26,6 +26,7 @@ from shoal.base.shards import Shard
 from shoal.fabric.uneven_collectives import PendingSum
 from shoal.parallel.data_parallel.buckets import (
     BucketReducer,
+    dealt_out,
     places,
     reduced_format,
     second_gradient,
@@ -182,7 +183,7 @@ class ScatterReducer:
         parameters, buckets = program.parameters, program.plan.buckets
         self.weights, self.local = weights, local
         self.reduce = reduced_format(program.plan)
-        self.parameters, self.plan = parameters, buckets
+        self.parameters, self.plan, self.dealt = parameters, buckets, dealt_out(program)
         self.traffic, self.worlds = weights.traffic, weights.worlds
         self.places = [places(bucket, parameters) for bucket in buckets]
         self.bucket_of = {name: n for n, bucket in enumerate(buckets) for name in bucket.names}
@@ -220,8 +221,7 @@ class ScatterReducer:
         while self.next < len(self.plan):
             self._send()
         self.round += 1
-        if counted:
-            self.seen |= self.fresh
+        self.seen |= self.fresh if counted else self.fresh & self.dealt
         self.fresh = set()
 
     def finish(self) -> None:

@@ -24,6 +24,7 @@ class Loads:
 
     layers    number of experts by layer · data  ranks that run other micro-batches
     notices   lines for the user go here
+    joining   the pass under way only joins the others' exchanges: what it computes weighs nothing
     """
 
     def __init__(self, layers: Mapping[str, int], data: World, notices: list[str]) -> None:
@@ -33,16 +34,17 @@ class Loads:
             for name, experts in layers.items()
         }
         self.steps = 0
-        self.counting = False
+        self.counting = self.joining = False
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
         """Around a pass of training: it counts unless it only joins the others'."""
-        before, self.counting = self.counting, index >= 0
+        before = self.counting, self.joining
+        self.counting, self.joining = index >= 0, index < 0
         try:
             yield
         finally:
-            self.counting = before
+            self.counting, self.joining = before
 
     def note(self, name: str, counts: Tensor) -> None:
         """A layer's places: [experts + 1], the last of no expert."""

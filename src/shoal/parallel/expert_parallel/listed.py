@@ -7,6 +7,8 @@ expert: every rank's rows go to the rank that holds it, and its results go home.
 Protocol  per expert: how many rows come from each rank · rows · results
           a rank that does not call an expert joins with no rows: before its next call of a later
           one, and after the layer's last. So ranks need not call the same experts
+          a rank without a micro-batch of its own runs another's for nothing: its rows travel, and
+          an expert that got no others gets no gradient, as in one process, where nobody called it
 Backward  autograd is free to choose an order where none follows from values, and ranks must not
           differ: an empty tensor runs through all exchanges of a call, from each to the next, and
           into what the layer gives. Backward they run from the last to the first
@@ -30,6 +32,32 @@ from shoal.trace.stand_in import StandIn
 
 NOT_CALLED = -1
 """In the place of a number of rows: a rank only joins."""
+
+WEIGHTLESS = -2
+"""n rows of a pass that weighs nothing stand as WEIGHTLESS - n."""
+
+
+def number_sent(rows: int, *, called: bool, weighs: bool) -> int:
+    """Return what a rank tells the others of its call of an expert.
+
+    Args:
+        rows: how many it sends.
+        called: whether the model's code called the expert; if not, the rank only joins.
+        weighs: whether the pass counts.
+
+    >>> [number_sent(3, called=True, weighs=weighs) for weighs in (True, False)]
+    [3, -5]
+    >>> [rows_of(number) for number in (3, -5, NOT_CALLED)]
+    [3, 3, 0]
+    """
+    if not called:
+        return NOT_CALLED
+    return rows if weighs else WEIGHTLESS - rows
+
+
+def rows_of(number: int) -> int:
+    """Return the rows that come with a number of `number_sent`."""
+    return number if number >= 0 else max(WEIGHTLESS - number, 0)
 
 
 class ListedForward(StandIn):
@@ -129,13 +157,15 @@ class _Exchanges:
     def _exchange(self, place: int, rows: Tensor, *, called: bool = True) -> Tensor:
         self.counts.append(len(rows))
         axis, owner = self.axis, place // self.home.each
-        number = torch.tensor([len(rows) if called else NOT_CALLED], device=rows.device)
-        told = axis.all_gather(number).flatten().tolist()
+        number = number_sent(len(rows), called=called, weighs=not self.home.loads.joining)
+        told = axis.all_gather(torch.tensor([number], device=rows.device)).flatten().tolist()
         sent = [len(rows) * (rank == owner) for rank in range(axis.size)]
-        received = [max(n, 0) * (axis.rank == owner) for n in told]
+        received = [rows_of(n) * (axis.rank == owner) for n in told]
         came, self.chain = _Passed.apply(rows, self.chain, axis, sent, received)
-        if axis.rank == owner and max(told) > NOT_CALLED:  # its gradient is zero, then, not none
-            results = self.home.entries[place].forward(came)
+        if axis.rank == owner and any(n != NOT_CALLED for n in told):
+            # Called without rows, its gradient is zero; called for nothing alone, it has none.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and max(told) > NOT_CALLED):
+                results = self.home.entries[place].forward(came)
         else:  # none, of the width and format that experts alike give here
             alike = self.home.entries[axis.rank * self.home.each].forward
             with torch.no_grad():

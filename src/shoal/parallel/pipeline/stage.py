@@ -13,6 +13,9 @@ model (which gather and free parameters) all run. The model's outputs are then w
                           the departures, in the order of `cut.crossings[number + 1]`, or on the
                           last stage what the model returns
 
+A model's own reentrant checkpoint runs a block without a graph, so nothing that departs would have
+one: while a stage runs, such a checkpoint is torch's other kind (`use_reentrant=False`).
+
 Several stages of one module may live on one rank (interleaved, zbv, dualpipe): the one that runs is
 noted.
 Parameters of other stages hold no data (`drop_foreign`).
@@ -20,12 +23,16 @@ Parameters of other stages hold no data (`drop_foreign`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
+from torch.utils import checkpoint as checkpointing
 
 from shoal.base.errors import BugError, PlanError
 from shoal.parallel.pipeline.partition_model import CallPlan, StageCut, shape_givers
@@ -77,7 +84,7 @@ class Stages:
             self._install()
         self.passage = passage
         try:
-            with _shaped(self.between, self.device):
+            with _shaped(self.between, self.device), _no_reentrant_checkpoints():
                 yield
         finally:
             self.passage = None
@@ -173,7 +180,7 @@ class Passage:
         self.arrived: dict[Leaf, torch.Tensor] = dict(zip(expected, arrivals, strict=True))
         self.made: dict[Leaf, torch.Tensor] = {}
         self.at = 0
-        self.inside = False
+        self.inside, self.trains = False, torch.is_grad_enabled()
         last = number == cut.stages - 1
         self.wanted = frozenset(() if last else cut.crossings[number + 1])
         mine = [place for place, plan in enumerate(cut.calls) if plan.stage == number]
@@ -187,6 +194,13 @@ class Passage:
         if number == len(self.cut.calls) or self.cut.calls[number].name != unit.name:
             raise self._other(unit.name)
         self.at += 1
+        if self.trains and not torch.is_grad_enabled() and _in_a_function():
+            raise PlanError(
+                f"layout.pp = {self.cut.stages}: {unit.name} runs without a graph in the forward "
+                f"pass of an autograd.Function (a checkpoint of the model's own), so the stages "
+                f"before the last would train nothing; try: memory.recompute, or "
+                f"torch.utils.checkpoint.checkpoint"
+            )
         if self.cut.calls[number].stage != self.number:
             return self._left_out(number, inputs, named)
         self.inside = True
@@ -280,6 +294,37 @@ def _between(module: nn.Module, cut: StageCut) -> list[tuple[nn.Module, str]]:
         for name, parameter in part._parameters.items()
         if parameter is not None and (names[id(parameter)] in cut.between or id(parameter) in first)
     ]
+
+
+class _OtherCheckpoint:
+    """In the place of the function behind `checkpoint(…, use_reentrant=True)`."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *inputs: Any) -> Any:
+        """Compute what the checkpoint gives, with a graph that knows the block."""
+        return checkpointing.checkpoint(
+            function, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+
+@contextmanager
+def _no_reentrant_checkpoints() -> Iterator[None]:
+    reentrant = checkpointing.CheckpointFunction
+    vars(checkpointing)["CheckpointFunction"] = _OtherCheckpoint
+    try:
+        yield
+    finally:
+        vars(checkpointing)["CheckpointFunction"] = reentrant
+
+
+def _in_a_function() -> bool:
+    """Whether the forward pass of an autograd.Function is under way on this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if any(isinstance(value, FunctionCtx) for value in frame.f_locals.values()):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
+from shoal.base.readable import READABLE
 from shoal.base.timeline import Span, Timeline
 from shoal.teach.drawings.timeline_rows import (
     CURVE_FILL,
@@ -55,8 +56,8 @@ def print_timelines(timelines: Sequence[Timeline], stream: TextIO) -> None:
 def print_line(console: Console, line: Text, stream: TextIO) -> None:
     """One line as the stream can say it: `?` for what its encoding lacks."""
     encoding = stream.encoding or "utf-8"
-    if line.plain.encode(encoding, "replace").decode(encoding) != line.plain:
-        line = Text(line.plain.encode(encoding, "replace").decode(encoding))
+    if line.plain.encode(encoding, READABLE).decode(encoding) != line.plain:
+        line = Text(line.plain.encode(encoding, READABLE).decode(encoding))
     console.print(line, soft_wrap=True)
 
 

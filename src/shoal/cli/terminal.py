@@ -1,0 +1,130 @@
+"""Standard streams that every verb can write to, whatever the command was started with.
+
+an encoding that lacks letters   they are spelt in ASCII (`base/readable.py`)
+closed (`>&-`, `2>&-`, `<&-`)    /dev/null stands there: what is written is dropped, and no file
+                                 that is opened later gets the number of a standard stream
+a pipe that nobody reads         a verb that only prints ends with 141; one that works
+                                 (`GOES_ON`) goes on without a word, and ends as its work does
+a full disk, a lost terminal     one line on the other stream, and status 2; one that works
+                                 says the line at its end, and ends as its work does
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+from shoal.base.readable import PLAIN_ASCII, READABLE
+
+GOES_ON = ("train", "compare", "prove", "find", "launch")
+"""Verbs whose work is worth more than what they print: a run folder, a proof, a measurement."""
+
+
+class OutputLost(OSError):
+    """Standard output takes no more. Without a number: typer and Rich end for a closed pipe's."""
+
+
+class _Stream(io.RawIOBase):
+    """A standard stream by its number, which remembers that it was lost.
+
+    failure   what the system said first; from then on everything is dropped
+    goes_on   the first failure is no error either
+    """
+
+    def __init__(self, number: int, *, goes_on: bool) -> None:
+        self.number, self.goes_on = number, goes_on
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of it, or drop it."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while left and self.failure is None:
+            try:
+                left = left[os.write(self.number, left) :]
+            except BlockingIOError:
+                continue  # a terminal that others made non-blocking
+            except OSError as failure:
+                self.failure = failure
+                if not self.goes_on:
+                    raise OutputLost from None
+        return size
+
+    def fileno(self) -> int:
+        """The number."""
+        return self.number
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return os.isatty(self.number)
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+
+class Terminal:
+    """The standard streams of one command: `Terminal(verb)` replaces them, `close` ends them.
+
+    verb   the first word after `shoal`; a script's own streams (`run`) keep Python's ways
+    """
+
+    def __init__(self, verb: str) -> None:
+        _open_closed()
+        self.out = _Stream(1, goes_on=verb in GOES_ON)
+        self.error = _Stream(2, goes_on=True)
+        if verb != "run":
+            sys.stdout = _text(sys.stdout, self.out)
+            sys.stderr = _text(sys.stderr, self.error)
+
+    def close(self) -> OSError | None:
+        """Write what is left. Gives the failure of standard output, if it was lost."""
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OutputLost:
+            pass
+        self.out.goes_on = True  # what the interpreter flushes at its end has been told already
+        return self.out.failure
+
+
+def lost_line(failure: OSError) -> str:
+    """Say why standard output takes no more; "" for a pipe whose reader has gone."""
+    if failure.errno in (errno.EPIPE, errno.ESHUTDOWN):
+        return ""
+    return f"shoal: standard output: {failure.strerror}; try: another file or terminal\n"
+
+
+def _open_closed() -> None:
+    """Open /dev/null in place of standard streams that are closed."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+
+
+def _text(stream: Any, raw: _Stream) -> Any:
+    """A text stream over `raw` like the one that Python made; another's (a test's) stays."""
+    if stream is not None:
+        try:
+            if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != raw.number:
+                return stream
+            stream.flush()
+        except (OSError, ValueError):
+            return stream
+    encoding = stream.encoding if stream is not None else "utf-8"
+    if codecs.lookup(encoding).name == "ascii":
+        encoding = PLAIN_ASCII
+    buffered = io.BufferedWriter(raw)
+    return io.TextIOWrapper(
+        buffered, encoding, READABLE, line_buffering=raw.number == 2 or raw.isatty()
+    )

@@ -1,0 +1,338 @@
+"""DeepSpeed's names for checkpoints, in a run folder of Shoal's: tags, and the file `latest`.
+
+    DIR/latest                          the tag that `load_checkpoint(DIR)` takes
+    DIR/checkpoints/step-N              of the tag global_stepN
+    DIR/tags/TAG/checkpoints/step-N     of any other tag, its last one
+
+All ranks take one tag: ranks list what they see, since nodes may keep disks of their own, and the
+first `latest` counts for all. Source: deepspeed/runtime/engine.py, 0.19.8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.base.errors import CheckpointError, ConfigError, nearest, short
+from shoal.base.files import saved_steps, write_whole
+from shoal.base.shards import Shard
+from shoal.checkpoint.export import outgoing
+from shoal.checkpoint.listing import find, read_manifest
+from shoal.checkpoint.read import load_from
+from shoal.fabric import World
+from shoal.neighbours import final_saves
+from shoal.neighbours.final_saves import Call
+from shoal.trainer.extra import MOST_BYTES, decoded, encoded
+from shoal.trainer.restore_weights import restore_weights
+from shoal.trainer.run import Run
+
+LATEST = "latest"
+STEP_TAG = re.compile(r"global_step([0-9]+)")
+KEEP_ALL = 2**30
+"""Checkpoints of a folder that stay: DeepSpeed deletes none."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the checkpoint of a tag lies.
+
+    folder  holds `checkpoints/` · step  of the checkpoint; None: the newest one there
+    """
+
+    folder: Path
+    step: int | None
+
+
+def agree_on_tag(run: Run, tag: str, call: str) -> str:
+    """Return rank 0's tag; where ranks' tags differ, one line says so. Every rank calls it."""
+    tags = run.world.gather_json(tag)
+    other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
+    if other is not None:
+        run.recorder.notice(
+            f"deepspeed: {call}: tag = {tags[0]!r} on rank 0 and {tags[other]!r} on rank {other}; "
+            f"all ranks take rank 0's, since they share one checkpoint"
+        )
+    return str(tags[0])
+
+
+def folder_name(tag: str) -> str:
+    """Return the name of a tag's folder: the tag itself, where it is a plain name.
+
+    >>> folder_name("epoch1"), folder_name("epoch=1/best")
+    ('epoch1', 'epoch-1-best-6e84bd4c')
+    """
+    plain = re.sub(r"[^\w.-]+", "-", tag).strip("-.")
+    if plain == tag:
+        return tag
+    return f"{plain}-{hashlib.sha256(tag.encode()).hexdigest()[:8]}".strip("-")
+
+
+def write_latest(run: Run, folder: Path, tag: str) -> None:
+    """Write the tag of the newest checkpoint on every disk that has one; every rank calls it."""
+    if run.world.keeps:
+        write_whole(folder / LATEST, tag)
+    run.world.barrier()
+
+
+def find_latest(run: Run, folder: Path) -> str | None:
+    """Return the tag of `folder/latest`; every rank calls it.
+
+    Folders of Shoal 0.1.0 have no such file: of them the newest checkpoint without a tag of its own
+    counts, unless it was saved with `save_latest=False`. Where nothing is found one line says so,
+    as DeepSpeed's does, and the script trains from the start.
+
+    Returns:
+        The tag; None where `load_checkpoint` gives `(None, None)`.
+    """
+    seen = run.world.gather_json(latest_here(folder))
+    for tag in seen:
+        if tag is not None:
+            return str(tag)
+    tags = gather_tags(run.world, folder)
+    held = f"; it holds the tags {short(', '.join(tags))}" if tags else ""
+    why = f"{folder} has no file {LATEST}{held}" if folder.is_dir() else f"{folder} is no folder"
+    near = f'tag="{tags[-1]}"' if tags else "the folder that save_checkpoint was given"
+    run.recorder.notice(
+        f"deepspeed: load_checkpoint: nothing was loaded, and training starts anew: {why}; "
+        f"try: {near}"
+    )
+    return None
+
+
+def latest_here(folder: Path) -> str | None:
+    """What this rank's disk says."""
+    try:
+        return (folder / LATEST).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    for found in find(folder / "checkpoints"):
+        try:
+            extra = read_manifest(found.path).record.get("extra", {})
+        except CheckpointError:
+            continue  # `restore` names the damage
+        if decoded(extra).get("save_latest", True):
+            return f"global_step{found.step}"
+    return None
+
+
+def tags_here(folder: Path) -> list[str]:
+    """List the tags of a folder as this rank's disk has them, oldest steps first."""
+    plain = [f"global_step{step}" for step in saved_steps(folder)]
+    return plain + sorted(path.parent.name for path in folder.glob("tags/*/checkpoints"))
+
+
+def gather_tags(world: World, folder: Path) -> list[str]:
+    """List the tags of a folder that any rank sees; every rank calls it."""
+    seen = world.gather_json(tags_here(folder))
+    return list(dict.fromkeys(tag for tags in seen for tag in tags))
+
+
+def locate(folder: Path, tag: str, tags: Sequence[str], call: str = "load_checkpoint") -> Place:
+    """Find the checkpoint of a tag.
+
+    Args:
+        folder: that `save_checkpoint` was given.
+        tag: as the script names it.
+        tags: of the folder.
+        call: for the message.
+
+    Raises:
+        ConfigError: there is none; the line says what there is, also where DeepSpeed wrote it.
+    """
+    name, step = folder_name(tag), STEP_TAG.fullmatch(tag)
+    if step and tag in tags:
+        return Place(folder, int(step[1]))
+    if name in tags:
+        return Place(folder / "tags" / name, None)
+    if any((folder / tag).glob("*model_states.pt")):
+        raise ConfigError(
+            f"{call}: {folder / tag} was written by DeepSpeed, in pickles; try: "
+            f"shoal checkpoint import {folder} FOLDER, and model.load_state_dict before initialize"
+        )
+    close = nearest(tag, tags) or (tags[-1] if tags else "")
+    near = f'tag="{close}"; tags there: {short(", ".join(tags))}' if close else "another folder"
+    raise ConfigError(f"{call}: {folder} holds no checkpoint of the tag {tag}; try: {near}")
+
+
+def portable(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rank 0's client_state as plain values; every rank calls it.
+
+    DeepSpeed pickles what rank 0 gives. What is no plain value, tensor, array or namespace is left
+    out, and one line says so: the checkpoint is worth more.
+    """
+    kept, lines = dict[str, Any](), list[str]()
+    for name, value in state.items() if run.world.is_first else ():
+        try:
+            text = encoded(_packed(value), f"client_state.{name}")
+            if (size_bytes := len(str(text))) > MOST_BYTES // 2:
+                raise ConfigError(f"client_state.{name}: {size_bytes} bytes of text are too many")
+            kept[str(name)] = text
+        except ConfigError as failure:
+            lines.append(f"deepspeed: save_checkpoint: left out of the checkpoint: {failure}")
+    for line in lines:
+        run.recorder.notice(line)
+    found: dict[str, Any] = decoded(run.world.broadcast_json(kept))
+    return found
+
+
+def unpacked(value: Any) -> Any:
+    """Return what `_packed` was given.
+
+    >>> unpacked(_packed({"a": [torch.ones(2)], "b": (argparse.Namespace(c=1),)}))
+    {'a': [tensor([1., 1.])], 'b': (Namespace(c=1),)}
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(map(unpacked, value))
+    if not isinstance(value, dict):
+        return value
+    if TENSOR in value:
+        data = bytearray.fromhex(value["bytes"])
+        kind = getattr(torch, value["dtype"])
+        flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+        whole = flat.reshape(value["shape"])
+        return whole.numpy() if value[TENSOR] == "numpy" else whole
+    if NAMESPACE in value:
+        return argparse.Namespace(**unpacked(value[NAMESPACE]))
+    return {name: unpacked(one) for name, one in value.items()}
+
+
+def _packed(value: Any) -> Any:
+    """Turn tensors, arrays and namespaces in a structure into plain values."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_packed, value))
+    if type(value) is dict:
+        return {name: _packed(one) for name, one in value.items()}
+    if isinstance(value, argparse.Namespace | SimpleNamespace):
+        return {NAMESPACE: _packed(vars(value))}
+    if isinstance(value, Path):
+        return str(value)
+    is_array = isinstance(value, np.ndarray) and value.dtype != object
+    if is_array or (isinstance(value, torch.Tensor) and value.dim()):
+        whole = torch.as_tensor(value).detach().cpu().contiguous()
+        return {
+            TENSOR: "numpy" if is_array else "torch",
+            "dtype": str(whole.dtype).removeprefix("torch."),
+            "shape": list(whole.shape),
+            "bytes": whole.reshape(-1).view(torch.uint8).numpy().tobytes().hex(),
+        }
+    return value
+
+
+TENSOR, NAMESPACE = "shoal.tensor", "shoal.namespace"
+"""Keys of what stands in the place of a tensor, of a namespace."""
+
+
+def load_whole(run: Run, place: Place, *, fall_back: bool, strict: bool) -> None:
+    """Restore everything of a checkpoint.
+
+    Args:
+        run: the run.
+        place: of the checkpoint.
+        fall_back: the tag was not said: where its newest checkpoint is damaged, take an older one.
+        strict: as `load_checkpoint`'s load_module_strict.
+
+    Raises:
+        ConfigError: the checkpoint is not there any more, or the names of its tensors differ where
+            that was allowed: an optimizer's state belongs to all of them.
+    """
+    steps = run.world.gather_json(saved_steps(place.folder))
+    newest = max((step for rank in steps for step in rank), default=None)
+    step = None if fall_back and place.step == newest else place.step
+    try:
+        found = run.restore(place.folder, step=step)
+    except CheckpointError as failure:
+        if strict or "only in" not in str(failure):
+            raise
+        raise ConfigError(
+            f"load_checkpoint: load_module_strict=False: {failure}; try: load_module_only=True, "
+            f"since the optimizer's states belong to the model as it was"
+        ) from None
+    if not found:
+        raise ConfigError(f"load_checkpoint: {place.folder} holds no complete checkpoint")
+
+
+def load_weights(run: Run, place: Place, *, strict: bool) -> dict[str, Any]:
+    """Restore the weights alone; give what `save_checkpoint` kept beside them, and the step.
+
+    Raises:
+        ConfigError: the checkpoint is not there any more.
+    """
+    record = restore_weights(run, place.folder, place.step, strict=strict)
+    if record is None:
+        raise ConfigError(f"load_checkpoint: {place.folder} holds no complete checkpoint")
+    return {**decoded(record.get("extra", {})), "step": int(record["step"])}
+
+
+def read_whole(checkpoint_dir: Any, tag: Any = None) -> dict[str, torch.Tensor]:
+    """Read the fp32 weights of a checkpoint, whole, on the CPU: `zero_to_fp32` of DeepSpeed.
+
+    No other rank is asked. Tied names are one tensor.
+
+    Raises:
+        ConfigError: there is no checkpoint of that tag.
+    """
+    call, folder = "get_fp32_state_dict_from_zero_checkpoint", Path(checkpoint_dir)
+    chosen = str(tag) if tag is not None else latest_here(folder)
+    if chosen is None:
+        raise ConfigError(f"{call}: {folder} has no file {LATEST}; try: tag=…, or another folder")
+    place = locate(folder, chosen, tags_here(folder), call)
+    found = [f.path for f in find(place.folder / "checkpoints") if place.step in (None, f.step)]
+    going = outgoing(found[0])
+    stored = {name: going.manifest.tensors[name] for name in going.names.values()}
+    whole = [Shard.whole(name, tensor.shape, tensor.dtype) for name, tensor in stored.items()]
+    read = load_from(going.path, going.manifest, whole)
+    state = {outside: read[name] for outside, name in going.names.items()}
+    return state | {alias: state[first] for alias, first in going.aliases.items()}
+
+
+def name_saves(run: Run, engine: Any) -> None:
+    """Write a line, before training, for each call of the script that does not what it expects."""
+    source = final_saves.read_source()
+    engines = {name for name, made in source.makers.items() if made & MAKERS}
+
+    def writes_safetensors(call: Call) -> str:
+        if call.is_method and call.name in ("save_16bit_model", "save_fp16_model"):
+            asked = call.word("save_filename", 1) or "'pytorch_model.bin'"
+            return final_saves.renamed(asked)
+        safely = call.words.get("safe_serialization") == "True"
+        if call.name.startswith("convert_zero_checkpoint_to_") and not safely:
+            return final_saves.renamed("'pytorch_model.bin'")
+        return ""
+
+    def is_missing(call: Call) -> str:
+        if call.of not in engines or hasattr(engine, call.name):
+            return ""
+        try:
+            getattr(engine, call.name)
+        except ConfigError as failure:
+            return f"is refused when the script comes to it: {failure}"
+        return ""
+
+    rules: list[final_saves.Rule] = [writes_safetensors, is_missing]
+    if run.plan.layout.zero == 3:
+        rules += [final_saves.saves_parts(SAVES), _gathers]
+    final_saves.name_final_saves(run, source.after("initialize"), rules)
+
+
+def _gathers(call: Call) -> str:
+    if call.name != "GatheredParameters":
+        return ""
+    return (
+        f"is refused under ZeRO stage 3 after initialize; where all ranks come to it a checkpoint "
+        f"is written instead; try: {SAVES}"
+    )
+
+
+SAVES = "engine.save_16bit_model(folder), or engine.module_state_dict() on every rank"
+"""The calls that save whole weights under stage 3."""
+MAKERS = {"initialize", "DeepSpeedEngine"}
+"""Functions that give an engine, as their first value."""

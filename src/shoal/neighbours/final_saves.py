@@ -1,0 +1,308 @@
+"""Writes what a script saves at its end as safetensors, and names before training what differs.
+
+    state dict                   one tensor per name; tied names once, `metadata[tied] = name`
+    {"model": …, "epoch": 3}     tensors by path, `model.0.weight`; the rest as JSON in the metadata
+    FILE.bin, .pt, .pth, …       FILE.safetensors, since Shoal writes no pickle
+
+Neighbours' calls write pickles, which `torch.load` executes. A script that trains for a week must
+not learn at its end that its last line is refused, so its source is read before the first step: the
+main script and the modules it imported that are the user's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from shoal.base.errors import ConfigError, ShoalError
+from shoal.base.made_with import user_code
+from shoal.trainer.run import Run
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".tar")
+"""Endings of files that `torch.save` writes."""
+HUB_NAMES = {"pytorch_model": "model"}
+"""Names of transformers' pickles → those of its safetensors."""
+
+
+def safetensors_path(path: Any) -> Path:
+    """Return the file that is written in the place of a pickle.
+
+    >>> safetensors_path("out/pytorch_model.bin").as_posix(), safetensors_path("last.pt").name
+    ('out/model.safetensors', 'last.safetensors')
+    """
+    asked = Path(path)
+    stem = asked.stem if asked.suffix in PICKLES else asked.name.removesuffix(".safetensors")
+    return asked.with_name(f"{HUB_NAMES.get(stem, stem)}.safetensors")
+
+
+def write_tensors(path: Path, value: Any) -> None:
+    """Write the tensors of a structure as one safetensors file, whole or not at all.
+
+    Args:
+        path: of the file; its folder is made.
+        value: a state dict, or dicts and lists that hold tensors and plain values.
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, Any] = {}
+    for name, one in _leaves(value):
+        if isinstance(one, torch.Tensor):
+            tensors[name] = one.detach()
+        else:
+            plain[name] = one
+    metadata = {"format": "pt", **_tied(tensors)}
+    if plain:
+        metadata["values"] = json.dumps(plain, default=str)
+    whole = {name: t.cpu().contiguous() for name, t in tensors.items() if name not in metadata}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(_unshared(whole), half, metadata)
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Give what is no dict, list or tuple, by its path."""
+    if hasattr(value, "state_dict"):
+        value = value.state_dict()
+    dot = f"{path}." if path else ""
+    if isinstance(value, Mapping) and value:
+        for key, one in value.items():
+            yield from _leaves(one, f"{dot}{key}")
+    elif isinstance(value, list | tuple) and any(_holds_tensor(one) for one in value):
+        for place, one in enumerate(value):
+            yield from _leaves(one, f"{dot}{place}")
+    else:
+        yield path, value
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(one, torch.Tensor) for _, one in _leaves(value))
+
+
+def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Find names of the very same tensor: each later one → the first one."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, one in tensors.items():
+        if not one.numel():
+            continue
+        same = (one.data_ptr(), one.dtype, one.shape, one.stride(), one.device)
+        if first.setdefault(same, name) != name:
+            found[name] = first[same]
+    return found
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors that share memory with others, which the format cannot say."""
+    storages: set[int] = set()
+    found = {}
+    for name, one in tensors.items():
+        storage = one.untyped_storage()
+        shared = storage.data_ptr() in storages or storage.nbytes() > one.numel() * one.itemsize
+        storages.add(storage.data_ptr())
+        found[name] = one.clone() if shared else one
+    return found
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call in the user's source.
+
+    file, line   where it stands · of  last name of what a method is called on
+    name     of the function · is_method  it is called on something
+    words    by name and by number: the text of each argument
+    """
+
+    file: str
+    line: int
+    of: str
+    name: str
+    is_method: bool
+    words: Mapping[str | int, str]
+
+    @property
+    def text(self) -> str:
+        """As the source has it, without arguments."""
+        return f"{self.of or '…'}.{self.name}" if self.is_method else self.name
+
+    def word(self, name: str, place: int) -> str:
+        """Return the text of an argument; "" where it is not given."""
+        return self.words.get(name, self.words.get(place, ""))
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the user's source calls, and what its variables hold.
+
+    makers   name of a variable → the functions whose result, or its first part, it is given
+    """
+
+    calls: list[Call]
+    makers: Mapping[str, set[str]]
+
+    def after(self, start: str) -> Source:
+        """Leave out the calls that stand before the first call of `start` in the same file."""
+        first: dict[str, int] = {}
+        for call in self.calls:
+            if call.name == start:
+                first.setdefault(call.file, call.line)
+        later = [one for one in self.calls if one.line > first.get(one.file, 0)]
+        return replace(self, calls=later)
+
+
+def read_source() -> Source:
+    """Read the main script, and those imported modules that are the user's own.
+
+    Code that cannot run is left out: under `if False`, and in functions that no source names.
+    """
+    trees: dict[str, ast.Module] = {}
+    for file, _ in user_code().values():
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            trees[file] = ast.parse(Path(file).read_text())
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    named = {_last_name(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
+    makers: dict[str, set[str]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            target = node.targets[0]
+            first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
+            makers.setdefault(_last_name(first), set()).add(_last_name(node.value))
+    calls = [call for file, tree in trees.items() for call in _calls(file, tree, named)]
+    return Source(calls, makers)
+
+
+def _calls(file: str, node: ast.AST, named: set[str]) -> Iterator[Call]:
+    """Give the calls below a node, in the order of the source."""
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value:
+        for other in node.orelse:
+            yield from _calls(file, other, named)
+        return
+    if isinstance(node, ast.FunctionDef) and not node.decorator_list and node.name not in named:
+        return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+        words: dict[str | int, str] = {n: ast.unparse(one) for n, one in enumerate(node.args)}
+        words |= {one.arg or "**": ast.unparse(one.value) for one in node.keywords}
+        is_method = isinstance(node.func, ast.Attribute)
+        of = _last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        yield Call(file, node.lineno, of, _last_name(node.func), is_method, words)
+    for child in ast.iter_child_nodes(node):
+        yield from _calls(file, child, named)
+
+
+def _last_name(node: ast.AST) -> str:
+    """Return the last name of an expression: of `a.unwrap(b).c` c, of `a.unwrap(b)` unwrap."""
+    while isinstance(node, ast.Call):
+        node = node.func
+    return node.attr if isinstance(node, ast.Attribute) else str(getattr(node, "id", ""))
+
+
+Rule = Callable[[Call], str]
+"""Says how a call differs from its library's, in the words after `FILE:LINE: x.save`; or ""."""
+
+
+def name_final_saves(run: Run, source: Source, rules: Sequence[Rule]) -> None:
+    """Write a line, before training, for each call of the source that a rule names."""
+    told = set[tuple[str, str]]()
+    for call in source.calls:
+        for line in filter(None, (rule(call) for rule in rules)):
+            if (call.name, line) not in told:
+                told.add((call.name, line))
+                shown = Path(call.file).name if os.path.isabs(call.file) else call.file
+                run.recorder.notice(f"{shown}:{call.line}: {call.text} {line}")
+
+
+def renamed(asked: str) -> str:
+    """Say in a line's words what is written in the place of a pickle; "" where it is none.
+
+    >>> renamed("'a/last.pt'")
+    "writes 'a/last.safetensors', which safetensors.torch reads: Shoal writes no pickle"
+    """
+    try:
+        asked_path = ast.literal_eval(asked)
+    except (ValueError, SyntaxError):
+        shown = "FILE.safetensors"
+    else:
+        if not isinstance(asked_path, str) or asked_path.endswith(".safetensors"):
+            return ""
+        shown = repr(safetensors_path(asked_path).as_posix())
+    return f"writes {shown}, which safetensors.torch reads: Shoal writes no pickle"
+
+
+def saves_parts(near: str) -> Rule:
+    """Make the rule for layouts of which each rank holds parts of the weights.
+
+    Args:
+        near: the call that gathers them.
+    """
+
+    def rule(call: Call) -> str:
+        holds_weights = any(word in call.of.lower() for word in ("model", "module", "engine"))
+        if not call.is_method or not holds_weights:
+            return ""
+        gathers = "state_dict" in call.words or "**" in call.words
+        if (call.name == "save_pretrained" and not gathers) or call.name == "state_dict":
+            return (
+                f"is refused under fsdp (ZeRO stage 3), of whose weights a rank holds a part only; "
+                f"where all ranks come to it a checkpoint is written instead; try: {near}"
+            )
+        return ""
+
+    return rule
+
+
+UNSAVED = "unsaved-weights"
+"""The run folder, in the working folder, that a refused save leaves."""
+
+
+def rescue(run: Run, failure: ConfigError, near: str) -> NoReturn:
+    """Write a checkpoint in the place of a save that is refused, and refuse.
+
+    Args:
+        run: the run.
+        failure: why it is refused.
+        near: the call that saves.
+
+    Where not every rank comes here within seconds none is written: a checkpoint needs them all.
+
+    Raises:
+        ConfigError: always, `failure` and where the weights are.
+    """
+    saved = None
+    if run.step_count and run.meeting.agreed(f"rescue of step {run.step_count}"):
+        with contextlib.suppress(ShoalError):
+            saved = run.save(UNSAVED)
+    why = str(failure).partition("; try: ")[0]
+    if saved is None:
+        raise ConfigError(f"{why}; try: {near}") from None
+    raise ConfigError(
+        f"{why}; the weights of step {run.step_count} are in {saved}; try: shoal checkpoint export "
+        f"{UNSAVED} FOLDER; the next time {near}"
+    ) from None
+
+
+def save_what_is_refused(run: Run, near: str) -> None:
+    """Have `run.model.state_dict()`, where it is refused, write a checkpoint first (`rescue`)."""
+    model, plain = run.model, run.model.state_dict
+
+    def state_dict(*args: Any, **named: Any) -> Any:
+        try:
+            return plain(*args, **named)
+        except ConfigError as failure:
+            rescue(run, failure, near)
+
+    vars(model)["state_dict"] = state_dict
+    undo = partial(vars(model).pop, "state_dict", None)
+    run.program = replace(run.program, on_close=(*run.program.on_close, undo))

@@ -1,0 +1,74 @@
+"""Values of small tensors on the meta device that follow from no input: positions, masks, lengths.
+
+A model may ask for one (`if (positions.diff() == 1).all()`), as transformers' decoders do before
+they build a mask. A tensor on the meta device has none to give, so a trace would end there. What is
+made without any input (`arange`, `ones`, constants) and from such tensors alone is computed beside
+it on the CPU, as long as it is small; what depends on a batch, a weight or a draw stays unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shoal.trace._torch import pytree
+
+MOST_ELEMENTS = 2**16
+"""Of a tensor whose values are computed: positions and lengths, not masks of whole batches."""
+
+ASKS = "aten::_local_scalar_dense"
+"""What `.item()`, `if tensor:` and `int(tensor)` come to."""
+
+UNSET = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
+"""What makes a tensor whose values are whatever was there."""
+
+
+class KnownValues:
+    """Keeps the values of tensors on the meta device that follow from constants alone."""
+
+    def __init__(self) -> None:
+        self._values: Any = WeakIdKeyDictionary()
+
+    def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Return the number that an operation asks for; None where it asks for none known."""
+        if func._schema.name != ASKS or args[0].device.type != "meta":
+            return None
+        known = self._values.get(args[0])
+        return None if known is None else known.item()
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Compute what an operation has made, where all that it was given is known."""
+        if not isinstance(out, torch.Tensor) or out.device.type != "meta":
+            return
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        known = (
+            out.numel() <= MOST_ELEMENTS
+            and not out.is_floating_point()
+            and func._schema.name not in UNSET
+            and torch.Tag.nondeterministic_seeded not in func.tags
+            and all(tensor in self._values for tensor in given)
+        )
+        if not known:
+            if func._schema.is_mutable:
+                self._forget(out)
+            return
+        here, named = pytree.tree_map(self._here, (args, kwargs))
+        try:
+            self._values[out] = func(*here, **named)
+        except (RuntimeError, NotImplementedError):
+            self._values.pop(out, None)
+
+    def _forget(self, written: torch.Tensor) -> None:
+        """Drop the values of a tensor that was written to, and of all its views."""
+        storage = written.untyped_storage()
+        stale = [t for t in self._values if t.untyped_storage() is storage]
+        for tensor in stale:
+            del self._values[tensor]
+
+    def _here(self, leaf: Any) -> Any:
+        """The same argument on the CPU."""
+        if isinstance(leaf, torch.Tensor):
+            return self._values[leaf]
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf

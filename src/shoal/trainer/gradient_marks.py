@@ -1,0 +1,39 @@
+"""Which gradient each parameter has, and how often it was written: no number is read for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from shoal.parallel._torch import writes
+from shoal.trainer.bit_sums import here
+
+Marks = Mapping[int, tuple[int, int]]
+"""Parameter, by id → its gradient, by id, and how often that was written."""
+
+NO_GRADIENT = (0, 0)
+"""The mark of a parameter without one."""
+
+
+def marks_of(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
+    """Take the marks of some parameters; microseconds, no device is waited for."""
+    found = [(id(p), p.grad) for p in parameters]
+    return {key: NO_GRADIENT if g is None else (id(g), writes(here(g))) for key, g in found}
+
+
+def changed_since(marks: Marks, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those with a mark whose gradient is another one, was written, or is gone since."""
+    known = [p for p in parameters if id(p) in marks]
+    now = marks_of(known)
+    return [p for p in known if now[id(p)] != marks[id(p)]]
+
+
+def any_nonzero(parameters: Sequence[nn.Parameter]) -> bool:
+    """Read whether some gradient has an element that is not zero; waits for its device."""
+    return any(p.grad is not None and bool((here(p.grad) != 0).any()) for p in parameters)
+
+
+def is_read(step: int) -> bool:
+    """Return whether numbers themselves are read before this step: 1, 2, 4, 8, …"""
+    return step > 0 and step & (step - 1) == 0

@@ -1,0 +1,335 @@
+"""What user code does to gradients between two calls of a run, where a loop in plain PyTorch may.
+
+    run.backward … run.backward … run.update   a rank's gradients are sums over its own samples
+    run.forward_backward … run.update          sums over all ranks, in parts where a layout has them
+    step hooks of the optimizer                the mean gradient, in the same parts
+
+A norm, a clamp or noise is another one on such numbers, and ranks drift apart: that ends the run,
+with what to type instead. So does `optimizer.zero_grad()` before the update, which leaves nothing
+to step on.
+
+Seen by torch's counters of writes: no number is read, and no device is waited for. Of writes
+through `.data`, which are not counted, norms tell in steps 1, 2, 4, 8, …, read after the step's one
+wait. torch's own clipping functions ask before they act (`_torch.ask_before_clipping`): under zero2
+parameters have no gradient there, and clipping would silently do nothing. With a limit that no
+gradient reaches they are called for the norm alone, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.base.errors import ConfigError
+from shoal.parallel.program import Program, Reducer
+from shoal.trainer._torch import absent_gradient, ask_before_clipping, step_hooks
+from shoal.trainer.bit_sums import here
+from shoal.trainer.gradient_marks import (
+    NO_GRADIENT,
+    Marks,
+    any_nonzero,
+    changed_since,
+    is_read,
+    marks_of,
+)
+
+CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
+
+REDUCTIONS = frozenset(
+    {"norm", "vector_norm", "matrix_norm", "_foreach_norm", "sum", "mean", "std", "var", "dot"}
+    | {"vdot", "max", "amax", "min", "amin"}
+)
+"""Functions of torch whose result depends on elements that may lie on another rank."""
+
+
+def refuse_dropped(stepped: Sequence[nn.Parameter], before: Marks, step: int, call: str) -> None:
+    """Raise where no gradient is left for the update.
+
+    Args:
+        stepped: parameters that the optimizer steps, or those that it steps parts of.
+        before: marks when the run's last call ended, of all of them or of some.
+        step: the step under way.
+        call: the call that made the gradients.
+
+    Raises:
+        ConfigError: all gradients that were there are None or zero now.
+    """
+    held = [p for p in stepped if before.get(id(p), NO_GRADIENT) != NO_GRADIENT]
+    if not held or not changed_since(before, held) or any_nonzero(stepped):
+        return
+    raise _dropped(step, call)
+
+
+def _dropped(step: int, call: str) -> ConfigError:
+    return ConfigError(
+        f"step {step}: gradients were set to None or zero between {call} and run.update (by "
+        f"optimizer.zero_grad(), model.zero_grad() or p.grad = None), so no weight would move; "
+        f"try: leave it out, each step begins without gradients"
+    )
+
+
+class PassGradients:
+    """The gradients of a step whose passes are written out, as the run's last call left them.
+
+    Args:
+        program: the run's.
+        graded: parameters whose gradients are looked at: all, or some of them.
+        step: the step under way, from 1.
+        scale: what its losses are multiplied by.
+    """
+
+    def __init__(
+        self, program: Program, graded: Sequence[nn.Parameter], step: int, scale: float
+    ) -> None:
+        self.graded, self.step, self.scale = graded, step, scale
+        self.own = {id(p) for p in program.parameters.values()}
+        self.names = self.own | {id(p.parameter) for p in program.local.values()}
+        self.alone = program.world.size == 1
+        self.passes, self.means = 0, False
+        self._reads, self._norms = is_read(step), list[torch.Tensor]()
+        self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._elsewhere = {p: absent_gradient(p, self._written) for p in _kept_elsewhere(program)}
+        self.note()
+        _watch(self)
+
+    def note(self) -> None:
+        """Remember what the run made itself."""
+        self._marks: Marks = marks_of(self.graded)
+        self._norms = self._read()
+
+    @contextmanager
+    def backward(self, reducer: Reducer, rounds: int, *, counted: bool) -> Iterator[None]:
+        """Stand around a backward pass of the run.
+
+        Args:
+            reducer: makes gradients anew that were dropped before there was any.
+            rounds: micro-batches of the busiest rank.
+            counted: the loss came with a count; else it is a share of the step's mean.
+        """
+        self.check()
+        if not self.passes and any(p.grad is None for p in self._changed()):
+            reducer.begin(rounds)  # zero_grad at the top of a loop: nothing was lost
+        self.hide()
+        yield
+        for parameter, gradient in self._elsewhere.items():
+            parameter.grad = gradient
+        self.passes += 1
+        self.means = not counted and self.scale == 1.0
+        self.note()
+
+    def hide(self) -> None:
+        """Take away what stands for gradients that are kept elsewhere."""
+        for parameter, gradient in self._elsewhere.items():
+            if parameter.grad is gradient:
+                parameter.grad = None
+
+    def check(self) -> None:
+        """Look at what was done since the run's last call.
+
+        Raises:
+            ConfigError: gradients were dropped, or changed.
+        """
+        changed = self._changed()
+        if not changed and self._norms and not self._means_already():
+            self._pairs.append((self._norms, self._read()))
+        if not changed:
+            return
+        if self.passes:
+            weights = [p for p in self.graded if id(p) in self.own]
+            refuse_dropped(weights, self._marks, self.step, "run.backward")
+        if any_nonzero(changed) and not self._means_already():
+            raise self._written()
+
+    def compare(self) -> None:
+        """Read what was measured before and after user code ran, once the host has waited.
+
+        Raises:
+            ConfigError: gradients were changed through `.data`.
+        """
+        pairs, self._pairs = self._pairs, []
+        for before, after in pairs:
+            if torch.stack(before).tolist() != torch.stack(after).tolist():
+                raise self._written()
+
+    def asked(self, name: str, parameters: Sequence[Any]) -> None:
+        """Raise for torch's clipping of sums over this rank's own samples."""
+        if self.passes and not self._means_already():
+            raise self.refusal(f"{name} was called")
+
+    def close(self) -> None:
+        """The update begins: judge what was done last, and watch no more."""
+        self.check()
+        self.hide()
+        _watched.discard(self)
+
+    def refusal(self, what: str) -> ConfigError:
+        """Return the error that ends the run, with its words."""
+        return ConfigError(
+            f"step {self.step}: {what} between run.backward and run.update, where each rank has "
+            f"sums over its own samples: a norm, a clamp or noise is not that of the step's mean "
+            f"gradient; {CLIP}; a factor or a mask: weight.register_hook(…)"
+        )
+
+    def _read(self) -> list[torch.Tensor]:
+        """Norms of gradients on their way; none in most steps, and while there are none."""
+        if not (self._reads and self.passes):
+            return []
+        held = [here(p.grad) for p in self.graded if id(p) in self.own and p.grad is not None]
+        return [norm.nan_to_num().double() for norm in torch._foreach_norm(held)] if held else []
+
+    def _written(self, operation: str = "") -> ConfigError:
+        if "zero_" in operation:
+            return _dropped(self.step, "run.backward")
+        return self.refusal("gradients were changed")
+
+    def _changed(self) -> list[nn.Parameter]:
+        """Parameters with another gradient; parts that are stepped may be dropped till the sum."""
+        changed = changed_since(self._marks, self.graded)
+        return [p for p in changed if id(p) in self.own or p.grad is not None]
+
+    def _means_already(self) -> bool:
+        """Whether they are the step's mean gradient, as in plain PyTorch: in one process."""
+        return self.alone and self.means
+
+
+def _kept_elsewhere(program: Program) -> list[nn.Parameter]:
+    """Parameters that have no gradient of their own after a pass: the run keeps it elsewhere."""
+    plan, parameters = program.plan, program.parameters
+    if plan.layout.zero == 3:
+        return []
+    every = plan.layout.zero == 2 and not plan.defer_sync
+    names = [name for one in plan.buckets if every or one.compute for name in one.names]
+    return [parameters[name] for name in names]
+
+
+class HalfGradients:
+    """Gradients between run.forward_backward and run.update, where parameters have none.
+
+    Attributes:
+        clipped: somebody asked torch to clip them, which did nothing.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.names = {id(p) for p in parameters}
+        self.clipped = False
+
+    def open(self) -> None:
+        """The first half of a step is over."""
+        self.clipped = False
+        _watch(self)
+
+    def close(self) -> bool:
+        """The second half begins; return whether somebody clipped."""
+        _watched.discard(self)
+        return self.clipped
+
+    def asked(self, name: str, parameters: Sequence[Any]) -> None:
+        """Note that torch's clipping was called on the run's parameters."""
+        self.clipped = True
+
+
+class HookGradients:
+    """Gradients while step hooks of the user's run, under a layout that steps parts of weights.
+
+    An element by itself may be changed, and a norm may be read; both together is a norm of a part.
+    """
+
+    def __init__(self, program: Program, stepped: Sequence[nn.Parameter], step: int) -> None:
+        self.layout, self.stepped, self.step = program.plan.layout.text(), stepped, step
+        self.names = {id(p) for p in (*program.parameters.values(), *stepped)}
+
+    def asked(self, name: str, parameters: Sequence[Any]) -> None:
+        """Raise for torch's clipping by a norm, or of parameters that have no gradient here."""
+        ours = [p for p in parameters if id(p) in self.names]
+        if ours and ("norm" in name or all(p.grad is None for p in ours)):
+            raise self._refusal(f"calls {name}")
+
+    @contextmanager
+    def watching(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Stand around a call of `optimizer.step`; only what its hooks do is looked at."""
+        reads, marks = _Reductions(), dict[int, tuple[int, int]]()
+
+        def begin(*_what: Any) -> None:
+            marks.update(marks_of(self.stepped))
+            _watch(self)
+            reads.__enter__()
+
+        def end(*_what: Any) -> None:
+            leave()
+            if reads.found and any_nonzero(changed_since(marks, self.stepped)):
+                raise self._refusal(f"reads {reads.found} and changes gradients")
+
+        def leave() -> None:
+            if self in _watched:
+                _watched.discard(self)
+                reads.__exit__(None, None, None)
+
+        first = optimizer.register_step_pre_hook(begin)
+        step_hooks(optimizer).move_to_end(first.id, last=False)
+        last = optimizer.register_step_pre_hook(end)
+        try:
+            yield
+        finally:
+            leave()
+            first.remove()
+            last.remove()
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"step {self.step}: a step hook of the optimizer (register_step_pre_hook) {what}, and "
+            f"under {self.layout} a rank steps parts of the weights, so that its norm is another "
+            f"one than all gradients'; {CLIP}"
+        )
+
+
+class _Reductions(TorchFunctionMode):
+    """Notes that a reduction of torch was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in REDUCTIONS:
+            self.found = self.found or name
+        return func(*args, **(kwargs or {}))
+
+
+class Watching(Protocol):
+    """Somebody whose gradients nobody may clip now."""
+
+    names: set[int]
+
+    def asked(self, name: str, parameters: Sequence[Any]) -> None:
+        """Judge a call of torch's clipping function `name`, some of whose parameters are ours."""
+
+
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _watch(one: Watching) -> None:
+    _install()
+    _watched.add(one)
+
+
+@functools.cache
+def _install() -> None:
+    ask_before_clipping(_watched, _ask)
+
+
+def _ask(name: str, parameters: Sequence[Any]) -> bool:
+    """Ask who watches these parameters; a call for the norm alone needs to write none of them."""
+    asked = [one for one in _watched if any(id(p) in one.names for p in parameters)]
+    for one in asked if name else ():
+        one.asked(name, parameters)
+    return bool(asked) and not name

@@ -1,0 +1,106 @@
+"""Restore the weights of a checkpoint and nothing else of it: a warm start, or a look at it.
+
+    parameters, persistent buffers     taken, each rank its own part, whatever layout wrote them
+    optimizer, counters, loaders       stay as they are in the run
+
+`Run.restore` takes everything; loops of other libraries also ask for the weights alone
+(`load_module_only` of DeepSpeed's engine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.base.errors import CheckpointError
+from shoal.base.phases import phase
+from shoal.base.shards import Shard
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.read import open_newest
+from shoal.parallel.program import Part
+from shoal.trainer.run import Run
+from shoal.trainer.run_state import MODEL, model_parts
+
+
+@phase("restore weights")
+def restore_weights(
+    run: Run, folder: Path, step: int | None = None, *, strict: bool = True
+) -> dict[str, Any] | None:
+    """Copy the weights of the newest complete checkpoint of a folder into the run's model.
+
+    Every rank must call it.
+
+    Args:
+        run: the run; a step under way is dropped.
+        folder: holds `checkpoints/step-N`.
+        step: the step whose checkpoint is wanted, and no other.
+        strict: refuse names that only one of model and checkpoint has; False: leave these alone.
+
+    Returns:
+        The checkpoint's record; None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: a tensor has another shape or format than in the model.
+    """
+    run.free = None
+    run.saving.settle()
+    here = model_parts(run)
+    known = {name for names in run.world.gather_json(list(here)) for name in names}
+
+    def wanted(manifest: Manifest) -> list[Shard]:
+        stored = {name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)}
+        if strict:
+            _check_names(manifest, stored, known)
+        _check_forms(manifest, {name: here[name] for name in here if name in stored})
+        return [
+            replace(shard, name=MODEL + name)
+            for name, (_, shard) in here.items()
+            if name in stored and shard.slices
+        ]
+
+    emit = run.recorder.events.emit
+    loaded = open_newest(folder / "checkpoints", wanted, run.world, emit, step)
+    if loaded is None:
+        return None
+    with torch.no_grad():
+        for name, (tensor, _) in here.items():
+            if MODEL + name in loaded.tensors:
+                tensor.copy_(loaded.tensors[MODEL + name].reshape(tensor.shape))
+    if run.program.reducer is not None:
+        run.program.reducer.publish()
+    run.touched.updated(run.step_count)
+    return dict(loaded.manifest.record)
+
+
+def _check_names(manifest: Manifest, stored: set[str], known: set[str]) -> None:
+    """Compare the names of a checkpoint with those of all ranks' models.
+
+    Raises:
+        CheckpointError: one of them has a name that the other lacks.
+    """
+    for name in sorted(stored ^ known):
+        where = "the checkpoint" if name in stored else "this model"
+        raise CheckpointError(
+            f"model.{name}: only in {where} (step {manifest.step}); try: the model as it was built "
+            f"then, or load_module_strict=False"
+        )
+
+
+def _check_forms(manifest: Manifest, here: Mapping[str, Part]) -> None:
+    """Compare shapes and formats.
+
+    Raises:
+        CheckpointError: a tensor differs.
+    """
+    for name, (_, shard) in here.items():
+        stored = manifest.tensors[MODEL + name]
+        if tuple(stored.shape) != shard.global_shape or stored.dtype != shard.dtype:
+            raise CheckpointError(
+                f"model.{name}: {list(stored.shape)} {stored.dtype} in the checkpoint, "
+                f"{list(shard.global_shape)} {shard.dtype} in this model; try: the model as it was "
+                f"built then"
+            )

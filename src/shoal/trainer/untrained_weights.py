@@ -1,0 +1,221 @@
+"""Which weights get no gradient: named in step 1 where they are cut off, else at the end.
+
+A model whose expert, head or pooler rests is right; one whose weight is cut off by an accidental
+`.detach()`, or by a kernel without a backward pass, trains everything but that weight, and its loss
+falls all the same. In a run's first step hooks tell the two apart, on every rank:
+
+    no graph       a layer's outputs know nothing of its weights
+    no gradient    a gradient reached the outputs, and went on to no weight beside them
+    detached       outputs were detached, or handed to a part that runs under torch.no_grad()
+
+A weight that no rank has a gradient of, and that is cut off on some rank, is named at once. What
+got no gradient in any step is listed at the end. Weights that no optimizer holds are meant to stay.
+Inside of layers that tp or cp rewrote as graphs no hook runs: there only the end tells.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.policies import CompilePolicy
+from shoal.parallel.program import Program
+from shoal.trainer._torch import pytree
+from shoal.trainer.step_vector import StepNumbers
+
+NEAR, MOST = 4, 50_000
+"""Operations between a layer's output and its weight · nodes of graphs that are walked, at most."""
+
+
+class UntrainedWeights:
+    """What one run's weights get of gradients.
+
+    Args:
+        program: the run's.
+        unheld: names of the weights that its optimizer does not hold.
+        forgotten: those of them that seem to be left out by mistake.
+        notice: prints a line, by rank 0.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        unheld: Collection[str],
+        forgotten: Collection[str],
+        notice: Callable[[str], None],
+    ) -> None:
+        self.program, self.notice, self.forgotten = program, notice, forgotten
+        self.never = [place for place, name in enumerate(program.names) if name not in unheld]
+        self.steps, self._look = 0, _Look(program)
+        # A compiled block would be compiled anew without its hooks, threads have replicas.
+        compiled = any(getattr(m, "_compiled_call_impl", None) for m in program.module.modules())
+        asked = program.plan.asks(CompilePolicy) or program.plan.layout.strategy == "dp"
+        self.looks = not (compiled or asked)
+
+    def by_rank(self, step: int) -> dict[str, list[float]]:
+        """Return nothing: which rank it is does not matter."""
+        return {}
+
+    def sums(self, step: int) -> dict[str, list[float]]:
+        """Return what the first step's all-reduce sums: which weights are cut off on this rank."""
+        if self.steps:
+            return {}
+        cut_off = self._look.found | self._look.reached
+        return {"cut_off": [float(name in cut_off) for name in self.program.names]}
+
+    def agree(self, step: int, numbers: StepNumbers) -> None:
+        """Take what all ranks know of a step, and print what is cut off.
+
+        Args:
+            step: the step under way, from 1.
+            numbers: what its all-reduce gave.
+        """
+        used = [count > 0 for count in numbers.sums("used")]
+        self.steps += 1
+        if self.steps == 1 and self.forgotten:
+            from shoal.trainer.model_notices import unheld_line
+
+            pairs = zip(self.program.names, used, strict=True)
+            got = [name for name, has in pairs if has and name in self.forgotten]
+            if line := unheld_line(got, self.program.parameters):
+                self.notice(line)
+        self.never = [place for place in self.never if not used[place]]
+        if self.steps > 1 or not self.never or "cut_off" not in numbers.slices:
+            return
+        names, found = self.program.names, numbers.sums("cut_off")
+        lost = [names[place] for place in self.never if found[place]]
+        if lost:
+            self.notice(
+                f"model: {_listed(lost)} computed in step 1, and no rank got a gradient for it: a "
+                f".detach(), torch.no_grad() or a kernel without a backward pass lies between it "
+                f"and the loss, so it will not train; try: requires_grad_(False) on it, if that is "
+                f"meant"
+            )
+
+    def close(self) -> None:
+        """List what got no gradient in any step."""
+        names = [self.program.names[place] for place in self.never] if self.steps else []
+        if names:
+            self.never = []
+            self.notice(
+                f"model: {_listed(names)} got no gradient in {self.steps} steps, and stays as it "
+                f"is; try: requires_grad_(False) on it, if that is meant"
+            )
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Stand around the passes of a step; only the first is looked at."""
+        if self.steps or not self.looks or not self.never:
+            yield
+            return
+        self._look = _Look(self.program)  # a step that failed is made again
+        with self._look.installed():
+            yield
+
+
+class _Look:
+    """Hooks on the layers that hold weights, during the passes of one step.
+
+    Attributes:
+        found: weights whose layer's output has no graph, or was detached.
+        reached: weights beside whose layer a gradient arrived; most of them got theirs.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.names: dict[int, str] = {}
+        self.owners: list[tuple[nn.Module, dict[str, str]]] = []
+        for path, module in program.module.named_modules():
+            held: dict[str, str] = {}
+            for key in module._parameters:
+                name = f"{path}.{key}".lstrip(".")
+                name = program.aliases.get(name, name)
+                if name in program.parameters:
+                    held[key] = name
+            if held:
+                self.owners.append((module, held))
+        self.found, self.reached = set[str](), set[str]()
+        self.left = MOST
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hang the hooks on, and take them away."""
+        handles = []
+        for module, held in self.owners:
+            before = partial(self._before, held)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._after, held)))
+        detach = torch.Tensor.detach
+
+        def watched(tensor: torch.Tensor) -> torch.Tensor:
+            room = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+            if tensor.requires_grad and torch.is_grad_enabled() and room not in ("shoal", "torch"):
+                self._cut(tensor)
+            return detach(tensor)
+
+        torch.Tensor.detach = watched  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del torch.Tensor.detach
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, own: dict[str, str], module: nn.Module, args: Any, kwargs: Any) -> None:
+        for key, name in own.items():  # what a layout has gathered for the pass
+            self.names[id(getattr(module, key))] = name
+        if not torch.is_grad_enabled():
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    self._cut(leaf)
+
+    def _after(self, own: dict[str, str], module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        held = set(own.values())
+        leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+        wide = [t for t in leaves if t.is_floating_point() or t.is_complex()]
+        if wide and not any(t.requires_grad for t in wide) and not any(module.children()):
+            self.found |= held
+            for leaf in pytree.tree_leaves(inputs):
+                if isinstance(leaf, torch.Tensor):
+                    self._cut(leaf)
+        for leaf in wide:
+            if leaf.grad_fn is not None:
+                near = self._weights(leaf.grad_fn, NEAR) & held
+                if near:
+                    leaf.register_hook(partial(self._reach, near))
+
+    def _reach(self, names: set[str], _gradient: torch.Tensor) -> None:
+        self.reached |= names
+
+    def _cut(self, tensor: torch.Tensor) -> None:
+        if tensor.grad_fn is not None:
+            self.found |= self._weights(tensor.grad_fn, MOST)
+        elif id(tensor) in self.names:
+            self.found.add(self.names[id(tensor)])
+
+    def _weights(self, root: Any, levels: int) -> set[str]:
+        """Names of the weights that a graph reaches within so many operations."""
+        found, seen, layer = set[str](), {root}, [root]
+        while layer and levels and self.left > 0:
+            levels -= 1
+            self.left -= len(layer)
+            below = [one for node in layer for one, _ in node.next_functions if one is not None]
+            layer = list(dict.fromkeys(one for one in below if one not in seen))
+            seen.update(layer)
+            for node in layer:
+                name = self.names.get(id(getattr(node, "variable", None)))
+                if name is not None:
+                    found.add(name)
+        return found
+
+
+def _listed(names: list[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0]}{more}"
