@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trainer_small import Rows, linear, run_of
 
 from shoal.base.errors import CheckpointError, ShoalError
@@ -139,3 +141,59 @@ def test_forged_records_never_end_in_a_traceback(tmp_path: Path, seed: int) -> N
             refused = str(failure)
         assert "\n" not in refused
         run.close()
+
+
+def test_a_folder_that_is_deleted_in_mid_run_is_made_anew(tmp_path: Path) -> None:
+    """The run ended with status 0, and its resume was refused for a missing run.toml."""
+    folder = saved(tmp_path / "parent" / "run")
+    (folder / "run.toml").write_text("[train]\n")
+    run = made(folder)
+    assert run.restore()
+    run.step((torch.ones(4, 4), torch.ones(4, 2)))
+    shutil.rmtree(tmp_path / "parent")
+    run.step((torch.ones(4, 4), torch.ones(4, 2)))
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [4]
+    assert (folder / "run.toml").read_text() == "[train]\n"
+    assert told(run) == [
+        f"{folder}: the run folder was deleted while the run trains, and is made anew: earlier rows "
+        f"and checkpoints are gone, the next checkpoint holds all that a resume needs; try: a "
+        f"run.folder that nothing cleans up"
+    ]
+    shutil.rmtree(folder)
+    assert run.save()
+    run.close()
+    again = made(folder)
+    assert again.restore()
+    assert again.step_count == 4
+    again.close()
+
+
+HOOK = """
+import shutil
+
+def clean(record):
+    if record["event"] == "step" and record["step"] == {step}:
+        shutil.rmtree({folder!r}, ignore_errors=True)
+"""
+
+
+@pytest.mark.proof("faults")
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("step", [3, 6], ids=["a step", "the last step"])
+def test_a_command_whose_folder_is_deleted_can_be_resumed(
+    tmp_path: Path, programs: Any, processes: int, step: int
+) -> None:
+    (tmp_path / "cleaner.py").write_text(HOOK.format(step=step, folder="runs/one"))
+    small = [
+        "model.name=mlp", "data.source=digits", "train.batch=8", "train.micro_batch=4",
+        f"launch.processes={processes}", "run.folder=runs", "run.name=one",
+    ]  # fmt: skip
+    hook = "train.on=cleaner:clean"
+    done = programs.run("-m", "shoal", "train", *small, "train.steps=6", hook, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "was deleted while the run trains" in done.stdout + done.stderr
+    again = ("-m", "shoal", "train", "--resume", "runs/one", "train.steps=8", 'train.on=""')
+    done = programs.run(*again, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows][-2:] == [7, 8]

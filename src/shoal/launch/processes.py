@@ -340,6 +340,7 @@ class Worker:
         self.code: int | None = None
         self.ended_s = 0.0
         try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleaned up
             with self.log_path.open("ab") as log:
                 with contextlib.suppress(OSError):  # a full disk must not stop a restart
                     log.write(_log_header(environ).encode())

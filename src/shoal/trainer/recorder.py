@@ -24,6 +24,10 @@ if TYPE_CHECKING:  # few runs record their steps
     from shoal.trainer.step_trace import StepTrace
 
 
+NEEDED = ("run.toml", "plan.json")
+"""Files of a run folder without which no resume begins."""
+
+
 class Recorder:
     """The run folder as one process sees it; without a folder nothing is written.
 
@@ -56,6 +60,7 @@ class Recorder:
         self.saves_apart, self._told_apart = "", False
         self._went_back_to: int | None = None
         self.trace: StepTrace | None = None
+        self._needed: dict[str, bytes] | None = None
 
     def hear(self, hook: Callable[[dict[str, Any]], Any]) -> None:
         """Call a hook with every record from now on; what it gives is in `wanted`, if it is a word.
@@ -140,6 +145,7 @@ class Recorder:
         }
         if self.folder is not None and self.world.keeps:
             try:
+                self.remake_folder()
                 append_line(self.folder / "metrics.jsonl", _finite(row))
             except OSError:
                 self.events.dropped += 1  # a full disk must not stop training
@@ -151,6 +157,28 @@ class Recorder:
         if self.trace is not None:
             self.trace.after(row["step"])
         return row
+
+    def remake_folder(self) -> None:
+        """Make the run folder anew where somebody deleted it, with what a resume needs of it.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if self.folder is None or not self.world.keeps:
+            return
+        if self._needed is None:
+            paths = [self.folder / name for name in NEEDED]
+            self._needed = {path.name: path.read_bytes() for path in paths if path.is_file()}
+        if self.folder.exists():
+            return
+        self.folder.mkdir(parents=True)
+        for name, data in self._needed.items():
+            (self.folder / name).write_bytes(data)
+        self.notice(
+            f"{self.folder}: the run folder was deleted while the run trains, and is made anew: "
+            f"earlier rows and checkpoints are gone, the next checkpoint holds all that a resume "
+            f"needs; try: a run.folder that nothing cleans up"
+        )
 
     def _mfu(self, samples: int, step_s: float) -> float | None:
         """The share of the machine's rate that a step used; None where that cannot be right."""
