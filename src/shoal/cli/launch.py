@@ -130,13 +130,16 @@ def _job(
     """What is asked for. Errors: ConfigError, PlanError, of the run's own words too."""
     words = list(arguments or [])
     # A slip, or a layout for another number of processes, is told now, not after an hour's queue.
-    config = load(*file_and_overrides(words)).config
+    loaded = load(*file_and_overrides(words))
+    config = loaded.config
     each = processes or gpus or 1
     asked = asked_layout(config.layout)
     settle_layout(plan_of(config), asked, nodes * each, None, this_machine())
     if not name.replace("-", "").isalnum() or name != name.lower():
         raise ConfigError(f"--name {name}: small letters, digits and - only; try: --name shoal")
-    return Job(tuple(words), name, nodes, each, gpus, grace)
+    said = {"run.name": config.run.name, "launch.processes": config.launch.processes}
+    set_keys = frozenset(key for key, value in said.items() if value)
+    return Job(tuple(words), name, nodes, each, gpus, grace, said=set_keys)
 
 
 def _hand_over(command: list[str], text: str) -> None:

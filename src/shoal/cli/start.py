@@ -27,6 +27,7 @@ from shoal.checkpoint.lease import RunLease
 from shoal.checkpoint.listing import find, read_manifest
 from shoal.cli.ending import Ending, end_of_islands, next_lines, told
 from shoal.cli.islands import check_resumable, island_folder, islands_of, launch_all
+from shoal.cli.job_file import note_job
 from shoal.cli.words import file_and_overrides
 from shoal.cli.worker import imports_of
 from shoal.config.differences import (
@@ -306,6 +307,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
             if prepared.resumed and path.exists()
         }
         events = write_folder(prepared)
+        note_job(folder, environ)
         environ["SHOAL_RESUME"] = "strict" if prepared.resumed and not prepared.force else ""
         if _in_folders(config.islands, folder):
             outcomes = launch_all(prepared.loaded, prepared.plan, folder, environ, events)

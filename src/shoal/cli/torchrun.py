@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from shoal.base.errors import UNSAVED_CODE, CheckpointError, ConfigError, PlanError, ShoalError
 from shoal.base.events import EventLog
 from shoal.base.phases import tell_folder
+from shoal.base.slurm import count_tasks
+from shoal.cli.job_file import JOB_FILE, attempt_of, is_of, job_of
 
 if TYPE_CHECKING:
     from shoal.checkpoint.lease import RunLease
 
-JOB_FILE = "logs/job"
-"""In a run folder: the launcher's name of the job that last wrote there."""
 FILES = ("run.toml", "plan.json", JOB_FILE)
 """Of a run folder, what a start needs."""
 
@@ -35,7 +35,7 @@ def launched() -> bool:
     """Whether torchrun or Slurm started this process as one of several."""
     env = os.environ
     torchrun = "RANK" in env and "WORLD_SIZE" in env
-    return torchrun or ("SLURM_PROCID" in env and env.get("SLURM_NTASKS", "1") != "1")
+    return torchrun or count_tasks(env) not in ("", "1")
 
 
 def run(
@@ -137,26 +137,6 @@ def _settle(
     return {"folder": str(prepared.folder), **started}, lease
 
 
-def attempt_of(environ: Mapping[str, str]) -> int:
-    """How often the launcher has restarted this job; a requeued job may run torchrun's first try.
-
-    >>> attempt_of({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "2"})
-    2
-    """
-    counts = [environ.get(f"{name}_RESTART_COUNT", "") for name in ("TORCHELASTIC", "SLURM")]
-    return max(int(count) if count.isdigit() else 0 for count in counts)
-
-
-def job_of(environ: Mapping[str, str]) -> str:
-    """The launcher's own name for the job; "" where it has none.
-
-    >>> job_of({"SLURM_JOB_ID": "77"}), job_of({"TORCHELASTIC_RUN_ID": "none"})
-    ('77', '')
-    """
-    job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "none")
-    return "" if job == "none" else job
-
-
 def continued(
     arguments: list[str], resume: Path | None, environ: Mapping[str, str], attempt: int
 ) -> tuple[list[str], Path | None]:
@@ -189,7 +169,7 @@ def continued(
     folder = Path(run.folder) / name
     if not find(folder / "checkpoints"):
         return arguments, None
-    if attempt or _is_of(folder, job):
+    if attempt or is_of(folder, job):
         return overrides, folder  # its own run.toml holds what the file said
     if not job and "TORCHELASTIC_RUN_ID" in environ:
         raise ConfigError(
@@ -200,12 +180,23 @@ def continued(
     return arguments, None
 
 
-def _is_of(folder: Path, job: str) -> bool:
-    """Whether a run folder was last written by this very job."""
-    try:
-        return bool(job) and (folder / JOB_FILE).read_text(encoding="utf-8") == job
-    except OSError:
-        return False
+def continued_alone(
+    arguments: list[str], resume: Path | None, environ: Mapping[str, str]
+) -> tuple[list[str], Path | None]:
+    """As `continued`, for a job of one task, whose command starts its processes itself.
+
+    Only a restart of the same job goes on: an allocation may start many runs, one after another.
+    """
+    from shoal.config.load import load
+
+    attempt, job = attempt_of(environ), job_of(environ)
+    if resume is not None or not attempt or not job:
+        return arguments, resume
+    paths = [Path(a) for a in arguments if "=" not in a]
+    run = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config.run
+    if not run.name or not is_of(Path(run.folder) / run.name, job):
+        return arguments, resume
+    return continued(arguments, resume, environ, attempt)
 
 
 def _draw(folder: Path) -> Any:

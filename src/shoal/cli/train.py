@@ -61,10 +61,12 @@ def train(
         raise typer.Exit(torchrun.run(arguments or [], resume, force=force, trust=trust))
     if force and resume is None:
         raise ConfigError("--force: goes with --resume RUN; a fresh run has nothing to differ from")
-    typer.echo(f"shoal {__version__}: {'resuming ' + str(resume) if resume else 'preparing a run'}")
+    words, folder = torchrun.continued_alone(arguments or [], resume, os.environ)
+    force = force or folder != resume  # a restart of the same job goes on, whatever differs
+    typer.echo(f"shoal {__version__}: {'resuming ' + str(folder) if folder else 'preparing a run'}")
     sys.stdout.flush()
     try:
-        prepared = start.prepare(arguments or [], resume, force=force, trust=trust)
+        prepared = start.prepare(words, folder, force=force, trust=trust)
     except KeyboardInterrupt:
         sys.stderr.write("shoal: stopped by Ctrl-C before the run began\n")
         raise typer.Exit(1) from None

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.base.errors import ConfigError
+from shoal.base.slurm import count_tasks
 from shoal.base.token import find_token
 
 PR_SET_PDEATHSIG = 1
@@ -47,13 +48,13 @@ def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
             "agent_store": agent_store,
             "token": find_token(env),
         }
-    if "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
+    if tasks := count_tasks(env):
         rank = _number(env, "SLURM_PROCID")
         job = _number(env, "SLURM_JOB_ID", "0")
         first = first_host(env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
         return {
             "rank": rank,
-            "size": _number(env, "SLURM_NTASKS"),
+            "size": _number({"SLURM_NTASKS": tasks}, "SLURM_NTASKS"),
             "local_rank": _number(env, "SLURM_LOCALID", "0"),
             "local_size": _local_tasks(env.get("SLURM_NTASKS_PER_NODE", "1")),
             "started_by": "Slurm",

@@ -30,6 +30,7 @@ class Job:
     nodes      machines · processes  on each · gpus  on each; 0: none
     grace_s    seconds from the warning to the end
     python     that runs it; empty: what the node finds under that name
+    said       keys of run.toml that the user's words or file set
     """
 
     words: tuple[str, ...]
@@ -39,6 +40,7 @@ class Job:
     gpus: int = 0
     grace_s: int = 120
     python: str = ""
+    said: frozenset[str] = frozenset()
 
     @property
     def train(self) -> list[str]:
@@ -53,8 +55,13 @@ def slurm(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
 
     Slurm sends SIGUSR1 to the ranks `grace_s` seconds before the time is over; they save and stop,
     and the script puts the job back into the queue. It goes on in the same folder, named after the
-    job's number, as Slurm's count of restarts says.
+    job's number, as Slurm's count of restarts says. One task starts its processes itself: the words
+    say how many, and the folder. A task of an array is put back alone.
     """
+    alone = {"run.name": '"run.name=job-$SLURM_JOB_ID"', "launch.processes": "launch.processes=1"}
+    is_alone = job.nodes * job.processes == 1
+    more = [word for key, word in alone.items() if is_alone and key not in job.said]
+    command = " ".join([shlex.join(job.train), *more])
     minutes = round(hours * 60)
     options = {
         "job-name": job.name,
@@ -79,10 +86,11 @@ def slurm(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
             "SHOAL_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
             "export SHOAL_TOKEN OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}",
             "",
-            f"srun --kill-on-bad-exit=1 {shlex.join(job.train)}",
+            f"srun --kill-on-bad-exit=1 {command}",
             "code=$?",
             f"case $code in {STOPPED})  # it saved and stopped: go on where it was",
-            '    scontrol requeue "$SLURM_JOB_ID" ;;',
+            "    array=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+            '    scontrol requeue "${array:-$SLURM_JOB_ID}" ;;',
             "esac",
             "exit $code",
             "",

@@ -1,0 +1,49 @@
+"""Which job of a launcher a process belongs to, and which one last wrote into a run folder.
+
+RUN/logs/job                                             the job's name, as the launcher has it
+SLURM_JOB_ID, TORCHELASTIC_RUN_ID                        where it stands
+SLURM_RESTART_COUNT, TORCHELASTIC_RESTART_COUNT          how often the job was restarted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+JOB_FILE = "logs/job"
+"""In a run folder: the launcher's name of the job that last wrote there."""
+
+
+def attempt_of(environ: Mapping[str, str]) -> int:
+    """Return how often the launcher restarted this job; a requeued job may run torchrun's first.
+
+    >>> attempt_of({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "2"})
+    2
+    """
+    counts = [environ.get(f"{name}_RESTART_COUNT", "") for name in ("TORCHELASTIC", "SLURM")]
+    return max(int(count) if count.isdigit() else 0 for count in counts)
+
+
+def job_of(environ: Mapping[str, str]) -> str:
+    """Return the launcher's own name for the job; "" where it has none.
+
+    >>> job_of({"SLURM_JOB_ID": "77"}), job_of({"TORCHELASTIC_RUN_ID": "none"})
+    ('77', '')
+    """
+    job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if job == "none" else job
+
+
+def note_job(folder: Path, environ: Mapping[str, str]) -> None:
+    """Write the job's name into a run folder; nothing where there is none."""
+    if job := job_of(environ):
+        (folder / JOB_FILE).parent.mkdir(exist_ok=True)
+        (folder / JOB_FILE).write_text(job)
+
+
+def is_of(folder: Path, job: str) -> bool:
+    """Return whether a run folder was last written by this very job."""
+    try:
+        return bool(job) and (folder / JOB_FILE).read_text() == job
+    except OSError:
+        return False
