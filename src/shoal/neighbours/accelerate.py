@@ -53,6 +53,7 @@ from shoal.neighbours.accelerate_state import (
     numbers_of,
     retire_states,
 )
+from shoal.neighbours.equal_batches import EqualBatchesCheck
 from shoal.neighbours.final_saves import safetensors_path, write_tensors
 from shoal.neighbours.free_loop import FreeLoop, started
 
@@ -150,7 +151,9 @@ class Accelerator(PartialState, Settings):
                     saves=SAVES,
                 )
                 model.module = run.model
-                one.loop = model.loop = FreeLoop(run)
+                near = "accelerator.prepare(dataloader)"
+                check = EqualBatchesCheck(run, near, lambda: bool(self.loaders))
+                one.loop = model.loop = FreeLoop(run, check)
                 name_saves(run, self)
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:

@@ -27,6 +27,7 @@ from shoal.neighbours import deepspeed_checkpoints as checkpoints
 from shoal.neighbours import final_saves, stand_in
 from shoal.neighbours.deepspeed_config import LossScale, Settings, read
 from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
+from shoal.neighbours.equal_batches import EqualBatchesCheck
 from shoal.neighbours.free_loop import Carried, FreeLoop, started
 from shoal.trainer import loss_scale
 from shoal.trainer.run import Run
@@ -47,6 +48,10 @@ TOLD = {
     "optimizer_name": "optimizer",
 }
 """Calls of an engine that tell a setting."""
+DEALS = (
+    "initialize(training_data=dataset), or DataLoader(dataset, sampler=DistributedSampler(dataset))"
+)
+"""What gives each rank samples of its own."""
 OFFLOAD = '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
 INSTEAD = {
     **dict.fromkeys(("offload_states", "reload_states"), OFFLOAD),
@@ -228,7 +233,8 @@ class Engine(Carried):
     loop: FreeLoop
 
     def __init__(self, run: Run, settings: Settings, schedule: Any) -> None:
-        super().__init__(run.model, FreeLoop(run))
+        check = EqualBatchesCheck(run, DEALS, lambda: self.training_dataloader is not None)
+        super().__init__(run.model, FreeLoop(run, check))
         self.run, self.settings, self.lr_scheduler = run, settings, schedule
         self.optimizer = run.optimizer
         self.training_dataloader: Any = None

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
+from shoal.neighbours.equal_batches import EqualBatchesCheck
 from shoal.neighbours.final_saves import save_what_is_refused
 from shoal.trainer.free_passes import FreePasses
 from shoal.trainer.parallelize import parallelize
@@ -48,8 +49,8 @@ class FreeLoop:
     last   what the last update did; None before the first
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, check: EqualBatchesCheck | None = None) -> None:
+        self.run, self.check = run, check
         self.last: StepResult | None = None
 
     @property
@@ -64,6 +65,8 @@ class FreeLoop:
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model; in training, as a pass of the step under way."""
+        if self.check is not None and self.run.model.training and torch.is_grad_enabled():
+            self.check.add([inputs, named])
         return self._passes().forward(*inputs, **named)
 
     def backward(
@@ -92,6 +95,8 @@ class FreeLoop:
         """Sum gradients over ranks, clip them, step the optimizer; or skip that, on all ranks."""
         self._passes()
         self.last = self.run.update()
+        if self.check is not None:
+            self.check.compare()
         return self.last
 
     def _passes(self) -> FreePasses:

@@ -96,7 +96,7 @@ class Brought:
             "place": self.program.data.rank,
             "samples": 0 if loaded else batch_length(batch),
             "hash": digest_of(values),
-            "bits": 0.0 if loaded else _information(batch),
+            "bits": 0.0 if loaded else information(batch),
             "probe": list(batch.probe) if loaded else [],
             "loaders": [],
         }
@@ -174,7 +174,7 @@ def _shown(probe: Sequence[Any]) -> str:
     return ", ".join(map(str, probe)) or "nothing"
 
 
-def _information(batch: Any) -> float:
+def information(batch: Any) -> float:
     """Bits that the values of a batch could tell apart, at most: numbers × log2 of unlike ones."""
     bits = 0.0
     for leaf in pytree.tree_leaves(batch):
