@@ -206,7 +206,7 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
         path for path in loaded(OWN_LOOP) if path.name != "single.py"
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 13_600
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 13_950
 
 
 FOUR_RANKS = """
@@ -301,8 +301,8 @@ def test_what_a_rank_of_a_divided_model_loads(
         # Of a rank that waits for others for seconds: a slow machine.
         if path.name not in ("frames.py", "hang.py")
     ]
-    assert 100 < len(files) <= 155, sorted(files)
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 25_800
+    assert 100 < len(files) <= 157, sorted(files)
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 26_300
 
 
 def test_the_simulated_device_is_small() -> None:

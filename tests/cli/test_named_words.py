@@ -40,7 +40,7 @@ OF_OTHERS = {
     *("--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id", "--max-restarts"),
     *("--kill-on-bad-exit", "--ntasks-per-node", "--requeue", "--signal", "--shm-size", "--sort"),
     *("--local-dir", "--repo-type", "--load", "--deepspeed", "--alive", "--node", "--stdin"),
-    *("--limits", "--against", "--convert-to"),
+    *("--limits", "--against", "--convert-to", "--pty"),
 }
 """Options of torchrun, Slurm, Docker and others; of a worker of `shoal launch`; of our scripts."""
 

@@ -114,7 +114,7 @@ def test_demo_is_small_and_follows_the_data() -> None:
         ("llama", {"dim": 36, "heads": 12}, "model.dim = 36: gives an odd head size (rotary pairs) "
          "with model.heads = 12; try: model.dim=24"),
         ("llama", {"vocabulary": 100}, "model.vocabulary = 100: less than the 512 of the "
-         "tokenizer; try: model.vocabulary=512"),
+         "data; try: model.vocabulary=512"),
         ("llama", {"sequence": 16}, "model.sequence = 16: less than the 64 of data.sequence; "
          "try: model.sequence=64"),
         ("moe", {"experts": 4, "top_k": 5}, "model.top_k = 5: more than model.experts = 4; try:"

@@ -64,6 +64,11 @@ class Plan(Policies):
     placements: tuple[Placement, ...] = ()
     buckets: tuple[Bucket, ...] = ()
 
+    @property
+    def sums_parts_each_pass(self) -> bool:
+        """Whether a pass ends with sums of its gradients' parts, as under zero 2."""
+        return self.layout.zero == 2 and not self.defer_sync
+
     def arithmetic(self) -> str:
         """The batch equation with this run's numbers.
 

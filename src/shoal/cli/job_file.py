@@ -38,12 +38,12 @@ def note_job(folder: Path, environ: Mapping[str, str]) -> None:
     """Write the job's name into a run folder; nothing where there is none."""
     if job := job_of(environ):
         (folder / JOB_FILE).parent.mkdir(exist_ok=True)
-        (folder / JOB_FILE).write_text(job)
+        (folder / JOB_FILE).write_text(job, encoding="utf-8")
 
 
 def is_of(folder: Path, job: str) -> bool:
     """Return whether a run folder was last written by this very job."""
     try:
-        return bool(job) and (folder / JOB_FILE).read_text() == job
+        return bool(job) and (folder / JOB_FILE).read_text(encoding="utf-8") == job
     except OSError:
         return False

@@ -72,7 +72,8 @@ def find_dtype(sample: bytes) -> WrittenAs | None:
 
     >>> find_dtype(np.arange(100, dtype="<u4").tobytes()).dtype
     'uint32'
-    >>> find_dtype(np.arange(1000, dtype="<u2").tobytes()).dtype, find_dtype(bytes(8000))
+    >>> drawn = np.random.default_rng(0).integers(5000, size=4000)
+    >>> find_dtype(drawn.astype("<u2").tobytes()).dtype, find_dtype(bytes(8000))
     ('uint16', None)
     """
     rows = np.frombuffer(sample[: len(sample) // 8 * 8], dtype=np.uint8).reshape(-1, 8)

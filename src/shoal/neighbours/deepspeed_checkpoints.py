@@ -68,7 +68,7 @@ def folder_name(tag: str) -> str:
     """Return the name of a tag's folder: the tag itself, where it is a plain name.
 
     >>> folder_name("epoch1"), folder_name("epoch=1/best")
-    ('epoch1', 'epoch-1-best-6e84bd4c')
+    ('epoch1', 'epoch-1-best-5dab6517')
     """
     plain = re.sub(r"[^\w.-]+", "-", tag).strip("-.")
     if plain == tag:
@@ -111,7 +111,7 @@ def find_latest(run: Run, folder: Path) -> str | None:
 def latest_here(folder: Path) -> str | None:
     """What this rank's disk says."""
     try:
-        return (folder / LATEST).read_text().strip()
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         pass
     for found in find(folder / "checkpoints"):

@@ -171,7 +171,7 @@ def read_source() -> Source:
     trees: dict[str, ast.Module] = {}
     for file, _ in user_code().values():
         with contextlib.suppress(OSError, SyntaxError, ValueError):
-            trees[file] = ast.parse(Path(file).read_text())
+            trees[file] = ast.parse(Path(file).read_text(encoding="utf-8"))
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     named = {_last_name(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
     makers: dict[str, set[str]] = {}

@@ -210,17 +210,12 @@ def start_run(
     plan = replace(plan, compute=formats.resolve(plan.compute, world.device))
     module, notices = _built(model, plan, said, world)
     parameters = trainable(module)
-    notices += narrow_weights(parameters, plan.compute)
+    notices += narrow_weights(parameters, plan.compute) + _auxiliary_losses(module, loss)
     _refuse_untrainable(module, parameters, world)
     bound = rebind(optimizer, module, parameters)
     _agree(world, {"optimizer": settings_of(bound), "loss": _place_of(loss)})
     unheld = _unheld(module, parameters, bound)
-    if "transformers" in sys.modules:
-        from shoal.trainer.model_notices import auxiliary_loss_lines
-
-        notices += auxiliary_loss_lines(module, loss)
-    batch = plan.batch or (8 * plan.micro_batch if plan.micro_batch else DEFAULT_BATCH)
-    plan = replace(plan, batch=batch, parameters=sum(p.numel() for p in parameters.values()))
+    plan = _sized(plan, parameters)
     if said is not None:
         chosen = None
         if ranks_layouts and world.size > 1 and leaves_open(plan, said):
@@ -262,6 +257,21 @@ def start_run(
         _keep_in(folder, run)
     trim_heap()
     return run
+
+
+def _sized(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> Plan:
+    """Fill in a plan's batch, where it has none, and the number of trainable elements."""
+    batch = plan.batch or (8 * plan.micro_batch if plan.micro_batch else DEFAULT_BATCH)
+    return replace(plan, batch=batch, parameters=sum(p.numel() for p in parameters.values()))
+
+
+def _auxiliary_losses(module: nn.Module, loss: Loss) -> list[str]:
+    """Return a line for auxiliary losses of transformers' models that `loss` leaves out."""
+    if "transformers" not in sys.modules:
+        return []
+    from shoal.trainer.model_notices import auxiliary_loss_lines
+
+    return auxiliary_loss_lines(module, loss)
 
 
 def _unheld(

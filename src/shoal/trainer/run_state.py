@@ -283,12 +283,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     run.extra_record["extra"] = record.get("extra", {})
     run.extra = decoded(run.extra_record["extra"])
     run.epochs_done.restore(record.get("epoch", {}), run.recorder.notice)
-    with torch.no_grad():
-        for name, (tensor, shard) in here.items():
-            if shard.slices:
-                tensor.copy_(loaded.tensors[MODEL + name].reshape(tensor.shape))
-    if run.program.reducer is not None:
-        run.program.reducer.publish()
+    _load_model(run, here, loaded.tensors)
     state = {n.removeprefix(OPTIMIZER): t for n, t in loaded.tensors.items() if _is_state(n)}
     stepped = {name: piece.parameter for name, piece in local.items()}
     if run.average is not None:
@@ -310,6 +305,18 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     (run.recorder.cut if here_now else run.recorder.went_back)(run.step_count)
     tell_resumed(run, loaded.path, differences, changes, here=here_now)
     return True
+
+
+def _load_model(
+    run: Kept, here: Mapping[str, tuple[torch.Tensor, Shard]], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy a checkpoint's slices into this rank's weights and buffers."""
+    with torch.no_grad():
+        for name, (tensor, shard) in here.items():
+            if shard.slices:
+                tensor.copy_(tensors[MODEL + name].reshape(tensor.shape))
+    if run.program.reducer is not None:
+        run.program.reducer.publish()
 
 
 def _bring_remote(run: Kept, folder: Path, step: int | None) -> None:

@@ -76,6 +76,8 @@ class UntrainedWeights:
             step: the step under way, from 1.
             numbers: what its all-reduce gave.
         """
+        if "used" not in numbers.slices:  # a worker of servers that do not wait for the others
+            return
         used = [count > 0 for count in numbers.sums("used")]
         self.steps += 1
         if self.steps == 1 and self.forgotten:
