@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 
 def cache_folder() -> Path:
     """Returns the folder for what is kept between runs: $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal.
 
-    Without both it is ~/.cache/shoal. The folder need not exist, and is not made here.
+    Without both it is ~/.cache/shoal, and where there is no home (a container's unnamed user) a
+    folder of this user's below the temporary one. It need not exist, and is not made here.
     """
     own, shared = os.environ.get("SHOAL_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own).expanduser()
-    return (Path(shared) if shared else Path.home() / ".cache") / "shoal"
+    try:
+        if own:
+            return Path(own).expanduser()
+        return (Path(shared) if shared else Path.home() / ".cache") / "shoal"
+    except RuntimeError:  # no HOME, and no entry for this user
+        return Path(tempfile.gettempdir()) / f"shoal-cache-{os.getuid()}"
+
+
+def cache_trouble(folder: Path) -> str:
+    """Return why nothing can be kept in a folder, made if it is missing; "" where it can.
+
+    >>> cache_trouble(Path("/dev/null/cache"))
+    'Not a directory'
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))  # a full disk takes names, and no bytes
+            file.flush()
+        os.listdir(folder)
+    except FileExistsError:
+        return "a file is in its place"
+    except OSError as failure:
+        return failure.strerror or type(failure).__name__
+    return ""
 
 
 def write_whole(path: Path, text: str) -> None:

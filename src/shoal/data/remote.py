@@ -80,11 +80,17 @@ def _copied(kind: str, address: str, line: str) -> str:
             raise ConfigError(f"{line}: {name} would lie outside of the folder it is copied to")
     stamps = [[below[n], *(str(files[n].get(key)) for key in STAMPS)] for n in files]
     final = cache_folder() / "remote" / content_key(address, stamps)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    if not final.is_dir():
-        with hold_lock(final):
-            if not final.is_dir():
-                _copy(store, below, final, line)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if not final.is_dir():
+            with hold_lock(final):
+                if not final.is_dir():
+                    _copy(store, below, final, line)
+    except OSError as error:
+        raise ConfigError(
+            f"{line}: cache folder {final.parent}: {error.strerror or error}; "
+            f"try: SHOAL_CACHE=a folder that can be written"
+        ) from error
     rest = path[len(base) :].lstrip("/")
     return str(final / rest if rest else final) + (f"#{split}" if split else "")
 

@@ -7,6 +7,7 @@ can say how far it was from what happened.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -122,7 +123,7 @@ class Learner:
         kind = "gpu" if is_accelerator(world.device) else "cpu"
         self.machine = machine_path(cache_folder(), world.size, kind, torch.get_num_threads())
         # What a machine that was never measured is said to do, no run may correct.
-        self.measured = self.machine.exists()
+        self.measured = os.path.exists(self.machine)  # a Path raises where it may not look
         self.known = learnt(self.machine).get(compute, 1.0)
         self.steps_s: list[float] = []
 
