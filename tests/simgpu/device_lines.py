@@ -523,7 +523,7 @@ class Rooms:
 
 LOOPS = (
     *("ddp", "zero1", "zero2", "fsdp", "tp", "pp", "cp", "ep", "saved", "bf16 weights"),
-    *("offload activations", "compress", "parked", "lane", "ring", "uneven", "refused"),
+    *("offload activations", "compress", "parked", "lane", "ring", "uneven", "refused", "rate"),
 )
 TRAIN = (
     *("data.source=synthetic", "data.sequence=16", "model.dim=32", "model.layers=2"),

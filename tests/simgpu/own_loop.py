@@ -31,6 +31,7 @@ from shoal.fabric.ring import Ring
 from shoal.models.catalog import build
 from shoal.parallel import offload
 from shoal.parallel.offload.lane import Lane
+from shoal.trainer.optimizer_settings import OptimizerSettingsCheck
 
 STEPS = 3
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "dropout": 0.0}
@@ -223,8 +224,19 @@ def refused(world: World) -> list[float]:
     return [float(not is_accelerator(world.device))]
 
 
+def rate(world: World) -> list[float]:
+    """A rate on the device is read again once it was written, and not before."""
+    optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = there = torch.tensor(0.5, device=world.device)
+    check = OptimizerSettingsCheck(optimizer, world)
+    first, again = check.sums(1), check.sums(1)
+    there.fill_(0.25)
+    return [float(first == again), float(first == check.sums(1))]
+
+
 PARTS = {
     "uneven": uneven,
+    "rate": rate,
     "refused": refused,
     "ring": turned,
     "synchronised": synchronised,
