@@ -8,8 +8,11 @@ import pytest
 
 from right_scripts import TABLE
 
-SHORT = {"a_slow_first_batch": ("ddp",)}
-"""Layouts of a script in `make test`, where not all of them."""
+SHORT = {
+    **{name: (control.layouts[-1],) for name, control in TABLE.items() if control.ranks == 2},
+    "a_slow_first_batch": ("ddp",),
+}
+"""Layouts of a script in `make test`, where not all of them: one, fsdp where it is right there."""
 
 
 def rows(name: str) -> list[Any]:
