@@ -66,7 +66,7 @@ class Plan(Policies):
 
     @property
     def sums_parts_each_pass(self) -> bool:
-        """Whether a pass ends with sums of its gradients' parts, as under zero 2."""
+        """Tell whether a pass ends with sums of its gradients' parts, as under zero 2."""
         return self.layout.zero == 2 and not self.defer_sync
 
     def arithmetic(self) -> str:

@@ -26,7 +26,7 @@ SPELT = {
     "▒": ":", "▓": "#", "▁": "_", "▂": "_", "▃": "-", "▄": "-", "▅": "=", "▆": "=", "▇": "#",
     "\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "•": "*", "✓": "v", "✗": "x",
 }  # fmt: skip
-"""What a letter is where its own is not to be had; figures above and below the line have a rule."""
+"""Replacements of letters that an encoding lacks; figures above and below the line have a rule."""
 
 
 def spelt(letter: str) -> str:
@@ -48,7 +48,7 @@ def spelt(letter: str) -> str:
 
 
 def _replace(failure: UnicodeError) -> tuple[str, int]:
-    """What Python's codecs call for letters that an encoding lacks."""
+    """Replace letters that an encoding lacks; Python's codecs call it."""
     if not isinstance(failure, UnicodeEncodeError):
         raise failure
     lacking = failure.object[failure.start : failure.end]

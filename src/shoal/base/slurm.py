@@ -1,4 +1,4 @@
-"""Whether Slurm's srun started this process as one of several tasks, read from its environment.
+"""Tell from the environment whether Slurm's srun started this process as one of several tasks.
 
     srun -n 4 program       four tasks: SLURM_PROCID counts them, SLURM_STEP_NUM_TASKS says how many
     salloc -n 4, a shell    one process: the allocation's SLURM_NTASKS is left in its environment

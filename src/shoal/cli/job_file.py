@@ -1,4 +1,4 @@
-"""Which job of a launcher a process belongs to, and which one last wrote into a run folder.
+"""Find the launcher's job of a process, and the job that last wrote into a run folder.
 
 RUN/logs/job                                             the job's name, as the launcher has it
 SLURM_JOB_ID, TORCHELASTIC_RUN_ID                        where it stands

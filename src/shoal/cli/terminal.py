@@ -61,7 +61,7 @@ class _Stream(io.RawIOBase):
         return self.number
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Tell whether it is a terminal."""
         return os.isatty(self.number)
 
     def writable(self) -> bool:

@@ -35,7 +35,7 @@ OTHER_DTYPES = {
     **{"u8": "uint8", "u16": "uint16", "u32": "uint32", "i32": "int32", "i64": "int64"},
     **{"int16": "uint16", "int": "int32", "uint64": "int64", "long": "int64"},
 }
-"""What users write instead."""
+"""Words that users write instead."""
 
 
 @dataclass(frozen=True)

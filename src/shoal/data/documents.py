@@ -61,7 +61,7 @@ class Document:
         return read.decode("utf-8", errors="ignore").replace("\r\n", "\n")
 
     def recipe(self) -> list[Any]:
-        """What its texts depend on, as JSON values."""
+        """Return the settings that its texts depend on, as JSON values."""
         return [self.name, self.size_bytes, self.modified_ns]
 
     @property
@@ -102,7 +102,7 @@ class TextFile(Document):
         return decode_text(self.path, read).replace("\r\n", "\n").replace("\r", "\n")
 
     def recipe(self) -> list[Any]:
-        """What its texts depend on, as JSON values."""
+        """Return the settings that its texts depend on, as JSON values."""
         return [*super().recipe(), "utf-8"]  # 0.1.0 kept U+FFFD in the place of other bytes
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from shoal.base.errors import ConfigError
 
 HEAD_BYTES = 4096
-"""How much of a file's beginning is looked at."""
+"""Bytes that are read of a file's beginning."""
 
 LEAST_EVIDENCE = 4
 """Bytes of a signature that cannot be the first tokens of a raw file by chance."""
@@ -154,7 +154,7 @@ def _no_text(path: str, read: bytes, at: int) -> str:
 
 
 def _zeros(read: bytes, name: str) -> str:
-    """What zeros in a file come from: ASCII in 16 bits, else no text at all."""
+    """Name the source of zeros in a file: ASCII in 16 bits, else no text at all."""
     shares = [read[side::2].count(0) * 2 / len(read) for side in (0, 1)]
     if max(shares) > 0.3 and min(shares) < 0.1:
         kind = "utf-16le" if shares[1] > shares[0] else "utf-16be"

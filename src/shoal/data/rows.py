@@ -122,7 +122,7 @@ class Rows(Document):
                 yield text
 
     def recipe(self) -> list[Any]:
-        """What its texts depend on, as JSON values."""
+        """Return the settings that its texts depend on, as JSON values."""
         return [*super().recipe(), self.field, self.share, self.held]
 
     def unsplit(self) -> Rows:

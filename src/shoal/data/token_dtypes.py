@@ -57,7 +57,7 @@ SAME_BYTES = {"int32": "uint32"}
 
 @dataclass(frozen=True)
 class WrittenAs:
-    """What a file's bytes show: the dtype, its byte order, and by what."""
+    """The dtype and byte order that a file's bytes show, and the evidence."""
 
     dtype: str
     why: str
@@ -99,7 +99,7 @@ def _find_wide(rows: Numbers) -> WrittenAs | None:
 
 
 def _are_halves(low: Numbers, high: Numbers) -> bool:
-    """Whether these can only be the low and the high halves of ids below 2²⁴."""
+    """Tell whether these can only be the low and the high halves of ids below 2²⁴."""
     top = int(high.max())
     if top > 255 or np.count_nonzero(low > top) < LEAST:
         return False
@@ -137,7 +137,7 @@ def _find_uint16(rows: Numbers) -> WrittenAs | None:
 
 
 def _varies(low: Numbers, high: Numbers) -> bool:
-    """Whether these can only be the low and the high bytes of ids below 2¹⁶."""
+    """Tell whether these can only be the low and the high bytes of ids below 2¹⁶."""
     top = int(high.max())
     above = low[low > top]
     if len(above) < LEAST or top == 0:

@@ -79,7 +79,7 @@ def open_tokens(path: str, dtype: str) -> npt.NDArray[Any]:
 
 
 def _size_hint(size_bytes: int, item_bytes: int) -> str:
-    """Which dtypes a file's size allows, where it is no whole number of tokens; else "".
+    """Return the dtypes that a file's size allows, if it is no whole number of tokens; else "".
 
     >>> _size_hint(10, 4), _size_hint(11, 2)
     ('; 10 bytes; try: data.dtype=uint16', '; 11 bytes; try: data.dtype=uint8, or copy it again')

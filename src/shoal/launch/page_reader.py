@@ -157,7 +157,7 @@ class PageRead:
 
     @property
     def gathers_units(self) -> bool:
-        """Whether its rank gathers any."""
+        """Tell whether its rank gathers any."""
         return any(self.memory[UNITS_AT : UNITS_AT + UNIT.size])
 
     def close(self) -> None:

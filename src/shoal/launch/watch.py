@@ -53,7 +53,7 @@ UNITS_S = 5.0
 START, STEP, FIRST, HOOK, MERGE = "start", "step", "first step", "hooks", "merge"
 VALIDATION = "validation"
 IN_ONE_ORDER = (STEP, FIRST, VALIDATION)
-"""Where ranks of a group of units make all their collectives in one order."""
+"""Groups of ranks that make all their collectives of units in one order."""
 BETWEEN = "between two calls"
 """A validation of the user's own, a plot: never learnt, as nobody tells where it begins."""
 FIRST_S = {
@@ -382,7 +382,7 @@ class Watch:
         return answers
 
     def _compares_units(self) -> bool:
-        """Whether it is to be seen in this silence whether ranks gather different units."""
+        """Tell whether this silence can show that ranks gather different units."""
         return not self._units_compared and self.pages[0].gathers_units
 
     def _find_culprit(
@@ -391,7 +391,7 @@ class Watch:
         answers: Mapping[int, dict[str, Any] | None],
         silence_s: float,
     ) -> None:
-        """Who is at fault, by what the ranks have answered."""
+        """Return the rank to blame, from the answers of the ranks."""
         if self.twice:
             before, self._stood = (
                 self._stood,

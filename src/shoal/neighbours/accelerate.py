@@ -332,7 +332,7 @@ class Accelerator(PartialState, Settings):
         return str(folder)
 
     def _numbered(self) -> Path:
-        """Where states have numbers."""
+        """Folder names of states that have numbers."""
         return Path(self.project_dir or ".") / "checkpoints"
 
     @property

@@ -43,7 +43,7 @@ KEEP_ALL = 2**30
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checkpoint of a tag lies.
+    """Return the folder of a tag's checkpoint.
 
     folder  holds `checkpoints/` · step  of the checkpoint; None: the newest one there
     """
@@ -109,7 +109,7 @@ def find_latest(run: Run, folder: Path) -> str | None:
 
 
 def latest_here(folder: Path) -> str | None:
-    """What this rank's disk says."""
+    """Return what this rank's disk holds."""
     try:
         return (folder / LATEST).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):

@@ -51,7 +51,7 @@ TOLD = {
 DEALS = (
     "initialize(training_data=dataset), or DataLoader(dataset, sampler=DistributedSampler(dataset))"
 )
-"""What gives each rank samples of its own."""
+"""Samplers that give each rank samples of its own."""
 OFFLOAD = '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}'
 INSTEAD = {
     **dict.fromkeys(("offload_states", "reload_states"), OFFLOAD),

@@ -145,7 +145,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Source:
-    """What the user's source calls, and what its variables hold.
+    """Calls in the user's source, and the values of its variables.
 
     makers   name of a variable → the functions whose result, or its first part, it is given
     """

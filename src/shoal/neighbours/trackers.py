@@ -26,7 +26,7 @@ OTHERS = (
 
 
 class Tracker:
-    """Where values go: `log` takes them by name, with a step.
+    """A destination of values: `log` takes them by name, with a step.
 
     name   as scripts say it · tracker, writer  the library's own object
     """

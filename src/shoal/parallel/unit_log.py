@@ -1,4 +1,4 @@
-"""Which units this rank gathers and reduces, in order, so that ranks can be compared.
+"""Log the units that this rank gathers and reduces, in order, so that ranks can be compared.
 
 `fully_shard` gathers a unit's parameters when a rank runs it, and reduces its gradients after its
 backward pass. No message says of which unit it is: the k-th collective of one rank meets the k-th
@@ -32,7 +32,7 @@ KEPT = 4096
 """Names since the last comparison that a rank keeps: the first difference is what counts."""
 FORWARD, BACKWARD, GRADIENTS = "forward pass", "backward pass", "gradients"
 ROOT = "the root unit"
-"""What is in no block."""
+"""Name of the unit that holds what is in no block."""
 
 
 _made = itertools.count()

@@ -1,4 +1,4 @@
-"""How the decoders of transformers are built: the types whose parameters are counted here.
+"""List the types of transformers' decoders whose parameters are counted here, and how each is built.
 
 One row per model_type. A row says which matrices, norms and biases a block has, and what keys mean
 that the file leaves out (the defaults of that type's configuration class). The rows are checked,
@@ -54,7 +54,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Decoder:
-    """What a model_type of transformers builds, as far as its parameters go.
+    """The parameters that a model_type of transformers builds.
 
     classes     architectures that were checked: with another head the count is another
     usual       what the type takes for keys that the file leaves out

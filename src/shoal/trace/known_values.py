@@ -19,10 +19,10 @@ MOST_ELEMENTS = 2**16
 """Of a tensor whose values are computed: positions and lengths, not masks of whole batches."""
 
 ASKS = "aten::_local_scalar_dense"
-"""What `.item()`, `if tensor:` and `int(tensor)` come to."""
+"""Operations to which `.item()`, `if tensor:` and `int(tensor)` lead."""
 
 UNSET = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
-"""What makes a tensor whose values are whatever was there."""
+"""Operations that make a tensor without setting its values."""
 
 
 class KnownValues:

@@ -1,4 +1,4 @@
-"""Which gradient each parameter has, and how often it was written: no number is read for it."""
+"""Remember each parameter's gradient and its count of writes, without reading a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What user code does to gradients between two calls of a run, where a loop in plain PyTorch may.
+"""Refuse changes that user code makes to gradients between two calls of a run.
 
     run.backward … run.backward … run.update   a rank's gradients are sums over its own samples
     run.forward_backward … run.update          sums over all ranks, in parts where a layout has them
@@ -195,7 +195,7 @@ class PassGradients:
         return [p for p in changed if id(p) in self.own or p.grad is not None]
 
     def _means_already(self) -> bool:
-        """Whether they are the step's mean gradient, as in plain PyTorch: in one process."""
+        """Tell whether they are the step's mean gradient, as in plain PyTorch: in one process."""
         return self.alone and self.means
 
 

@@ -29,7 +29,7 @@ from shoal.trainer.island_join import MEET_S, Joined
 from shoal.trainer.same_again import read_apart, spread_indices
 
 SAMPLES, SAMPLES_S = 64, 1.0
-"""How many samples are compared, and how long an island reads for it."""
+"""Samples that are compared, and seconds that an island may read for it."""
 
 CLOSE = 1e-3
 """Relative difference of means that other decoders may cause."""

@@ -210,7 +210,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
 
 
 def _derived(path: Path, key: str) -> bool:
-    """Whether a value of a run's run.toml is no choice of the user's, but follows from others."""
+    """Tell whether a value of run.toml follows from others, and is no choice of the user's."""
     loaded = load(path)
     keep_origins(loaded, path)
     return loaded.origins.get(key) == "derived"

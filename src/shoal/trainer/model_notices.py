@@ -1,4 +1,4 @@
-"""What of a model trains otherwise than its user may think, each in one line; training goes on.
+"""Name, in a line each, parts of a model that train otherwise than its user may think.
 
     BatchNorm        takes statistics over a micro-batch, whose default is an eighth of the batch
     mixtures         of transformers: the default loss reads logits, and adds no auxiliary loss

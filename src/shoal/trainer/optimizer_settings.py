@@ -48,7 +48,7 @@ Settings = list[list[tuple[str, Any]]]
 
 
 class _Seen:
-    """What of a group was read: its values, a code of each key and value, and their sums."""
+    """Values that were read of a group, a code of each key and value, and their sums."""
 
     def __init__(self, keys: list[str]) -> None:
         self.keys = keys

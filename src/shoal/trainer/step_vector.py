@@ -28,7 +28,7 @@ from shoal.base.errors import BugError
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What the all-reduce gave, by the names under which ranks added it.
+    """The sums of the all-reduce, by the names under which ranks added them.
 
     Attributes:
         ranks: columns of the entries by rank.

@@ -1,4 +1,4 @@
-"""Which weights get no gradient: named in step 1 where they are cut off, else at the end.
+"""Name weights that get no gradient: in step 1 where they are cut off, else at the end.
 
 A model whose expert, head or pooler rests is right; one whose weight is cut off by an accidental
 `.detach()`, or by a kernel without a backward pass, trains everything but that weight, and its loss
@@ -34,7 +34,7 @@ NEAR, MOST = 4, 50_000
 
 
 class UntrainedWeights:
-    """What one run's weights get of gradients.
+    """Track which weights of a run get gradients.
 
     Args:
         program: the run's.

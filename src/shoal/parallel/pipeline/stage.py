@@ -318,7 +318,7 @@ def _no_reentrant_checkpoints() -> Iterator[None]:
 
 
 def _in_a_function() -> bool:
-    """Whether the forward pass of an autograd.Function is under way on this thread."""
+    """Tell whether the forward pass of an autograd.Function is under way on this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if any(isinstance(value, FunctionCtx) for value in frame.f_locals.values()):
