@@ -1,4 +1,4 @@
-"""List the types of transformers' decoders whose parameters are counted here, and how each is built.
+"""List the decoders of transformers whose parameters are counted here, and how each is built.
 
 One row per model_type. A row says which matrices, norms and biases a block has, and what keys mean
 that the file leaves out (the defaults of that type's configuration class). The rows are checked,
