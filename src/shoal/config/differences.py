@@ -30,7 +30,7 @@ FREE = {
 BINDING = {"layout.compress"}
 """Keys of those sections that change numbers all the same."""
 OPENED_SECTIONS, OPENED = {"model", "data", "tune"}, {"optimizer.name", "precision.compute"}
-"""Whether a checkpoint goes on with another value of these shows when data and model are open: the
+"""Keys that workers compare once data and model are open, and that no start refuses before: the
 number of samples, names, shapes and formats of tensors must stay."""
 ABSENT = "not given"
 

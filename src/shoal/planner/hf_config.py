@@ -158,7 +158,7 @@ class _Config:
         return self.found.__missing__(keys[0])
 
     def flag(self, key: bool | str) -> bool:
-        """Whether something is there: always, never, or as this key says."""
+        """Tell whether something is there: always, never, or as this key says."""
         return key if isinstance(key, bool) else bool(self.found.get(key, False))
 
     def share(self, *keys: str) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 from shoal.base.shape import Transformer
 
 CHECKED = "transformers 5.23"
-"""What the rows were compared with."""
+"""Version of transformers with which the rows were compared."""
 
 Keys = Mapping[str, Any]
 """A config.json, filled up with what its type takes for keys that it leaves out; what has no value

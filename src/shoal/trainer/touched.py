@@ -39,10 +39,10 @@ Counters = dict[int, tuple[int, ...]]
 
 SAME_ON_ALL = ("weights_written", "training_mode")
 SAME_IN_GROUPS = ("weights", "trainable", "layers")
-"""What `by_rank` gives that must be equal on all ranks · among ranks of one `replica_group`."""
+"""Entries of `by_rank` that are equal on all ranks · among ranks of one `replica_group`."""
 
 UNCOUNTED = 2.0
-"""What `by_rank` gives for weights that are other than they were, though no write was counted."""
+"""Value in `by_rank` for weights that changed though no write was counted."""
 
 CLOSELY = 8
 """First steps in which every tensor's counter is read; later, in most steps, those of a few."""
