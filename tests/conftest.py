@@ -22,7 +22,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 from file_times import FileTimes
-from forks import Forks
+from forks import Forks, shared
 from known_machine import write_machine
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -71,10 +70,6 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def programs() -> Iterator[Forks]:
+def programs() -> Forks:
     """Programs forked from one process with all imports: programs.run("-m", "shoal", "prove")."""
-    made = Forks(
-        {key: text for key, text in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    )
-    yield made
-    made.close()
+    return shared()

@@ -8,7 +8,9 @@ who dies with whom), or needs another setting of torch's libraries, the test sta
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -31,6 +33,21 @@ IMPORTS = (
     *("shoal.trainer.run_state", "shoal.checkpoint.background", "shoal.checkpoint.read"),
 )
 """What most programs import, a command's own modules among it."""
+MORE_IMPORTS: list[str] = []
+"""What members of worlds import beside it: `worlds/worlds.py` adds it where a session has worlds."""
+
+
+@functools.cache
+def shared() -> Forks:
+    """Start this session's one server: programs, commands and members of worlds are its forks."""
+    outside = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    paths = [*filter(None, outside.get("PYTHONPATH", "").split(os.pathsep)), str(HERE / "worlds")]
+    made = Forks(
+        {**outside, "PYTHONPATH": os.pathsep.join(paths)},
+        tuple(dict.fromkeys((*IMPORTS, *MORE_IMPORTS))),
+    )
+    atexit.register(made.close)
+    return made
 
 
 class Forks:
@@ -61,11 +78,7 @@ class Forks:
         environ    what the program's own is to differ by
         merged     its errors stand in its output, where they were said
         """
-        until_s = time.monotonic() + START_S
-        while not (self.server.ready or self.server.cannot) and time.monotonic() < until_s:
-            self.server.look(1.0)
-        log = self.folder / "logs" / "import.log"
-        assert self.server.ready, f"{self.server.cannot}: {log.read_text()}"
+        server = self.ready_server()
         self.started += 1
         asked, out, error = (
             self.folder / f"{self.started}.{end}" for end in ("asked", "out", "err")
@@ -74,8 +87,17 @@ class Forks:
         asked.write_text(json.dumps({"cwd": str(cwd), "words": list(map(str, words))}))
         command = [sys.executable, "-m", "as_program", str(asked), "" if merged else str(out)]
         with error.open("wb") as file:
-            forked = self.server.fork(command, place, file.fileno(), lambda pid: None)
+            forked = server.fork(command, place, file.fileno(), lambda pid: None)
         return Running(forked, error if merged else out, error)
+
+    def ready_server(self) -> ForkServer:
+        """Wait until all is imported."""
+        until_s = time.monotonic() + START_S
+        while not (self.server.ready or self.server.cannot) and time.monotonic() < until_s:
+            self.server.look(1.0)
+        log = self.folder / "logs" / "import.log"
+        assert self.server.ready, f"{self.server.cannot}: {log.read_text()}"
+        return self.server
 
     def run(
         self,

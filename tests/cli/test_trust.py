@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import stranger
+from forks import Forks
 from shoal.base.errors import ConfigError
 from shoal.config.trust import load_own
 
@@ -134,15 +135,10 @@ def test_no_command_calls_it(folder: Path, command: str) -> None:
     assert not canary.exists()
 
 
-def test_with_trust_it_is_called(folder: Path) -> None:
+def test_with_trust_it_is_called(folder: Path, programs: Forks) -> None:
     path, canary = folder / "run.toml", folder / "canary"
     path.write_text(CANARY.format(canary=canary))
     given_away(path)
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", "plan", "--explain", "--trust", str(path)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    words = ("plan", "--explain", "--trust", str(path))
+    done = programs.run("-m", "shoal", *words, cwd=folder, timeout=60)
     assert canary.exists(), (done.stdout, done.stderr)

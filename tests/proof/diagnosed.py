@@ -26,8 +26,9 @@ sys.path[:0] = [str(HERE.parent / "worlds"), str(HERE.parent)]
 from faults import DEADLINE_S, KINDS, LAYOUTS, ONCE, WHOLE, one  # noqa: E402
 from kept_trials import run_trials  # noqa: E402
 
-from cli_run import CommandLine, commands  # noqa: E402
+from cli_run import CommandLine  # noqa: E402
 from fault_runs import command  # noqa: E402
+from forks import shared  # noqa: E402
 
 TARGET = HERE.parents[1] / "docs" / "proof" / "diagnosed.json"
 DRAWN = 5
@@ -126,7 +127,7 @@ def clean(name: str) -> dict[str, Any]:
                 again = CommandLine(run.folder, "--resume", "runs/run", *longer)
                 codes.append(again.finish(DEADLINE_S)[0])
         words = ("-m", "shoal", "diagnose", "runs/run")
-        said = commands().run(*words, cwd=Path(folder))
+        said = shared().run(*words, cwd=Path(folder))
     wanted = [143, 0] if what == STOP else [0, 0] if what == AGAIN else [0]
     lines = said.stdout.splitlines()
     wrong = "" if codes == wanted else f"status {codes}"
@@ -141,14 +142,14 @@ def own_loop(folder: Path) -> int:
     for name in command_files:
         (folder / name).write_text((HERE.parent / "worlds" / name).read_text())
     (folder / "script.py").write_text(OWN_LOOP)
-    return commands().run("script.py", cwd=folder).returncode
+    return shared().run("script.py", cwd=folder).returncode
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--seed", type=int, required=True)
     options, sys.argv[1:] = parser.parse_known_args()
-    commands()  # imports once
+    shared()  # imports once
     unbroken: dict[str, Any] = {}
 
     def do(trial: dict[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,9 @@ sys.path[:0] = [str(HERE.parent / "worlds"), str(HERE.parent)]
 
 from kept_trials import run_trials  # noqa: E402
 
-from cli_run import CommandLine, commands, lines, trajectory  # noqa: E402
+from cli_run import CommandLine, lines, trajectory  # noqa: E402
 from fault_runs import ARGUMENTS, command  # noqa: E402
+from forks import shared  # noqa: E402
 from shoal.checkpoint.listing import find  # noqa: E402
 from shoal.view.diagnose import diagnose  # noqa: E402
 
@@ -289,7 +290,7 @@ def in_folder(process: psutil.Process, folder: str) -> bool:
 
 
 def main() -> int:
-    commands()  # imports once
+    shared()  # imports once
     unbroken: dict[str, Any] = {}
 
     def with_unbroken(trial: dict[str, Any]) -> dict[str, Any]:

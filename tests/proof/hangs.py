@@ -31,7 +31,8 @@ sys.path[:0] = [str(HERE.parent / "worlds"), str(HERE.parent)]
 
 from kept_trials import run_trials  # noqa: E402
 
-from cli_run import commands, lines  # noqa: E402
+from cli_run import lines  # noqa: E402
+from forks import shared  # noqa: E402
 from test_hangs import ARGUMENTS, WHY, hang  # noqa: E402
 
 SIMULATED = HERE.parent / "simgpu"
@@ -150,7 +151,7 @@ def main() -> int:
     if simulated:
         sys.argv.remove("--simulated")
         simulate()
-    commands()  # imports once
+    shared()  # imports once
     target = TARGET.with_name("hangs-simulated.json") if simulated else TARGET
     more = {"arguments": ARGUMENTS, "devices": "simulated" if simulated else "cpu"}
     return run_trials(__doc__, target, trials(), name_of, one, lambda done: more)

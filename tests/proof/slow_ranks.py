@@ -23,7 +23,8 @@ sys.path[:0] = [str(HERE.parent / "worlds"), str(HERE.parent)]
 
 from kept_trials import run_trials  # noqa: E402
 
-from cli_run import commands, lines  # noqa: E402
+from cli_run import lines  # noqa: E402
+from forks import shared  # noqa: E402
 from test_slow_ranks import AFTER, ARGUMENTS, dawdle  # noqa: E402
 
 TARGET = HERE.parents[1] / "docs" / "proof" / "slow-ranks.json"
@@ -115,7 +116,7 @@ def multiplied_s() -> float:
 
 
 def main() -> int:
-    commands()  # imports once
+    shared()  # imports once
     multiply_s = multiplied_s()
 
     def more(done: dict[str, Any]) -> dict[str, Any]:

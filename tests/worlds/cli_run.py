@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forks import Forks
+from forks import shared
 from shoal.launch.processes import can_fork
 
 OWN_LOOP = """
@@ -112,21 +111,16 @@ def outside() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
 
 
-@functools.cache
-def commands() -> Forks:
-    """The process from which this session's commands are forked; it dies with the session."""
-    return Forks(outside())
-
-
 class CommandLine:
     """`shoal train` as a process; the run is called `run` and lies in `folder/runs/run`.
 
     cold   nothing is known of this machine, its texts and the model's proof from other commands, and
            nothing is imported; else it is a fork of one process that has imported what trains
+    first  of a fork: a module that it imports before all else
     """
 
     def __init__(
-        self, folder: Path, *arguments: str, name: str = "run", cold: bool = False
+        self, folder: Path, *arguments: str, name: str = "run", cold: bool = False, first: str = ""
     ) -> None:
         (folder / "toy.py").write_text(TOY)
         self.folder = folder
@@ -144,7 +138,7 @@ class CommandLine:
                 text=True,
             )
             if cold or not can_fork()
-            else commands().start(words, cwd=folder, merged=True)
+            else shared().start(words, {"SHOAL_TEST_FIRST": first}, folder, merged=True)
         )
 
     def finish(self, deadline_s: float = 90.0) -> tuple[int, str]:

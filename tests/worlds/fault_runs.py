@@ -25,9 +25,9 @@ AFTER = {"forward": 34, "data": 70}
 
 
 def command(
-    folder: Path, asked: dict[str, Any] | None, *arguments: str, cold: bool = False
+    folder: Path, asked: dict[str, Any] | None, *arguments: str, **settings: Any
 ) -> CommandLine:
-    """A run in which something goes wrong; None: nothing."""
+    """A run in which something goes wrong; None: nothing. The settings are of `CommandLine`."""
     for name in ("hanging.py", "faulty.py"):
         shutil.copy(HERE / name, folder)
     place = (asked or {}).get("place", "")
@@ -36,7 +36,7 @@ def command(
         (folder / name).write_text(json.dumps(told))
     if not any(word.startswith("layout.") for word in arguments):
         arguments = ("layout.strategy=ddp", *arguments)  # `auto` may choose another each time
-    return CommandLine(folder, *ARGUMENTS, *arguments, cold=cold)
+    return CommandLine(folder, *ARGUMENTS, *arguments, **settings)
 
 
 def wrong(run: CommandLine) -> list[Finding]:

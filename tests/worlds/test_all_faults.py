@@ -81,7 +81,13 @@ RECOVERED: dict[str, tuple[dict[str, Any], str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECOVERED)
+LONG = ("1 a rank is killed", "15 a link is cut")
+"""Rows that `make proof` runs: 3 is killed too, and a link is cut in test_elastic."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.proof) if n in LONG else n for n in RECOVERED]
+)
 def test_a_rank_that_fails_is_named_and_the_run_comes_back(
     tmp_path: Path, unbroken: list[Any], name: str
 ) -> None:
@@ -203,6 +209,7 @@ def test_6_a_death_in_a_save_leaves_the_one_before(tmp_path: Path, unbroken: lis
     same(again, unbroken, exactly=True)
 
 
+@pytest.mark.proof
 def test_7_a_flipped_byte_is_named(tmp_path: Path) -> None:
     run = command(tmp_path, None, "train.steps=12")
     assert run.finish()[0] == 0
@@ -218,6 +225,7 @@ def test_7_a_flipped_byte_is_named(tmp_path: Path) -> None:
     assert "rank-0.safetensors" in found[0].what
 
 
+@pytest.mark.proof
 def test_8_13_another_world_goes_on_with_each_sample_once(
     tmp_path: Path, unbroken: list[Any]
 ) -> None:
@@ -408,15 +416,20 @@ time_t time(time_t *at) {
 """The wall clock of a process jumps every fifth of a second: an hour on, one more, two back."""
 
 
+@pytest.mark.parametrize("whose", ["Python's", pytest.param("C's", marks=pytest.mark.proof)])
 def test_22_clocks_that_jump_change_nothing(
-    tmp_path: Path, unbroken: list[Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, unbroken: list[Any], monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
-    library = tmp_path / "jumps.so"
-    compiler = ["gcc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(library)]
-    subprocess.run(compiler, input=JUMPS, text=True, check=True)
-    monkeypatch.setenv("LD_PRELOAD", str(library))
-    run = command(tmp_path, {"kind": "killed", "place": "data"}, cold=True)
-    monkeypatch.delenv("LD_PRELOAD")
+    killed = {"kind": "killed", "place": "data"}
+    if whose == "Python's":
+        run = command(tmp_path, killed, first="jumping_clock")
+    else:
+        library = tmp_path / "jumps.so"
+        compiler = ["gcc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(library)]
+        subprocess.run(compiler, input=JUMPS, text=True, check=True)
+        monkeypatch.setenv("LD_PRELOAD", str(library))
+        run = command(tmp_path, killed, cold=True)
+        monkeypatch.delenv("LD_PRELOAD")
     code, output = run.finish()
     assert code == 0, output
     times = [event["time_s"] for event in lines(run.run / "events.jsonl")]
@@ -427,6 +440,7 @@ def test_22_clocks_that_jump_change_nothing(
     nothing_left(run)
 
 
+@pytest.mark.proof
 def test_23_another_rate_stops_a_resume(tmp_path: Path) -> None:
     run = command(tmp_path, None, "train.steps=8")
     assert run.finish()[0] == 0
@@ -441,7 +455,7 @@ def test_23_another_rate_stops_a_resume(tmp_path: Path) -> None:
     assert diagnose(run.run)[-1].advice, "said, and no fault"
 
 
-@pytest.mark.parametrize("kind", ["killed", "read"])
+@pytest.mark.parametrize("kind", ["killed", pytest.param("read", marks=pytest.mark.proof)])
 def test_25_a_loaders_process_that_dies_or_cannot_read_costs_nothing(
     tmp_path: Path, unbroken: list[Any], kind: str
 ) -> None:

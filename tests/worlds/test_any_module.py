@@ -25,7 +25,7 @@ SAMPLE = [
     pytest.param("encoder", "tp2 pp2", marks=pytest.mark.proof),
     ("gpt", "tp2 pp2"),
     pytest.param("hf llama", "tp2 pp2", marks=pytest.mark.proof),
-    ("gpt", "tp2 fsdp2"),
+    pytest.param("gpt", "tp2 fsdp2", marks=pytest.mark.proof),
     pytest.param("attributes", "tp2 fsdp2", marks=pytest.mark.proof),
     ("hf phi3", "tp2 fsdp2"),  # q, k and v in unequal segments, cut once more in rows
     ("stages", "pp2 fsdp2"),
@@ -46,7 +46,9 @@ def test_a_layout_equals_one_process(worlds, model: str, layout: str) -> None:
     assert not [line for line in report["notices"] if "computes something else" in line]
 
 
-@pytest.mark.parametrize("model", ["attributes", "stages", "nested", "recurrent"])
+@pytest.mark.parametrize(
+    "model", ["attributes", pytest.param("stages", marks=pytest.mark.proof), "nested", "recurrent"]
+)
 def test_blocks_wherever_they_stand_are_gathered_one_by_one(worlds, model: str) -> None:
     """As attributes, inside of unequal stages, in a ModuleDict, one that is called several times."""
     layout = {"dp_shard": 2, "zero": 3}

@@ -92,7 +92,7 @@ def test_a_checkpoint_of_transformers_is_mapped_where_it_lies(
         assert all(FAMILIES[kind] in name for name in told["made"])
 
 
-@pytest.mark.parametrize("layout", ["fsdp", {"tp": 2}, long({"pp": 2})], ids=str)
+@pytest.mark.parametrize("layout", ["fsdp", long({"tp": 2}), long({"pp": 2})], ids=str)
 def test_a_rank_reads_its_share_of_a_checkpoint(worlds: Any, tmp_path: Any, layout: Any) -> None:
     """Of files that are on the disk alone; the machine reads no page twice.
 
@@ -157,10 +157,10 @@ LEGS: tuple[Any, ...] = ({"tp": 2, "pp": 2}, "fsdp", {"pp": 2, "dp_shard": 2}, {
 @pytest.mark.parametrize(
     "layout",
     [
-        *("hsdp", {"ep": 2, "dp_shard": 4}),
+        {"ep": 2, "dp_shard": 4},
         *(
             long(layout)
-            for layout in (*LEGS, {"tp": 2, "dp_shard": 2}, {"ep": 2, "dp_replicate": 4})
+            for layout in ("hsdp", *LEGS, {"tp": 2, "dp_shard": 2}, {"ep": 2, "dp_replicate": 4})
         ),
     ],
     ids=str,
@@ -175,7 +175,7 @@ def test_a_run_starts_and_learns_as_from_plain_builds(worlds: Any, layout: Any) 
         assert told["moved"] == ([] if rows else [told["held"]])
 
 
-@pytest.mark.parametrize("legs", [3, long(5)])
+@pytest.mark.parametrize("legs", [2, long(5)])
 def test_runs_go_on_and_export_whatever_their_layouts(
     worlds: Any, tmp_path: Any, legs: int
 ) -> None:

@@ -40,7 +40,6 @@ CASES: list[Case] = [
 
 SHORT: list[Case] = [
     (4, "ddp", 3, False),
-    (4, "zero1", 1, False),
     *((4, "zero2", 3, True), (4, "fsdp", 3, False)),
     (4, "hsdp", 3, False),
 ]

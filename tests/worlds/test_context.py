@@ -16,13 +16,13 @@ def long(*row: Any) -> Any:
 CASES: list[Any] = [
     (2, "llama", {"cp": 2}),
     (2, "llama", {"cp": 2, "context": "gather"}),
-    (2, "dropout", {"cp": 2}),
+    long(2, "dropout", {"cp": 2}),
     (2, "gpt", {"cp": 2, "context": "ring"}),
     (4, "untied", {"cp": 4}),
     long(4, "gpt", {"cp": 2, "dp_shard": 2}),
     (4, "llama", {"cp": 2, "dp_shard": 2, "zero": 2, "context": "ulysses"}),
     long(4, "dropout", {"cp": 2, "tp": 2}),
-    (4, "gpt", {"cp": 2, "tp": 2, "sequence_parallel": "off", "context": "ulysses"}),
+    long(4, "gpt", {"cp": 2, "tp": 2, "sequence_parallel": "off", "context": "ulysses"}),
     (4, "dropout", {"cp": 2, "pp": 2}),
     long(4, "untied", {"cp": 2, "pp": 2, "schedule": "dualpipe"}),
     long(4, "moe", {"cp": 2, "dp_replicate": 2, "ep": 2}),
@@ -145,7 +145,7 @@ def test_gathering_is_told(worlds) -> None:
 
 
 def test_activations_are_a_part_of_one_process(worlds) -> None:
-    answers = worlds(4).call("context_case:memory", sequence=2304)
+    answers = worlds(4).call("context_case:memory", sequence=1536)
     alone = answers[0]
     for told in answers:
         assert told["rank kept"] <= 1.1 * alone["alone kept"] / 4
@@ -202,7 +202,9 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize(
+    "bug", [long(bug) if bug == "position restart, learnt" else bug for bug in BUGS]
+)
 def test_planted_bugs_are_named(planted, bug: str) -> None:
     model, name = BUGS[bug]
     report = planted(2, "context_case:prove", model=model, layout={"cp": 2}, bug=bug)[0]

@@ -41,8 +41,10 @@ def unbroken(folder: Path, steps: int) -> dict[int, tuple[float, list[int]]]:
     return taken(rounds(logs))
 
 
-def test_a_node_is_killed_and_comes_back_and_a_link_goes_down_for_ever(tmp_path: Path) -> None:
-    steps, logs = 64, tmp_path / "logs"
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.proof)])
+def test_a_link_goes_down_for_ever(tmp_path: Path, killed: bool) -> None:
+    """Of `killed`, a node is killed before that, and comes back."""
+    steps, logs = 64 if killed else 24, tmp_path / "logs"
     logs.mkdir()
     command = [LOOP, str(steps), "0.3", str(logs), str(tmp_path / "run")]
     try:
@@ -62,10 +64,11 @@ def test_a_node_is_killed_and_comes_back_and_a_link_goes_down_for_ever(tmp_path:
         nodes.start(0)
         nodes.start(1)
         wait_for(lambda: any(len(one["steps"]) > 5 for one in rounds(logs)), 90, told)
-        nodes.kill(1)
-        wait_for(lambda: began(1, 1), 60, told)
-        nodes.start(1)
-        wait_for(lambda: began(2, 4), 60, told)
+        if killed:
+            nodes.kill(1)
+            wait_for(lambda: began(1, 1), 60, told)
+            nodes.start(1)
+            wait_for(lambda: began(2, 4), 60, told)
         nodes.net.cut(1)  # nobody was killed and nothing is closed: the kernel alone can tell
         (logs / "fast").touch()
         began_s = time.monotonic()
@@ -78,9 +81,11 @@ def test_a_node_is_killed_and_comes_back_and_a_link_goes_down_for_ever(tmp_path:
         # The other agent waits for the store much longer; the rank that was cut off does not.
         wait_for(lambda: there in nodes.said(1), 2 * ASK_S, told)
     found = rounds(logs)
-    assert [one["size"] for one in found] == [2, 2, 1, 2, 2, 1]
+    assert [one["size"] for one in found] == [2, 2, 1] * (1 + killed)
     starts = [one["start"] for one in found]
-    assert 0 == starts[0] < starts[2] <= starts[3] == starts[4] <= starts[5] < steps, "the newest"
+    assert starts == sorted(starts)
+    assert 0 == starts[0] == starts[1] < starts[2], "from the newest checkpoint"
+    assert starts[-1] < steps
     taken_here, alone = taken(found), unbroken(tmp_path, steps)
     assert sorted(taken_here) == sorted(alone) == list(range(1, steps + 1))
     for step, (loss, seen) in alone.items():

@@ -56,10 +56,8 @@ def _in(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [("stopped", "forward"), pytest.param("barrier", "forward", marks=pytest.mark.proof)],
-)
+@pytest.mark.proof  # on two nodes: test_hangs_nodes.py
+@pytest.mark.parametrize(("kind", "place"), [("stopped", "forward"), ("barrier", "forward")])
 def test_what_cannot_come_back_is_ended_and_torchrun_goes_on(
     tmp_path: Path, kind: str, place: str
 ) -> None:

@@ -24,7 +24,7 @@ LAYOUTS: list[tuple[int, Any, list[str]]] = [
     (4, "fsdp", ["two counts"]),
     (4, {"dp_replicate": 2, "dp_shard": 2}, ["two passes"]),
     (2, {"tp": 2}, ["two passes"]),
-    (4, {"tp": 2, "dp_shard": 2}, ["two passes"]),
+    (4, {"tp": 2, "dp_shard": 2}, []),
     (4, {"tp": 2, "dp_replicate": 2}, []),
 ]
 """Which ways `make test` takes: all where a process is alone or sums its parts as they come, those with

@@ -42,7 +42,7 @@ def test_what_a_step_holds_is_foreseen(worlds, name: str, rounds: int) -> None:
     [
         ("attributes", "fsdp"),
         pytest.param("often", "fsdp", marks=pytest.mark.proof),
-        ("attributes", "fsdp no"),
+        pytest.param("attributes", "fsdp no", marks=pytest.mark.proof),
     ],
 )
 def test_what_fsdp_holds_is_foreseen(worlds, name: str, layout: str) -> None:

@@ -14,17 +14,17 @@ from shoal.base.plan import Plan
 
 DEADLINE_S = 300
 FOUR: list[Any] = [
-    "hsdp", {"tp": 2, "pp": 2}, {"tp": 2, "dp_shard": 2}, {"cp": 2, "dp_shard": 2},
-    {"pp": 2, "dp_shard": 2, "zero": 1},
+    "hsdp", {"tp": 2, "pp": 2}, {"pp": 2, "dp_shard": 2, "zero": 1}, {"tp": 2, "dp_shard": 2},
+    {"cp": 2, "dp_shard": 2},
 ]  # fmt: skip
-MORE_OF_TWO: list[Any] = ["zero1", "fsdp", {"tp": 2}, {"pp": 2}, {"cp": 2}]
+MORE_OF_TWO: list[Any] = ["zero1", "zero2", "fsdp", {"tp": 2}, {"pp": 2}]
 MORE_OF_FOUR: list[Any] = [
     "zero2", {"tp": 4}, {"pp": 4}, {"tp": 2, "dp_shard": 2, "zero": 1}, {"pp": 2, "dp_shard": 2},
     {"pp": 2, "dp_shard": 2, "zero": 2},
 ]  # fmt: skip
 SHORT: list[tuple[int, dict[str, Any]]] = [
-    *((2, {"model": "our gpt", "layout": layout}) for layout in ("ddp", "zero2")),
-    *((4, {"model": "our gpt", "layout": layout}) for layout in FOUR),
+    *((2, {"model": "our gpt", "layout": layout}) for layout in ("ddp", {"cp": 2})),
+    *((4, {"model": "our gpt", "layout": layout}) for layout in FOUR[:3]),
     (4, {"model": "our moe", "layout": {"dp_shard": 4, "ep": 2}}),
     (4, {"model": "our llama", "layout": "zero1", "precision": "bf16"}),
     (4, {"model": "our gpt", "layout": {"pp": 4, "schedule": "dualpipe"}, "micro_batches": 8}),
@@ -38,9 +38,9 @@ SHORT: list[tuple[int, dict[str, Any]]] = [
 """Each axis, pairs of them on four ranks, each kind of model and each policy, once."""
 LONG: list[tuple[int, dict[str, Any]]] = [
     *((2, {"model": "our gpt", "layout": layout}) for layout in MORE_OF_TWO),
-    *((4, {"model": "our gpt", "layout": layout}) for layout in MORE_OF_FOUR),
+    *((4, {"model": "our gpt", "layout": layout}) for layout in FOUR[3:] + MORE_OF_FOUR),
     *((4, {"model": "our llama", "layout": layout}) for layout in
-      ({"tp": 4}, {"pp": 4}, *FOUR[1:3], MORE_OF_FOUR[3])),
+      ({"tp": 4}, {"pp": 4}, FOUR[1], FOUR[3], MORE_OF_FOUR[3])),
     *((4, {"model": "our moe", "layout": layout}) for layout in
       ({"dp_replicate": 2, "ep": 2, "pp": 2}, {"dp_replicate": 4, "ep": 2},
        {"dp_shard": 4, "ep": 2, "zero": 2})),

@@ -41,7 +41,7 @@ STAGES = {"passes": 2, "samples": 4, "heavy": 0}
     [
         pytest.param("data", "layout.strategy=ddp", {}, marks=pytest.mark.proof),
         ("forward", "layout.strategy=ddp", {}),
-        ("backward", "layout.pp=2", STAGES),
+        pytest.param("backward", "layout.pp=2", STAGES, marks=pytest.mark.proof),
     ],
 )
 def test_a_slow_rank_is_named_with_the_part_of_the_step(

@@ -11,7 +11,7 @@ from shoal.view.proof import proof_text
     ("size", "servers", "serves", "optimizer"),
     [
         pytest.param(2, 1, "embeddings", "", marks=pytest.mark.proof),
-        (4, 1, "embeddings", "sgd"),
+        pytest.param(4, 1, "embeddings", "sgd", marks=pytest.mark.proof),
         (4, 2, "embeddings", ""),
         (4, 2, "words,sums", "sgd"),
     ],

@@ -32,7 +32,7 @@ CASES: list[Any] = [
     (2, "gated", {}, {}),
     (2, "gated", {"inside": 0.2}, {"seeds": (1, 2)}),
     (4, "llama", {"kv_heads": 2}, {"sequence": True}),
-    (4, "llama", {"kv_heads": 1, "tied": False, "dropout": 0.2}, {}),
+    long(4, "llama", {"kv_heads": 1, "tied": False, "dropout": 0.2}, {}),
     (4, "fused", {}, {}),
     long(4, "plain", {}, {"loss": "own"}),
     long(4, "mlp", {}, {}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -18,9 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.processes import ForkServer, PrivateStore, can_fork
+from shoal.launch.processes import PrivateStore, can_fork
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))  # for programs that no pytest runs
+
+from forks import MORE_IMPORTS, shared  # noqa: E402
+
 START_S, CALL_S = 90.0, 120.0
 IMPORTS = (
     *("torch._dynamo", "shoal.proof", "torch.fx.experimental.proxy_tensor"),
@@ -32,24 +35,11 @@ OF_MODELS = ("transformers.modeling_utils", "transformers.models.llama.modeling_
 """Where transformers is installed; each of six members would import it for two CPU seconds."""
 
 ENVIRON = {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+MORE_IMPORTS += [*IMPORTS, *(OF_MODELS if importlib.util.find_spec("transformers") else ())]
 
 
 class Failed(AssertionError):
     """A check failed or did not answer on some rank."""
-
-
-@functools.cache
-def server() -> ForkServer:
-    """The process from which this session's members are forked; it dies with the session."""
-    folder = Path(tempfile.mkdtemp(prefix="members-"))
-    (folder / "logs").mkdir()
-    imports = IMPORTS + (OF_MODELS if importlib.util.find_spec("transformers") else ())
-    made = ForkServer(imports, {**os.environ, **ENVIRON}, folder)
-    until_s = time.monotonic() + START_S
-    while not (made.ready or made.cannot) and time.monotonic() < until_s:
-        made.look(1.0)
-    assert made.ready, f"{made.cannot}: {(folder / 'logs' / 'import.log').read_text()}"
-    return made
 
 
 class Channel:
@@ -107,7 +97,11 @@ class Members:
                 with self.log_paths[rank].open("w") as log:
                     if forks:
                         command = [sys.executable, "-m", self.program.stem]
-                        made: Any = server().fork(command, env, log.fileno(), lambda pid: None)
+                        made: Any = (
+                            shared()
+                            .ready_server()
+                            .fork(command, env, log.fileno(), lambda pid: None)
+                        )
                     else:
                         made = subprocess.Popen(
                             [*inside, sys.executable, str(self.program)],
