@@ -10,7 +10,7 @@
                   head, an even and an odd vocabulary, all together
     text_config   of a class with a text model that is counted: the part in a file of its own
 
-    python tests/proof/hf_counts.py            every class, about 20 minutes of one core; writes
+    python tests/proof/hf_counts.py            every class, about 8 minutes of one core; writes
                                                docs/proof/hf-counts.json when the last one is done
     python tests/proof/hf_counts.py TYPE …     those model_types, anew; writes nothing
     make proof PART=counts                     the first of them
