@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,67 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "src" / "shoal").rglob("*.py"))
 
 
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """The facts about one file that tests here ask for; trees of all files would be too large."""
+
+    lines: int
+    imports: tuple[tuple[str, str], ...]  # (module, name) of each `from … import`
+    functions: tuple[tuple[str, int], ...]  # (name, lines of code), methods and inner ones too
+    undocumented: tuple[str, ...]  # "" for the module, and public names at its top
+    without_encoding: tuple[int, ...]  # lines of read_text and write_text without `encoding`
+
+
+@functools.cache
+def read_contents(path: Path) -> Contents:
+    """Parse a file once for all tests."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    found = list(statements(tree))
+    public = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    ]
+    return Contents(
+        lines=len(text.splitlines()),
+        imports=tuple(
+            (node.module, alias.name)
+            for node in found
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        ),
+        functions=tuple(
+            (node.name, code_lines(node)) for node in found if isinstance(node, ast.FunctionDef)
+        ),
+        undocumented=(
+            *(() if ast.get_docstring(tree) else ("",)),
+            *(node.name for node in public if not ast.get_docstring(node)),
+        ),
+        without_encoding=tuple(open_ended(tree)) if re.search("(read|write)_text", text) else (),
+    )
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements below a node, at any depth, without their expressions."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for node in getattr(tree, field, ()):
+            yield node
+            yield from statements(node)
+
+
+def open_ended(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines that read or write a text file without its encoding."""
+    for node in ast.walk(tree):
+        called = getattr(node, "func", None)
+        name = getattr(called, "attr", getattr(called, "id", ""))
+        named = any(word.arg == "encoding" for word in getattr(node, "keywords", ()))
+        if name in ("read_text", "write_text") and not named:
+            yield node.lineno
+
+
 def test_most_files_are_short() -> None:
-    lengths = sorted(len(p.read_text().splitlines()) for p in FILES)
+    lengths = sorted(read_contents(path).lines for path in FILES)
     assert lengths[int(len(lengths) * 0.9)] <= 400
     assert lengths[-1] <= 600, "one file became two things"
 
@@ -47,22 +108,17 @@ def test_no_crumbs() -> None:
         name = path.relative_to(ROOT / "src" / "shoal")
         excused = path.name in ("__init__.py", "__main__.py", "_torch.py") or str(name) in PROGRAMS
         excused |= str(name.parent) in ONE_THING_A_FILE
-        if not excused and len(readers) < 2 and len(path.read_text().splitlines()) < 60:
+        if not excused and len(readers) < 2 and read_contents(path).lines < 60:
             crumbs.append(str(name))
     assert crumbs == [], "of use to one file only: it goes home"
 
 
 def test_text_is_read_and_written_as_utf_8() -> None:
     """By name: else a run.toml with a letter of its user's is not read where LC_ALL=C."""
-    open_ended = []
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            called = getattr(node, "func", None)
-            name = getattr(called, "attr", getattr(called, "id", ""))
-            named = any(word.arg == "encoding" for word in getattr(node, "keywords", ()))
-            if name in ("read_text", "write_text") and not named:
-                open_ended.append(f"{path.name}:{node.lineno}")
-    assert open_ended == []
+    without = [
+        f"{path.name}:{line}" for path in FILES for line in read_contents(path).without_encoding
+    ]
+    assert without == []
 
 
 def importers() -> dict[Path, set[Path]]:
@@ -70,16 +126,11 @@ def importers() -> dict[Path, set[Path]]:
     names = {".".join(p.relative_to(ROOT / "src").with_suffix("").parts): p for p in FILES}
     found: dict[Path, set[Path]] = {p: set() for p in FILES}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for one in (node.module, *(f"{node.module}.{a.name}" for a in node.names)):
-                    if one in names and names[one] != path:
-                        found[names[one]].add(path)
+        for module, name in read_contents(path).imports:
+            for one in (module, f"{module}.{name}"):
+                if one in names and names[one] != path:
+                    found[names[one]].add(path)
     return found
-
-
-def functions(tree: ast.AST) -> list[ast.FunctionDef]:
-    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
 
 
 def code_lines(function: ast.FunctionDef) -> int:
@@ -90,14 +141,10 @@ def code_lines(function: ast.FunctionDef) -> int:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_file_explains_itself(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), "no module docstring"
-    for function in functions(tree):
-        assert code_lines(function) <= 60, f"{function.name} is too long to read"
-    for node in tree.body:
-        named = isinstance(node, ast.FunctionDef | ast.ClassDef)
-        if named and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{node.name} has no docstring"
+    contents = read_contents(path)
+    assert not contents.undocumented, "no docstring (of the module: '')"
+    for name, lines in contents.functions:
+        assert lines <= 60, f"{name} is too long to read"
 
 
 def test_public_names_are_few_and_documented() -> None:
@@ -206,7 +253,7 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
         path for path in loaded(OWN_LOOP) if path.name != "single.py"
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 13_950
+    assert sum(len(path.read_bytes().splitlines()) for path in files) <= 13_950
 
 
 FOUR_RANKS = """
@@ -302,7 +349,7 @@ def test_what_a_rank_of_a_divided_model_loads(
         if path.name not in ("frames.py", "hang.py")
     ]
     assert 100 < len(files) <= 157, sorted(files)
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 26_300
+    assert sum(len(path.read_bytes().splitlines()) for path in files) <= 26_300
 
 
 def test_the_simulated_device_is_small() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from proof_rows import rows
 from shoal.base.errors import UserError
 from shoal.data import seeding
 from shoal.data.loader import Loader
@@ -67,8 +68,13 @@ def always_seeded(dataset: Any, collate: Any = torch.stack) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("what", DRAWS)
+@pytest.mark.parametrize(
+    ("what", "workers"),
+    rows(
+        [tuple(DRAWS), (0, 2)],
+        kept=[*((what, 0) for what in DRAWS), ("nothing", 2), ("a normal of numpy", 2), ("all", 2)],
+    ),
+)
 def test_draws_are_those_of_seeding_always(what: str, workers: int) -> None:
     """Also where the first samples draw nothing, and where a normal number is left over."""
     for every in (1, 7):

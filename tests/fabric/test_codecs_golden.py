@@ -8,6 +8,7 @@ numbers that can be checked by hand (hexadecimal, little-endian), and digests fo
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ FEW = [
 ]  # fmt: skip
 
 
+@functools.cache
 def many(dtype: torch.dtype) -> torch.Tensor:
     """Several blocks and chunks, each block of another size, no two magnitudes equal in a block.
 

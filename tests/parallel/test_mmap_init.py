@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from forks import Forks
 from shoal.base.errors import ConfigError
 from shoal.machine import free_memory
 from shoal.models.catalog import build
@@ -233,11 +232,8 @@ print(size // 2**20, sum(p.numel() * p.element_size() for p in part) // 2**20)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits as on Linux")
-def test_a_model_larger_than_the_limit_on_private_memory() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+def test_a_model_larger_than_the_limit_on_private_memory(programs: Forks) -> None:
+    done = programs.run("-c", LIMITED, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     plain, sizes = done.stdout.splitlines()
     whole_mib, part_mib = map(int, sizes.split())

@@ -32,6 +32,12 @@ ERNIE = {"model_type": "ernie4_5_moe", "num_hidden_layers": 28, "hidden_size": 2
          "vocab_size": 103424, "use_bias": False, "tie_word_embeddings": True}  # fmt: skip
 
 
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024,
+        "vocab_size": 50257}  # fmt: skip
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 6,
+         "num_key_value_heads": 3, "intermediate_size": 56, "vocab_size": 101}  # fmt: skip
+
+
 def counted(config: dict[str, Any]) -> int:
     return model_facts(from_config(config), 64, 2).trainable
 
@@ -73,6 +79,7 @@ def test_the_activation_says_nothing_of_gates(name: str) -> None:
         ),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention = true"),
         ({"model_type": "opt", "hidden_size": 64, "word_embed_proj_dim": 32}, "32.*with 64 alone"),
+        ({**GEMMA, "per_layer_config": {"1": {"intermediate_size": 8}}}, "per_layer_config: "),
     ],
 )
 def test_what_is_not_counted_is_refused_by_name(config: Any, said: str) -> None:
@@ -88,11 +95,38 @@ def test_what_is_not_counted_is_refused_by_name(config: Any, said: str) -> None:
         ({k: v for k, v in MAVERICK.items() if "mlp" not in k}, "key intermediate_size_mlp is mi"),
         ({k: v for k, v in ERNIE.items() if k != "num_key_value_heads"}, "num_key_value_heads is "),
         ({**GEMMA, "head_dim": 0, "hidden_size": 2050}, "2050 is no multiple of 8 heads"),
+        ({**GPT2, "max_position_embeddings": 512}, "n_positions = 1024 and max_position_embeddi"),
+        (
+            {"n_embd" if k == "hidden_size" else k: v for k, v in GEMMA.items()},
+            "key hidden_size is",
+        ),
     ],
 )
 def test_a_key_that_would_be_guessed_is_named(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         from_config(config)
+
+
+@pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads", "intermediate_size"])
+def test_a_key_that_the_class_does_not_read_changes_nothing(key: str) -> None:
+    assert counted({**GPT2, key: 96}) == counted(GPT2) == 124_439_808
+
+
+@pytest.mark.parametrize(
+    ("keys", "more"),
+    [
+        ({"vocab_size": 102}, 2 * 48),
+        ({"tie_word_embeddings": True}, -101 * 48),
+        ({"attention_bias": True}, 2 * (48 + 2 * 24 + 48)),
+        ({"mlp_bias": True}, 2 * (2 * 56 + 48)),
+        ({"head_dim": 10}, 2 * 2 * 48 * 2 * (6 + 3)),
+        ({"num_key_value_heads": 1}, -2 * 2 * 48 * 8 * 2),
+        ({"num_key_value_heads": None}, 2 * 2 * 48 * 8 * 3),
+    ],
+)
+def test_a_key_changes_the_weights_that_it_names(keys: dict[str, Any], more: int) -> None:
+    """For all types `make proof PART=counts` compares with the module, in all combinations."""
+    assert counted({**LLAMA, **keys}) - counted(LLAMA) == more
 
 
 SAMPLE = ("LlamaForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM",

@@ -4,16 +4,26 @@
                   its default config.json must be refused by name, or counted as the class counts
                   itself on the meta device, ties once
     every key     of the types that are counted: from two small odd shapes, each key is changed, is
-                  left out, and stands under its other name; each number must be equal or refused
+                  left out, and stands under its other name; keys of other types are added to it;
+                  each number must be equal or refused
+    combinations  of the ten types that are used most: ties, biases, head_dim, one key and value
+                  head, an even and an odd vocabulary, all together
+    text_config   of a class with a text model that is counted: the part in a file of its own
 
-`python tests/proof/hf_counts.py [TYPE …]` writes docs/proof/hf-counts.json (of all types only), and
-ends with 1 if a number differs. `make proof PART=counts` runs it.
+    python tests/proof/hf_counts.py            every class, about 8 minutes of one core; writes
+                                               docs/proof/hf-counts.json when the last one is done
+    python tests/proof/hf_counts.py TYPE …     those model_types, anew; writes nothing
+    make proof PART=counts                     the first of them
+
+The exit status is 1 if a number differs. The program resumes where it stopped: build/hf-counts holds
+the row of each class, for this version of transformers, of the planner's rows and of this program.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import itertools
 import json
@@ -28,7 +38,11 @@ from shoal.base.errors import ConfigError
 from shoal.planner.hf_config import TYPES, VISION, from_config
 from shoal.planner.transformer import model_facts
 
-RESULT = Path(__file__).resolve().parents[2] / "docs" / "proof" / "hf-counts.json"
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "docs" / "proof" / "hf-counts.json"
+PROGRESS = ROOT / "build" / "hf-counts"
+SOURCES = ("src/shoal/planner/hf_*.py", "src/shoal/base/shape.py", "tests/proof/hf_counts.py")
+"""Files on which a row of the result depends, with the version of transformers."""
 HEAD = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",
          "SPEECH_SEQ_2_SEQ", "VISION_2_SEQ")  # fmt: skip
@@ -88,6 +102,25 @@ LISTS: dict[str, list[Any]] = {
 }
 """Values that are tried beside one more, its double and the other truth."""
 
+FOREIGN: Document = {
+    "head_dim": 12, "num_key_value_heads": 1, "num_kv_heads": 2, "attention_bias": True,
+    "attention_out_bias": True, "mlp_bias": True, "qkv_bias": True, "use_qkv_bias": True,
+    "use_bias": True, "bias": True, "no_bias": False, "enable_bias": False, "lm_head_bias": True,
+    "qk_layernorm": True, "use_qk_norm": True, "multi_query": True, "new_decoder_architecture": True,
+    "parallel_attn": False, "use_parallel_residual": True, "use_post_norm": False, "n_inner": 68,
+    "ffn_dim": 68, "ffn_hidden_size": 68, "intermediate_size": 68, "intermediate_size_mlp": 68,
+    "moe_intermediate_size": 68, "shared_expert_intermediate_size": 68, "num_experts": 3,
+    "num_local_experts": 3, "n_routed_experts": 3, "n_shared_experts": 1, "num_shared_experts": 1,
+    "first_k_dense_replace": 2, "mlp_only_layers": [1], "decoder_sparse_step": 2, "q_lora_rank": 8,
+    "kv_lora_rank": 8, "type_vocab_size": 5, "n_positions": 30, "max_position_embeddings": 30,
+    "word_embed_proj_dim": 24, "do_layer_norm_before": False, "add_cross_attention": True,
+    "is_encoder_decoder": True, "per_layer_config": {"1": {"intermediate_size": 68}},
+    "text_config": {"hidden_size": 24, "vocab_size": 11}, "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5, "tie_word_embeddings": True, "vocab_size_per_layer_input": 11,
+    "quantization_config": None, "pruned_heads": {"0": [1]}, "id2label": {"0": "a"},
+}  # fmt: skip
+"""Keys of other types, which a file may hold; the class may read them or ignore them."""
+
 
 def class_names() -> list[str]:
     """Names of the classes of transformers with a causal or conditional head, and of images."""
@@ -114,9 +147,25 @@ def count(kind: Any, document: Document) -> int:
     import torch
 
     config = kind.config_class.from_dict(json.loads(json.dumps(document)))
-    with torch.device("meta"):
+    with torch.device("meta"), no_initial_values():
         model = kind(config)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def no_initial_values() -> Iterator[None]:
+    """Skip the initial values of layers, which take half of the time."""
+    from torch import nn
+
+    layers = (nn.Linear, nn.Embedding)
+    resets = [layer.reset_parameters for layer in layers]
+    for layer in layers:
+        layer.reset_parameters = lambda self: None
+    try:
+        yield
+    finally:
+        for layer, reset in zip(layers, resets, strict=True):
+            layer.reset_parameters = reset
 
 
 def planned(document: Document) -> int | str:
@@ -175,7 +224,8 @@ def changes(kind: Any, document: Document) -> Iterator[tuple[str, Document]]:
                         k: v for k, v in document.items() if k not in several - {"architectures"}
                     }
                     yield f"{key} = {json.dumps(other)}, no lists", {**kept, key: other}
-    truths = [key for key, value in document.items() if isinstance(value, bool)]
+    common = {field.name for field in dataclasses.fields(base_class())} - {"tie_word_embeddings"}
+    truths = [k for k, value in document.items() if isinstance(value, bool) and k not in common]
     for one, other in itertools.combinations(truths, 2):
         both = {one: not document[one], other: not document[other]}
         yield f"{json.dumps(both)}", {**document, **both}
@@ -183,6 +233,53 @@ def changes(kind: Any, document: Document) -> Iterator[tuple[str, Document]]:
         if name in document:
             rest = {key: value for key, value in document.items() if key != name}
             yield f"{name} as {other}", {**rest, other: document[name]}
+
+
+MOST_USED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2",
+             "gpt_neox", "mixtral", "deepseek_v3")  # fmt: skip
+CHOICES: tuple[tuple[Document, ...], ...] = (
+    ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {}),
+    ({"attention_bias": True}, {"attention_bias": False}, {}),
+    ({"head_dim": 14}, {"head_dim": None}, {}),
+    ({"num_key_value_heads": 1}, {"num_key_value_heads": None}, {}),
+    ({"mlp_bias": True}, {}),
+    ({"vocab_size": 256}, {"vocab_size": 257}),
+)
+"""Keys of the combinations, each of which a file of the types used most may have or leave out."""
+
+NAMES = (
+    ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    ("num_key_value_heads", "num_kv_heads"),
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("max_position_embeddings", "n_positions", "n_ctx"),
+)
+"""Names that one number has in the files of different types."""
+
+
+def base_class() -> Any:
+    """Return the base class of all configurations, whose own keys change no weights."""
+    return find_class("PreTrainedConfig")
+
+
+def foreign_keys(document: Document) -> Iterator[tuple[str, Document]]:
+    """Yield the file with one key of another type, or with a key under another type's name."""
+    for key, value in FOREIGN.items():
+        if key not in document:
+            yield f"and {key} = {json.dumps(value)}", {**document, key: value}
+    for own, other in (pair for names in NAMES for pair in itertools.permutations(names, 2)):
+        if document.get(own) is not None and other not in document:
+            rest = {key: value for key, value in document.items() if key != own}
+            yield f"{own} as {other}", {**rest, other: document[own]}
+
+
+def combinations(document: Document) -> Iterator[tuple[str, Document]]:
+    """Yield the file with each combination of CHOICES; {} leaves a key as it is."""
+    for choice in itertools.product(*CHOICES):
+        chosen = {key: value for keys in choice for key, value in keys.items()}
+        yield json.dumps(chosen), {**document, **chosen}
 
 
 def hidden_act(document: Document) -> Iterator[tuple[str, Document]]:
@@ -209,29 +306,32 @@ def compare(kind: Any, *, keys: bool, default: bool = True) -> dict[str, Any]:
 
     keys     every key is changed and left out as well · default  the default shape is built too
     """
-    told: dict[str, Any] = {"equal": 0, "refused": 0, "not built": 0, "differ": []}
+    row: dict[str, Any] = {"equal": 0, "refused": 0, "not built": 0, "differ": []}
 
-    def hold(name: str, document: Document) -> None:
+    def check(name: str, document: Document) -> None:
         guess = planned(document)
         if isinstance(guess, str):
-            told["refused"] += 1
+            row["refused"] += 1
             return
         try:
             true = count(kind, document)
         except Exception:  # whatever a configuration that cannot be built raises
-            told["not built"] += 1
+            row["not built"] += 1
             return
         if true == guess:
-            told["equal"] += 1
+            row["equal"] += 1
         else:
-            told["differ"].append(f"{name}: {guess} for {true}")
+            row["differ"].append(f"{name}: {guess} for {true}")
 
     for name, document in shapes(kind, default=default):
-        hold(name, document)
+        check(name, document)
         if keys and name.startswith("small") and "saved" not in name:
-            for what, changed in (*changes(kind, document), *hidden_act(document)):
-                hold(f"{name}; {what}", changed)
-    return told
+            more = [*changes(kind, document), *hidden_act(document), *foreign_keys(document)]
+            if kind.config_class.model_type in MOST_USED and "tied" not in name:
+                more += combinations(document)
+            for what, changed in more:
+                check(f"{name}; {what}", changed)
+    return row
 
 
 def is_counted(kind: Any) -> bool:
@@ -242,9 +342,57 @@ def is_counted(kind: Any) -> bool:
 
 
 def refusal(kind: Any) -> str:
-    """The line for a class that is not counted; "" where it is taken all the same."""
+    """Return the line that refuses a class by name; "" for no line, or one without `try:`."""
     said = planned({"model_type": kind.config_class.model_type, "architectures": [kind.__name__]})
-    return said if isinstance(said, str) else ""
+    return said if isinstance(said, str) and "; try: " in said else ""
+
+
+def text_part(kind: Any) -> dict[str, Any]:
+    """Compare the text_config of a class that is refused, if its type is counted in a file alone."""
+    try:
+        text = kind.config_class().to_dict().get("text_config") or {}
+    except Exception:  # a class without a default configuration
+        return {}
+    if text.get("model_type") not in TYPES:
+        return {}
+    alone = find_class(TYPES[text["model_type"]].classes.split()[0])
+    document = document_of(alone, alone.config_class.from_dict(text), brief=True)
+    guess = planned(document)
+    if isinstance(guess, str):
+        return {"text_config": "refused"}
+    true = count(alone, document)
+    return {"text_config": "equal"} if true == guess else {"differ": [f"text: {guess} for {true}"]}
+
+
+def digest() -> str:
+    """Return the digest of the files and the version on which a row depends."""
+    import transformers
+
+    files = sorted(path for pattern in SOURCES for path in ROOT.glob(pattern))
+    content = [path.read_bytes() for path in files]
+    return hashlib.sha256(b"\0".join([transformers.__version__.encode(), *content])).hexdigest()
+
+
+def row_of(name: str) -> dict[str, Any] | None:
+    """Return the row of one class, or None if this machine cannot load it."""
+    with quiet():
+        try:
+            kind = find_class(name)
+            model_type = kind.config_class.model_type
+        except Exception as failure:
+            sys.stderr.write(f"{name}: {type(failure).__name__}: {failure}\n")
+            return None
+        if is_counted(kind):
+            return {"model_type": model_type, **compare(kind, keys=True)}
+        row = {"refused by": "name"} if refusal(kind) else {"differ": ["not refused"]}
+        return {"model_type": model_type, **row, **text_part(kind)}
+
+
+def model_type_of(name: str) -> str:
+    """Return the model_type of a class, "" if this machine cannot load it."""
+    with contextlib.suppress(Exception), quiet():
+        return str(find_class(name).config_class.model_type)
+    return ""
 
 
 def main() -> int:
@@ -252,32 +400,30 @@ def main() -> int:
     import transformers
 
     wanted, result, bad = set(sys.argv[1:]), {}, 0
+    progress = PROGRESS / f"{digest()[:16]}.json"
+    rows = json.loads(progress.read_text("utf-8")) if progress.exists() and not wanted else {}
     for name in class_names():
-        with quiet():
-            try:
-                kind = find_class(name)
-                model_type = kind.config_class.model_type
-            except Exception as failure:
-                sys.stderr.write(f"{name}: {type(failure).__name__}: {failure}\n")
-                continue
-            if wanted and model_type not in wanted:
-                continue
-            if is_counted(kind):
-                told = compare(kind, keys=True)
-                bad += bool(told["differ"]) or not told["equal"]
-            else:
-                told = {"refused by": "name"} if refusal(kind) else {"differ": ["not refused"]}
-                bad += "differ" in told
-        result[name] = {"model_type": model_type, **told}
-        if told.get("differ") or wanted or is_counted(kind):
-            lines = told.get("differ", [])
-            sys.stderr.write(f"{name} {model_type}: { ({**told, 'differ': len(lines)}) }\n")
+        if wanted and model_type_of(name) not in wanted:
+            continue
+        row = rows.get(name) or row_of(name)
+        if row is None:
+            continue
+        result[name] = row
+        lines = row.get("differ", [])
+        bad += bool(lines) or row.get("equal", 1) == 0
+        if "equal" in row or lines or wanted:
+            sys.stderr.write(f"{name} { ({**row, 'differ': len(lines)}) }\n")
             sys.stderr.writelines(f"    {line}\n" for line in lines[:12])
+        if not wanted and "equal" in row and name not in rows:
+            progress.parent.mkdir(parents=True, exist_ok=True)
+            progress.write_text(json.dumps(result), encoding="utf-8")
     if not wanted:
-        record = {"transformers": transformers.__version__, "differ": bad, "classes": result}
-        rows = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in result.items())
-        head = json.dumps({k: v for k, v in record.items() if k != "classes"})[:-1]
-        RESULT.write_text(f'{head}, "classes": {{\n{rows}\n}}}}\n', encoding="utf-8")
+        counted = sum("equal" in row for row in result.values())
+        sums = {"counted": counted, "refused": len(result) - counted, "differ": bad}
+        head = json.dumps({"transformers": transformers.__version__, **sums})[:-1]
+        lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in result.items())
+        RESULT.write_text(f'{head}, "classes": {{\n{lines}\n}}}}\n', encoding="utf-8")
+        progress.unlink(missing_ok=True)
     return 1 if bad else 0
 
 

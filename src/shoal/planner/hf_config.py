@@ -85,6 +85,10 @@ def _check_type(where: str, found: Mapping[str, Any]) -> str:
             f"{where}: architectures = {json.dumps(classes)}: of model_type {kind} the parameters "
             f"of {' and '.join(checked)} alone are counted here; {TRY}"
         )
+    if found.get("per_layer_config"):
+        raise ConfigError(
+            f"{where}: per_layer_config: parameters are counted here of equal blocks alone; {TRY}"
+        )
     if kind in TYPES:
         _check_fixed(where, kind, found)
     return kind
@@ -170,19 +174,15 @@ class _Config:
         return 0.0
 
 
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names that one number has in the files of different types, and its other name in one type's."""
-
-
 def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
     """A stack of equal blocks: matrices by the numbers of the file, vectors by its type."""
-    heads, hidden = config.whole(*HEADS), config.whole(*HIDDEN)
-    layers = config.whole(*LAYERS)
-    if hidden % heads and not config.found.get("head_dim"):
+
+    def number(key: str) -> int:
+        return config.whole(key, *kind.names.get(key, ()))
+
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    layers = number("num_hidden_layers")
+    if hidden % heads and not (kind.head_dim and config.found.get("head_dim")):
         raise ConfigError(
             f"{config.where}: hidden_size = {hidden} is no multiple of {heads} heads; mend it there"
         )
@@ -190,8 +190,8 @@ def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
         few = kind.kv_heads(config.found, heads)
     else:
         few = config.whole("num_key_value_heads", default=heads if kind.mha else None)
-    names = (kind.width,) if kind.width else FFN
-    width = config.whole(*names, default=4 * hidden if kind.wide else None)
+    wide = 4 * hidden if kind.wide else None
+    width = config.whole(*filter(None, (kind.width,)), default=wide)
     shape = Transformer(
         name=config.name,
         layers=layers,
@@ -200,7 +200,7 @@ def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
         kv_heads=few,
         ffn=width,
         vocabulary=config.whole("vocab_size"),
-        positions=config.whole(kind.positions) if kind.positions else 0,
+        positions=number(kind.positions) if kind.positions else 0,
         gated=kind.gated,
         norm="layer" if kind.norm == "layer" else "rms",
         tied=config.flag("tie_word_embeddings"),
@@ -219,20 +219,20 @@ def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
 def _head(config: _Config, kind: Decoder) -> dict[str, Any]:
     """The width of a head; of multi-head latent attention its ranks too."""
     if not kind.latent:
-        return {"head_size": config.whole("head_dim", default=0)}
+        return {"head_size": config.whole("head_dim", default=0) if kind.head_dim else 0}
     values = config.whole("v_head_dim")
     plain = config.whole("qk_nope_head_dim")
     ranks = (
         config.whole("q_lora_rank", default=0) if config.found["q_lora_rank"] else 0,
         config.whole("kv_lora_rank"),
-        config.whole("qk_rope_head_dim"),
+        config.whole("qk_rope_head_dim", *kind.names.get("qk_rope_head_dim", ())),
     )
     return {"head_size": values, "latent": ranks if plain == values else (*ranks, plain)}
 
 
 def _mixture(config: _Config, kind: Mixture, width: int, layers: int) -> dict[str, Any]:
     """Routed and shared experts, and how many blocks have none."""
-    experts = config.whole(*dict.fromkeys((kind.experts, *EXPERTS)))
+    experts = config.whole(*kind.experts.split())
     if not experts:
         return {}
     return {
@@ -282,13 +282,15 @@ def _from_vit(config: _Config, kind: str) -> Transformer:
     patch, side = config.whole("patch_size"), config.whole("image_size")
     heads, labels = config.whole("num_attention_heads"), config.found.get("id2label")
     h, width = config.whole("hidden_size"), config.whole("intermediate_size")
-    biases = h + (3 * heads * (h // heads) if config.found.get("qkv_bias", True) else 0)
+    head = config.whole("head_dim", default=0) or h // heads
+    biases = h + (3 * heads * head if config.found.get("qkv_bias", True) else 0)
     return Transformer(
         name=config.name,
         layers=config.whole("num_hidden_layers"),
         hidden=h,
         heads=heads,
         kv_heads=heads,
+        head_size=head,
         ffn=width,
         vocabulary=len(labels) if isinstance(labels, Mapping) else 2,
         positions=(side // patch) ** 2 + (2 if kind == "deit" else 1),

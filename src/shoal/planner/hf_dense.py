@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.planner.hf_types import ATTENTION, DEEPSEEK, LLAMA, TIED, Decoder, Keys
+from shoal.base.shape import Transformer
+from shoal.planner.hf_types import (
+    ATTENTION,
+    DEEPSEEK,
+    LLAMA,
+    OLMO,
+    TIED,
+    USE_BIAS,
+    Decoder,
+    Keys,
+    sinks,
+)
 
 
 def _falcon_norms(keys: Keys) -> int:
@@ -19,13 +30,34 @@ def _falcon_kv(keys: Keys, heads: int) -> int:
     return 1 if keys.get("multi_query") else heads
 
 
+def _all_heads(keys: Keys, heads: int) -> int:
+    """Return the number of heads: the class does not read num_key_value_heads."""
+    return heads
+
+
+def _two_vectors(shape: Transformer, keys: Keys) -> int:
+    """Return two vectors: a norm of the embedding, or two positions that no token uses."""
+    return 2 * shape.hidden
+
+
 GEMMA: dict[str, Any] = {**ATTENTION, "usual": {**TIED, "head_dim": 256}}
+GLM: dict[str, Any] = {
+    "qkv": "attention_bias",
+    "usual": {"attention_bias": True, "head_dim": 128},
+}
 PLAIN: dict[str, Any] = {
-    "norm": "layer", "qkv": True, "o": True, "ffn": True, "gated": False, "mha": True
+    "norm": "layer", "qkv": True, "o": True, "ffn": True, "gated": False,
+    "kv_heads": _all_heads, "head_dim": False,
 }  # fmt: skip
-"""LayerNorm, a plain ffn, biases everywhere."""
-GPT: dict[str, Any] = {**PLAIN, "wide": True}
-"""And an ffn four times as wide as the model."""
+"""LayerNorm, a plain ffn, biases everywhere; the class reads no head_dim or num_key_value_heads."""
+GPT: dict[str, Any] = {
+    **PLAIN, "wide": True, "width": "n_inner",
+    "names": {"hidden_size": ("n_embd",), "num_attention_heads": ("n_head",),
+              "num_hidden_layers": ("n_layer",), "n_positions": ("max_position_embeddings",)},
+}  # fmt: skip
+"""PLAIN with the names of GPT-2; without n_inner the ffn is four times as wide as the model."""
+GPTJ: dict[str, Any] = {**GPT, "qkv": False, "o": False, "norms": 1, "head": True}
+"""GPT with one norm in a block, and a bias of the head in place of attention's."""
 BERT: dict[str, Any] = {
     **PLAIN,
     "usual": {**TIED, "type_vocab_size": 2},
@@ -56,7 +88,7 @@ DENSE: dict[str, Decoder] = {
         **PLAIN,
         usual=TIED,
         positions="max_position_embeddings",
-        embedding=lambda shape, keys: 2 * shape.hidden,
+        embedding=_two_vectors,
     ),
     "bitnet": Decoder(
         "BitNetForCausalLM",
@@ -64,12 +96,10 @@ DENSE: dict[str, Decoder] = {
         attention=lambda shape, keys: shape.hidden + shape.ffn,
     ),
     "bloom": Decoder(
-        "BloomForCausalLM", **GPT, usual=TIED, embedding=lambda shape, keys: 2 * shape.hidden
+        "BloomForCausalLM", **{**GPT, "width": ""}, usual=TIED, embedding=_two_vectors
     ),
     "camembert": Decoder("CamembertForMaskedLM CamembertForCausalLM", **BERT),
-    "codegen": Decoder(
-        "CodeGenForCausalLM", **{**GPT, "qkv": False, "o": False}, norms=1, head=True
-    ),
+    "codegen": Decoder("CodeGenForCausalLM", **GPTJ),
     "cohere": Decoder(
         "CohereForCausalLM",
         mha=True,
@@ -89,9 +119,7 @@ DENSE: dict[str, Decoder] = {
     ),
     "ernie4_5": Decoder(
         "Ernie4_5ForCausalLM",
-        qkv="use_bias",
-        o="use_bias",
-        ffn="use_bias",
+        **USE_BIAS,
         usual={**TIED, "head_dim": 128},
     ),
     "exaone4": Decoder("Exaone4ForCausalLM", qk_norm="head"),
@@ -103,6 +131,7 @@ DENSE: dict[str, Decoder] = {
         o="bias",
         ffn="bias",
         wide=True,
+        width="ffn_hidden_size",
         norms=_falcon_norms,
         kv_heads=_falcon_kv,
         usual={**TIED, "multi_query": True, "parallel_attn": True},
@@ -110,15 +139,8 @@ DENSE: dict[str, Decoder] = {
     "gemma": Decoder("GemmaForCausalLM", **GEMMA),
     "gemma2": Decoder("Gemma2ForCausalLM", **GEMMA, norms=4),
     "gemma3_text": Decoder("Gemma3ForCausalLM", **GEMMA, norms=4, qk_norm="head"),
-    "glm": Decoder(
-        "GlmForCausalLM", qkv="attention_bias", usual={"attention_bias": True, "head_dim": 128}
-    ),
-    "glm4": Decoder(
-        "Glm4ForCausalLM",
-        qkv="attention_bias",
-        norms=4,
-        usual={"attention_bias": True, "head_dim": 128},
-    ),
+    "glm": Decoder("GlmForCausalLM", **GLM),
+    "glm4": Decoder("Glm4ForCausalLM", **GLM, norms=4),
     "gpt2": Decoder(
         "GPT2LMHeadModel",
         **GPT,
@@ -128,28 +150,27 @@ DENSE: dict[str, Decoder] = {
     ),
     "gpt_bigcode": Decoder(
         "GPTBigCodeForCausalLM",
-        **GPT,
+        **{**GPT, "kv_heads": lambda keys, heads: 1 if keys["multi_query"] else heads},
         positions="n_positions",
         usual={**TIED, "multi_query": True},
         fixed={"add_cross_attention": False},
-        kv_heads=lambda keys, heads: 1 if keys["multi_query"] else heads,
     ),
     "gpt_neo": Decoder(
         "GPTNeoForCausalLM",
-        **{**GPT, "qkv": False},
+        **{**PLAIN, "qkv": False},
+        wide=True,
+        names={"num_attention_heads": ("num_heads",), "num_hidden_layers": ("num_layers",)},
         usual=TIED,
         positions="max_position_embeddings",
     ),
     "gpt_neox": Decoder(
         "GPTNeoXForCausalLM",
-        **{**PLAIN, "qkv": "attention_bias", "o": "attention_bias"},
+        **{**PLAIN, **ATTENTION},
         usual={"attention_bias": True},
     ),
-    "gptj": Decoder("GPTJForCausalLM", **{**GPT, "qkv": False, "o": False}, norms=1, head=True),
+    "gptj": Decoder("GPTJForCausalLM", **GPTJ),
     "granite": Decoder("GraniteForCausalLM", mha=True, **LLAMA),
-    "granite_swa": Decoder(
-        "GraniteSWAForCausalLM", **LLAMA, usual=TIED, attention=lambda shape, keys: shape.heads
-    ),
+    "granite_swa": Decoder("GraniteSWAForCausalLM", **LLAMA, usual=TIED, attention=sinks),
     "helium": Decoder(
         "HeliumForCausalLM",
         qkv="attention_bias",
@@ -180,23 +201,32 @@ DENSE: dict[str, Decoder] = {
     "ministral": Decoder("MinistralForCausalLM"),
     "ministral3": Decoder("Ministral3ForCausalLM", usual={"head_dim": 128}),
     "mistral": Decoder("MistralForCausalLM"),
-    "mpt": Decoder("MptForCausalLM", mha=True, gated=False, wide=True, usual=TIED),
+    "mpt": Decoder(
+        "MptForCausalLM",
+        names={
+            "hidden_size": ("d_model",),
+            "num_attention_heads": ("n_heads",),
+            "num_hidden_layers": ("n_layers",),
+        },
+        kv_heads=_all_heads,
+        head_dim=False,
+        gated=False,
+        width="",
+        wide=True,
+        usual=TIED,
+    ),
     "nanochat": Decoder("NanoChatForCausalLM", mha=True, **ATTENTION, norm="none", gated=False),
     "nemotron": Decoder("NemotronForCausalLM", mha=True, **LLAMA, norm="layer", gated=False),
     "olmo": Decoder("OlmoForCausalLM", mha=True, **ATTENTION, norm="none"),
-    "olmo2": Decoder("Olmo2ForCausalLM", mha=True, **ATTENTION, qk_norm="width"),
-    "olmo3": Decoder("Olmo3ForCausalLM", mha=True, **ATTENTION, qk_norm="width"),
+    "olmo2": Decoder("Olmo2ForCausalLM", **OLMO),
+    "olmo3": Decoder("Olmo3ForCausalLM", **OLMO),
     "opt": Decoder(
         "OPTForCausalLM",
-        mha=True,
-        norm="layer",
-        gated=False,
-        qkv="enable_bias",
-        o="enable_bias",
-        ffn="enable_bias",
+        **{**PLAIN, "qkv": "enable_bias", "o": "enable_bias", "ffn": "enable_bias"},
+        width="ffn_dim",
         usual={**TIED, "enable_bias": True},
         positions="max_position_embeddings",
-        embedding=lambda shape, keys: 2 * shape.hidden,
+        embedding=_two_vectors,
         fixed={
             "do_layer_norm_before": True,
             "layer_norm_elementwise_affine": True,
@@ -212,25 +242,28 @@ DENSE: dict[str, Decoder] = {
         usual={"qk_layernorm": True},
     ),
     "phi": Decoder(
-        "PhiForCausalLM", **PLAIN, norms=1, head=True, qk_norm="head", qk_key="qk_layernorm"
-    ),
-    "phi3": Decoder(
-        "Phi3ForCausalLM",
+        "PhiForCausalLM",
+        **{**PLAIN, "kv_heads": None, "head_dim": True},
         mha=True,
+        norms=1,
+        head=True,
+        qk_norm="head",
+        qk_key="qk_layernorm",
     ),
+    "phi3": Decoder("Phi3ForCausalLM", mha=True),
     "qwen2": Decoder("Qwen2ForCausalLM", qkv=True),
     "qwen3": Decoder("Qwen3ForCausalLM", **ATTENTION, qk_norm="head", usual={"head_dim": 128}),
     "roberta": Decoder("RobertaForMaskedLM RobertaForCausalLM", **BERT),
     "seed_oss": Decoder(
         "SeedOssForCausalLM",
-        qkv="attention_bias",
+        **GLM,
         o="attention_out_bias",
         ffn="mlp_bias",
-        usual={"attention_bias": True, "head_dim": 128},
     ),
     "smollm3": Decoder("SmolLM3ForCausalLM", **LLAMA, usual=TIED),
     "stablelm": Decoder(
         "StableLmForCausalLM",
+        head_dim=False,
         norm="layer",
         qkv="use_qkv_bias",
         norms=lambda keys: 1 if keys.get("use_parallel_residual") else 2,
@@ -242,13 +275,22 @@ DENSE: dict[str, Decoder] = {
         "Starcoder2ForCausalLM",
         norm="layer",
         gated=False,
-        qkv="use_bias",
-        o="use_bias",
-        ffn="use_bias",
+        **USE_BIAS,
         usual={**TIED, "use_bias": True},
     ),
     "vaultgemma": Decoder("VaultGemmaForCausalLM", **GEMMA),
-    "xglm": Decoder("XGLMForCausalLM", **PLAIN, usual=TIED, fixed={"add_cross_attention": False}),
+    "xglm": Decoder(
+        "XGLMForCausalLM",
+        **PLAIN,
+        width="ffn_dim",
+        names={
+            "hidden_size": ("d_model",),
+            "num_attention_heads": ("attention_heads",),
+            "num_hidden_layers": ("num_layers",),
+        },
+        usual=TIED,
+        fixed={"add_cross_attention": False},
+    ),
     "xlm-roberta": Decoder("XLMRobertaForMaskedLM XLMRobertaForCausalLM", **BERT),
     "youtu": Decoder("YoutuForCausalLM", **DEEPSEEK, usual=TIED),
 }

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.planner.hf_types import ATTENTION, DEEPSEEK, LLAMA, TIED, Decoder, Keys, Mixture
+from shoal.base.shape import Transformer
+from shoal.planner.hf_types import (
+    ATTENTION,
+    DEEPSEEK,
+    LLAMA,
+    OLMO,
+    TIED,
+    USE_BIAS,
+    Decoder,
+    Keys,
+    Mixture,
+    sinks,
+)
 
 
 def _first_dense(keys: Keys, layers: int) -> int:
@@ -37,25 +49,42 @@ def _ernie_dense(keys: Keys, layers: int) -> int:
 
 
 def _times(number: str, width: str) -> Callable[[Keys], int]:
-    """So many shared experts as wide as one."""
+    """Return the width of all shared experts: their number times the width of one."""
     return lambda keys: (keys[number] or 0) * keys[width]
 
 
+def _width(key: str) -> Callable[[Keys], int]:
+    """Return the width of the one shared expert."""
+    return lambda keys: keys[key]
+
+
+def _olmoe_norms(shape: Transformer, keys: Keys) -> int:
+    """Return the norms of queries and keys, whose width does not follow head_dim."""
+    return (shape.heads + shape.kv_heads) * (shape.hidden // shape.heads)
+
+
+def _router_bias(shape: Transformer, keys: Keys) -> int:
+    return shape.experts
+
+
+def _shared_gate(shape: Transformer, keys: Keys) -> int:
+    """Return one vector: the gate of the shared expert, or a norm of the block's output."""
+    return shape.hidden
+
+
+SHARED_EXPERT = _width("shared_expert_intermediate_size")
 SHARED = _times("n_shared_experts", "moe_intermediate_size")
-ROUTED = Mixture("n_routed_experts", shared=SHARED, dense=_first_dense)
-NAMED = Mixture("n_routed_experts", shared=SHARED, dense=_named_layers)
-LOCAL = Mixture("num_local_experts", width="")
-GRANITE = Mixture(
-    "num_local_experts", width="", shared=lambda keys: keys["shared_intermediate_size"]
+ROUTED = Mixture("n_routed_experts num_local_experts", shared=SHARED, dense=_first_dense)
+NAMED = replace(ROUTED, dense=_named_layers)
+NUMBERED = Mixture(
+    "num_experts",
+    dense=_named_layers,
+    shared=_times("num_shared_experts", "moe_intermediate_size"),
 )
-
-
-def _qwen_moe(shared: bool = False, gate: bool = False) -> Mixture:
-    return Mixture(
-        shared=lambda keys: keys["shared_expert_intermediate_size"] if shared else 0,
-        dense=_sparse_step,
-        router=lambda shape, keys: shape.hidden if gate else 0,
-    )
+BOTH = "num_local_experts num_experts"
+"""The two names that the number of experts has in these files; transformers writes the first."""
+LOCAL = Mixture(BOTH, width="")
+GRANITE = Mixture("num_local_experts", width="", shared=_width("shared_intermediate_size"))
 
 
 MIXTURES: dict[str, Decoder] = {
@@ -67,13 +96,13 @@ MIXTURES: dict[str, Decoder] = {
             "moe_num_experts",
             "moe_topk",
             "",
-            shared=lambda keys: keys["moe_num_shared_experts"] * keys["intermediate_size"],
+            shared=_times("moe_num_shared_experts", "intermediate_size"),
         ),
     ),
     "axk1": Decoder(
         "AXK1ForCausalLM",
         **DEEPSEEK,
-        mixture=replace(NAMED, router=lambda shape, keys: shape.hidden),
+        mixture=replace(NAMED, router=_shared_gate),
     ),
     "cohere2_moe": Decoder(
         "Cohere2MoeForCausalLM",
@@ -85,34 +114,33 @@ MIXTURES: dict[str, Decoder] = {
             width="", shared=_times("num_shared_experts", "intermediate_size"), dense=_named_layers
         ),
     ),
-    "deepseek_v2": Decoder("DeepseekV2ForCausalLM", **DEEPSEEK, ffn="mlp_bias", mixture=ROUTED),
+    "deepseek_v2": Decoder(
+        "DeepseekV2ForCausalLM",
+        **DEEPSEEK,
+        ffn="mlp_bias",
+        mixture=replace(ROUTED, experts="n_routed_experts num_experts"),
+    ),
     "deepseek_v3": Decoder("DeepseekV3ForCausalLM", **DEEPSEEK, mixture=ROUTED),
     "dots1": Decoder("Dots1ForCausalLM", **ATTENTION, qk_norm="head", mixture=ROUTED),
     "ernie4_5_moe": Decoder(
         "Ernie4_5_MoeForCausalLM",
-        qkv="use_bias",
-        o="use_bias",
-        ffn="use_bias",
+        **USE_BIAS,
         head="use_bias",
         usual={**TIED},
         mixture=Mixture(
-            "moe_num_experts",
+            "moe_num_experts num_experts",
             "moe_k",
             dense=_ernie_dense,
             shared=_times("moe_num_shared_experts", "moe_intermediate_size"),
-            router=lambda shape, keys: shape.experts,
+            router=_router_bias,
         ),
     ),
     "exaone_moe": Decoder(
         "ExaoneMoeForCausalLM",
         qk_norm="head",
-        mixture=Mixture(
-            dense=_named_layers, shared=_times("num_shared_experts", "moe_intermediate_size")
-        ),
+        mixture=NUMBERED,
     ),
-    "flex_olmo": Decoder(
-        "FlexOlmoForCausalLM", mha=True, **ATTENTION, qk_norm="width", mixture=Mixture(width="")
-    ),
+    "flex_olmo": Decoder("FlexOlmoForCausalLM", **OLMO, mixture=LOCAL),
     "glm4_moe": Decoder(
         "Glm4MoeForCausalLM",
         qkv="attention_bias",
@@ -120,25 +148,35 @@ MIXTURES: dict[str, Decoder] = {
         qk_key="use_qk_norm",
         mixture=ROUTED,
     ),
-    "glm4_moe_lite": Decoder("Glm4MoeLiteForCausalLM", **DEEPSEEK, mixture=NAMED),
+    "glm4_moe_lite": Decoder(
+        "Glm4MoeLiteForCausalLM",
+        **DEEPSEEK,
+        names={"qk_rope_head_dim": ("head_dim",)},
+        mixture=NAMED,
+    ),
     "gpt_oss": Decoder(
         "GptOssForCausalLM",
         **ATTENTION,
         usual={"attention_bias": True, "head_dim": 64},
-        attention=lambda shape, keys: shape.heads,
+        attention=sinks,
         mixture=Mixture(
-            "num_local_experts",
+            BOTH,
             width="",
-            router=lambda shape, keys: shape.experts,
+            router=_router_bias,
             each=lambda shape, keys: 2 * shape.ffn + shape.hidden,
         ),
     ),
-    "granitemoe": Decoder("GraniteMoeForCausalLM", mha=True, **ATTENTION, mixture=LOCAL),
+    "granitemoe": Decoder(
+        "GraniteMoeForCausalLM",
+        mha=True,
+        **ATTENTION,
+        mixture=Mixture("num_local_experts", width=""),
+    ),
     "granitemoe_swa": Decoder(
         "GraniteMoeSWAForCausalLM",
         mha=True,
         **ATTENTION,
-        attention=lambda shape, keys: shape.heads,
+        attention=sinks,
         mixture=GRANITE,
     ),
     "granitemoeshared": Decoder(
@@ -150,7 +188,12 @@ MIXTURES: dict[str, Decoder] = {
         **ATTENTION,
         qk_norm="head",
         mixture=(
-            Mixture("num_experts", "moe_topk", "", shared=lambda keys: keys["intermediate_size"])
+            Mixture(
+                BOTH,
+                "moe_topk",
+                "",
+                shared=_width("intermediate_size"),
+            )
         ),
     ),
     "hy_v3": Decoder(
@@ -158,9 +201,7 @@ MIXTURES: dict[str, Decoder] = {
         **LLAMA,
         qk_norm="head",
         usual={"head_dim": 128},
-        mixture=Mixture(
-            dense=_named_layers, shared=_times("num_shared_experts", "moe_intermediate_size")
-        ),
+        mixture=replace(NUMBERED, experts=BOTH),
     ),
     "kolibri1": Decoder(
         "Kolibri1ForCausalLM",
@@ -168,9 +209,7 @@ MIXTURES: dict[str, Decoder] = {
         usual={"head_dim": 128},
         qk_norm="head",
         norms=4,
-        mixture=Mixture(
-            "num_local_experts", shared=lambda keys: keys["shared_expert_intermediate_size"]
-        ),
+        mixture=Mixture(BOTH, shared=SHARED_EXPERT),
     ),
     "llama4_text": Decoder(
         "Llama4ForCausalLM",
@@ -181,7 +220,7 @@ MIXTURES: dict[str, Decoder] = {
             "num_local_experts",
             width="intermediate_size",
             dense=_llama4_dense,
-            shared=lambda keys: keys["intermediate_size"],
+            shared=_width("intermediate_size"),
         ),
     ),
     "mellum": Decoder(
@@ -189,35 +228,40 @@ MIXTURES: dict[str, Decoder] = {
         **ATTENTION,
         qk_norm="head",
         usual={"head_dim": 128},
-        mixture=Mixture(dense=_named_layers),
+        mixture=Mixture(BOTH, dense=_named_layers),
     ),
     "minimax_m2": Decoder(
         "MiniMaxM2ForCausalLM", qk_norm="width", usual={"head_dim": 128}, mixture=LOCAL
     ),
     "mixtral": Decoder("MixtralForCausalLM", mixture=LOCAL),
     "olmoe": Decoder(
-        "OlmoeForCausalLM", mha=True, **ATTENTION, qk_norm="width", mixture=Mixture(width="")
+        "OlmoeForCausalLM", **{**OLMO, "qk_norm": ""}, attention=_olmoe_norms, mixture=LOCAL
     ),
     "phimoe": Decoder(
         "PhimoeForCausalLM",
         **ATTENTION,
         norm="layer",
         head="lm_head_bias",
-        mixture=LOCAL,
+        mixture=replace(LOCAL, experts="num_local_experts"),
     ),
     "qwen2_moe": Decoder(
         "Qwen2MoeForCausalLM",
         qkv="qkv_bias",
         usual={"qkv_bias": True},
-        mixture=_qwen_moe(shared=True, gate=True),
+        mixture=Mixture(shared=SHARED_EXPERT, dense=_sparse_step, router=_shared_gate),
     ),
-    "qwen3_moe": Decoder("Qwen3MoeForCausalLM", **ATTENTION, qk_norm="head", mixture=_qwen_moe()),
+    "qwen3_moe": Decoder(
+        "Qwen3MoeForCausalLM",
+        **ATTENTION,
+        qk_norm="head",
+        mixture=Mixture(BOTH, dense=_sparse_step),
+    ),
     "solar_open": Decoder(
         "SolarOpenForCausalLM",
         qkv="attention_bias",
         usual={"head_dim": 128},
         width="moe_intermediate_size",
-        mixture=Mixture("n_routed_experts", shared=SHARED),
+        mixture=Mixture("n_routed_experts num_local_experts", shared=SHARED),
     ),
 }
 """model_type → what it builds."""

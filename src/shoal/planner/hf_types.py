@@ -32,11 +32,17 @@ def _none(shape: Transformer, keys: Keys) -> int:
     return 0
 
 
+def sinks(shape: Transformer, keys: Keys) -> int:
+    """Return the parameters of attention sinks: one number a head."""
+    return shape.heads
+
+
 @dataclass(frozen=True)
 class Mixture:
     """The routed experts of a type, by the keys of its config.json.
 
-    experts, used  keys of how many there are, and of how many a token uses
+    experts, used  names of the number of experts in the files of this type, in one string; the key
+                   of how many a token uses
     width          key of one expert's width; ffn's own key where it is the same
     shared         width of what every token uses beside them
     dense          blocks that have a plain ffn, by the file and the number of blocks
@@ -57,6 +63,7 @@ class Decoder:
     """The parameters that a model_type of transformers builds.
 
     classes     architectures that were checked: with another head the count is another
+    names       other names of a key in the files of this type
     usual       what the type takes for keys that the file leaves out
     fixed       keys that must have this value, or that of the key it names: another one builds
                 another model
@@ -68,16 +75,18 @@ class Decoder:
     qkv, o, ffn, head    biases: always, never, or by this key
     mha         as many key and value heads as heads where the file has no num_key_value_heads;
                 else it must have them, since the type's own default is a number
-    kv_heads    how many where the file says it by other keys
+    kv_heads    their number, where the class does not read num_key_value_heads
+    head_dim    the class reads head_dim; otherwise a head is hidden_size / heads wide
     positions   key of the learned positions · encoder  sees tokens on both sides
-    width       key of the ffn's width; "": any of its usual names · wide  without it the ffn is
-                four times as wide as the model
+    width       key of the ffn's width · wide  without that key the ffn is four times as wide as
+                the model; with width = "" it always is
     latent      multi-head latent attention; `qkv` are then the biases of its first matrices
     attention, block_ffn, embedding, top   what is there besides: in an attention, in a plain ffn,
                 beside the table of words, in the head
     """
 
     classes: str
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     usual: Keys = field(default_factory=dict)
     fixed: Keys = field(default_factory=dict)
     gated: bool = True
@@ -92,9 +101,10 @@ class Decoder:
     head: bool | str = False
     mha: bool = False
     kv_heads: Callable[[Keys, int], int] | None = None
+    head_dim: bool = True
     positions: str = ""
     encoder: bool = False
-    width: str = ""
+    width: str = "intermediate_size"
     wide: bool = False
     latent: bool = False
     attention: Count = _none
@@ -106,8 +116,12 @@ class Decoder:
 
 ATTENTION: dict[str, Any] = {"qkv": "attention_bias", "o": "attention_bias"}
 """Most types: one key for the biases of attention's four matrices."""
+OLMO: dict[str, Any] = {**ATTENTION, "mha": True, "qk_norm": "width"}
+"""OLMo 2 and later: one norm over all queries and one over all keys."""
 LLAMA: dict[str, Any] = {**ATTENTION, "ffn": "mlp_bias"}
 """And another one for the ffn's."""
+USE_BIAS: dict[str, Any] = {"qkv": "use_bias", "o": "use_bias", "ffn": "use_bias"}
+"""One key for all biases."""
 TIED = {"tie_word_embeddings": True}
 DEEPSEEK: dict[str, Any] = {**ATTENTION, "latent": True, "mha": True}
 """Latent attention, of which no key says how many heads keys and values have."""
