@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,22 @@ def test_sum_over_count_is_torchs_own_mean(loss: nn.Module, targets: torch.Tenso
     total, count = sum_and_count(shoal.mean_of_samples(loss)(outputs, targets), targets)
     assert torch.allclose(total / count, loss(outputs, targets), rtol=1e-6)
     assert loss.reduction == "mean", "the user's own object stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("label_smoothing", 0.2), ("weight", torch.tensor([1.0, 2.0, 5.0])), ("ignore_index", 2)],
+)
+def test_what_a_loop_changes_of_its_criterion_counts(name: str, value: Any) -> None:
+    """From the next batch on, as without the wrapper."""
+    outputs, targets = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+    wrapped = shoal.mean_of_samples(loss)
+    before = loss(outputs, targets)
+    setattr(loss, name, value)
+    total, count = sum_and_count(wrapped(outputs, targets), targets)
+    assert torch.allclose(total / count, loss(outputs, targets), rtol=1e-6)
+    assert not torch.allclose(total / count, before)
 
 
 def test_a_share_without_valid_targets_adds_nothing() -> None:

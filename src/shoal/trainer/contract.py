@@ -218,10 +218,10 @@ def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
 
 def _taken_apart(loss: Any) -> Loss:
     """(sum, what torch divides its mean by) of a cross-entropy, for indices or probabilities."""
-    summing = copy.copy(loss)
-    summing.reduction = "sum"
 
     def counted(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        summing = copy.copy(loss)  # as it is now: a loop may change its label smoothing, or weights
+        summing.reduction = "sum"
         total = summing(outputs, targets)
         if targets.is_floating_point():  # [batch, classes, …]: a mean over all but the classes
             return total, targets.numel() // targets.shape[min(1, targets.ndim - 1)]
