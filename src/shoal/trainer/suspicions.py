@@ -46,6 +46,11 @@ DRAWS = (
 """Layers that compute something else in evaluation mode."""
 
 
+def _has_configuration(module: nn.Module) -> bool:
+    """Whether `auxiliary_loss_lines` reads a configuration of transformers."""
+    return any(hasattr(getattr(part, "config", None), "to_dict") for part in module.modules())
+
+
 class FirstStep:
     """The loss of a run as it is called in its first step; counts the same."""
 
@@ -58,6 +63,7 @@ class FirstStep:
         self.labels = any(one.data_ptr() != other.data_ptr() for one, other in found)
         self.compared = False
         self.asked: set[str] = set()
+        self.dropped: set[str] = set()
         self.once = once_only(program)
         self.cut_off = self._tied = False
         self.micro_batches = program.data.size * len(batches)
@@ -67,6 +73,10 @@ class FirstStep:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
         if is_default(self.loss) and not isinstance(targets, torch.Tensor):
             _refuse_form(targets)
+        if is_default(self.loss) and not isinstance(outputs, torch.Tensor):
+            from shoal.trainer.model_notices import dropped_losses
+
+            self.dropped |= dropped_losses(outputs)
         outputs = pytree.tree_map(
             _without_hooks, watched(outputs, self.once) if self.once else outputs
         )
@@ -94,6 +104,10 @@ class FirstStep:
         """
         if self.cut_off:
             raise ConfigError(NO_GRADIENT)
+        if self.dropped and not _has_configuration(self.module):
+            from shoal.trainer.model_notices import dropped_loss_line
+
+            notice(dropped_loss_line(self.dropped))
         if self.asked:
             notice(
                 f"loss: calls torch.distributed.{', '.join(sorted(self.asked))}; the run sums what "
