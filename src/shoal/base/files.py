@@ -48,7 +48,12 @@ def cache_trouble(folder: Path) -> str:
 def temporary_cache() -> Path:
     """Make a cache folder that goes with this process; those that it forks leave it."""
     own, pid = tempfile.mkdtemp(prefix="shoal-cache-"), os.getpid()
-    atexit.register(lambda: os.getpid() == pid and shutil.rmtree(own, ignore_errors=True))
+
+    def remove() -> None:
+        if os.getpid() == pid:
+            shutil.rmtree(own, ignore_errors=True)
+
+    atexit.register(remove)
     return Path(own)
 
 

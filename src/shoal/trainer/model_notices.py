@@ -7,8 +7,8 @@
     unheld weights   get gradients, and are in no optimizer: Muon over matrices leaves norms out
 
 Weights may be left out on purpose: a head alone is trained, adapters, biases. So a line is written
-only where a block, a layer or the model is torn: its matrices are held and its vectors are not, or all but a
-small part of a block is. Matrices that are left out with their whole layer are meant to stay.
+only where a block, a layer or the model is torn: its matrices are held and its vectors are not, or
+all but a small part of a block is. Matrices that are left out with their layer are meant to stay.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def batch_norm_line(module: nn.Module, plan: Plan) -> str:
 
 
 def _instance_norm_line(module: nn.Module, plan: Plan, share: int) -> str:
-    """Return the line on running statistics of InstanceNorm, whose momentum counts micro-batches."""
+    """Return the line on running statistics of InstanceNorm, which count micro-batches."""
     kinds = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
     named = module.named_modules()
     found = [n for n, part in named if isinstance(part, kinds) and part.track_running_stats]
@@ -111,7 +111,7 @@ def auxiliary_loss_lines(module: nn.Module, loss: Loss) -> list[str]:
     weights = {
         key: number
         for key, number in told.items()
-        if number and (AUXILIARY.search(key) and "coef" in key or key == "moe_loss_weight")
+        if number and ((AUXILIARY.search(key) and "coef" in key) or key == "moe_loss_weight")
     }
     if not weights or (experts and max(experts) < 2):
         return []
@@ -160,7 +160,9 @@ def _vectors_alone(left: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -
 
 
 def _torn(left: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> bool:
-    return _vectors_alone(left, held) or SMALL * sum(p.numel() for p in left) < sum(p.numel() for p in held)
+    return _vectors_alone(left, held) or SMALL * sum(p.numel() for p in left) < sum(
+        p.numel() for p in held
+    )
 
 
 def unheld_line(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> str:
