@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trainer_small import run_of, sgd
 
+from shoal.base.errors import ConfigError
 from shoal.base.phases import listen
 from shoal.config.sections import Config, ModelSection, TrainSection
 from shoal.data.samples import EvenPart
@@ -21,7 +22,7 @@ from shoal.data.sources import Source
 from shoal.models.loss import token_loss
 from shoal.trainer import finish, validate
 from shoal.trainer.run import Run
-from shoal.trainer.validate import Reading, validator
+from shoal.trainer.validate import Reading, _for_all_ranks, validator
 
 
 class Labels:
@@ -188,3 +189,25 @@ def test_the_sample_of_text_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(finish._in_time(run, 12)) == list(range(12))
     monkeypatch.setattr(finish, "SAMPLE_S", 0.0)
     assert list(finish._in_time(run, 12)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro_batch", "ranks", "found"),
+    [(9, 8, 2, 8), (8, 8, 2, 4), (3, 8, 2, 1), (1, 8, 2, 0), (None, 8, 2, 8), (1, 8, 1, 8)],
+)
+def test_every_rank_of_a_layout_that_gathers_has_a_micro_batch(
+    samples: int | None, micro_batch: int, ranks: int, found: int
+) -> None:
+    """A training of `shoal train` ended with status 2 after its last step."""
+    layout = SimpleNamespace(data_degree=ranks, strategy="fsdp")
+    run: Any = SimpleNamespace(
+        plan=SimpleNamespace(layout=layout), program=SimpleNamespace(together=True)
+    )
+    reading = Reading(None, samples, samples, micro_batch, "")
+    if not found:
+        with pytest.raises(ConfigError, match=r"^validation: 1 held-out sample, and layout fsdp"):
+            _for_all_ranks(run, reading)
+        return
+    assert _for_all_ranks(run, reading).micro_batch == found
+    run.program.together = False
+    assert _for_all_ranks(run, reading) is reading

@@ -23,7 +23,7 @@ class Rows:
         self.waited = False
 
     def __len__(self):
-        return 64
+        return 640
 
     def __getitem__(self, index):
         if {batch_s} and LATE and not self.waited and os.path.exists("runs/a/events.jsonl"):
@@ -31,7 +31,7 @@ class Rows:
                 self.waited = True
                 open(f"waited-{{os.environ['RANK']}}", "w").close()
                 time.sleep({batch_s})
-        return torch.full((4,), index / 64), torch.tensor(index % 3)
+        return torch.full((4,), index / 640), torch.tensor(index % 3)
 
 
 def compiler(graph, examples):
@@ -63,17 +63,21 @@ def data(): return Rows()
 
 
 @pytest.mark.proof("faults")
-@pytest.mark.parametrize("ranks", ["1", "0 1"], ids=["one rank", "both ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [("1", "ddp"), ("0 1", "ddp"), ("1", "fsdp")],
+    ids=["one rank", "both ranks", "one rank, fsdp"],
+)
 @pytest.mark.parametrize(("batch_s", "compile_s"), [(90, 0), (0, 60)], ids=["batch", "compile"])
 def test_a_slow_start_is_no_hang(
-    programs: Any, tmp_path: Path, batch_s: int, compile_s: int, ranks: str
+    programs: Any, tmp_path: Path, batch_s: int, compile_s: int, ranks: str, layout: str
 ) -> None:
     text = SLOW.format(batch_s=batch_s, compile_s=compile_s, ranks=ranks)
     (tmp_path / "slow.py").write_text(text)
     done = programs.run(
         "-m", "shoal", "train", "model.build=slow:build", "data.source=slow:data",
         "train.steps=4", "train.batch=8", "train.micro_batch=4", "launch.processes=2",
-        "layout.strategy=ddp", "train.prove=off", "run.name=a", cwd=tmp_path,
+        f"layout.strategy={layout}", "train.prove=off", "run.name=a", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
