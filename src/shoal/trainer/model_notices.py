@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,11 +74,18 @@ def _instance_norm_line(module: nn.Module, plan: Plan, share: int) -> str:
     )
 
 
-def dropped_loss_line(names: Collection[str]) -> str:
-    """Return the line on losses that a model returns and the default loss does not read."""
+def tell_dropped_losses(
+    module: nn.Module, names: Collection[str], notice: Callable[[str], None]
+) -> None:
+    """Name losses that a model returns and the default loss does not read.
+
+    Of models with a configuration `auxiliary_loss_lines` has named them.
+    """
+    if any(hasattr(getattr(part, "config", None), "to_dict") for part in module.modules()):
+        return
     first, *others = sorted(names)
     more = f" (and {len(others)} more)" if others else ""
-    return (
+    notice(
         f"model: its outputs hold {first}{more}, a loss with a gradient, and the default loss "
         f"reads logits alone, so it adds nothing; try: a loss (model.loss) that adds it × count to "
         f"its sum, or {first}.detach()"

@@ -46,11 +46,6 @@ DRAWS = (
 """Layers that compute something else in evaluation mode."""
 
 
-def _has_configuration(module: nn.Module) -> bool:
-    """Whether `auxiliary_loss_lines` reads a configuration of transformers."""
-    return any(hasattr(getattr(part, "config", None), "to_dict") for part in module.modules())
-
-
 class FirstStep:
     """The loss of a run as it is called in its first step; counts the same."""
 
@@ -104,10 +99,10 @@ class FirstStep:
         """
         if self.cut_off:
             raise ConfigError(NO_GRADIENT)
-        if self.dropped and not _has_configuration(self.module):
-            from shoal.trainer.model_notices import dropped_loss_line
+        if self.dropped:
+            from shoal.trainer.model_notices import tell_dropped_losses
 
-            notice(dropped_loss_line(self.dropped))
+            tell_dropped_losses(self.module, self.dropped, notice)
         if self.asked:
             notice(
                 f"loss: calls torch.distributed.{', '.join(sorted(self.asked))}; the run sums what "
