@@ -44,20 +44,25 @@ class FolderOwner:
     def learn(self) -> None:
         """Take the folder as it is now for this run's."""
         self.text = _read(self.folder / OWNER_FILE)
+        self.note()
+
+    def note(self) -> None:
+        """Take the folder as it is now for this run's, and read no file."""
         self._file, self._inode = _stamp(self.folder / OWNER_FILE), _inode(self.folder)
 
     def state(self) -> str:
         """Return `OURS`, `DELETED` or `REPLACED`."""
         stamp = _stamp(self.folder / OWNER_FILE)
-        if not self.text:
+        if self._file == (0, 0):
             self.learn()
             return OURS if self.folder.exists() else DELETED
-        if stamp == self._file != (0, 0):
+        if stamp == self._file:
+            self.text = self.text or _read(self.folder / OWNER_FILE)
             return OURS
         if now := _read(self.folder / OWNER_FILE):
             if now != self.text:
                 return REPLACED
-            self._file, self._inode = stamp, _inode(self.folder)
+            self.note()
             return OURS
         if not any((self.folder / name).exists() for name in OF_A_RUN):
             return DELETED

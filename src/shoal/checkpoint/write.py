@@ -76,7 +76,7 @@ class Target:
         above = self.root.parents
         tag = len(above) > 2 and above[1].name == "tags"
         object.__setattr__(self, "owner", FolderOwner(above[2 if tag else 0]))
-        self.owner.learn()
+        self.owner.note()
 
     @property
     def final(self) -> Path:
