@@ -228,6 +228,18 @@ def test_another_folder_in_the_place_of_the_runs_stays_as_it_is(
     again.close()
 
 
+def test_a_folder_that_is_moved_with_nothing_in_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = made(folder)
+    a_step(run)
+    folder.rename(tmp_path / "elsewhere")
+    a_step(run)
+    (line,) = told(run)
+    assert line.startswith(f"{folder}: the run folder was moved while the run trains, and is made")
+    assert f"earlier rows and checkpoints are in {tmp_path / 'elsewhere'}, the next" in line
+    run.close()
+
+
 def test_a_folder_that_is_copied_and_put_back_is_the_runs_own(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = made(folder)
