@@ -136,14 +136,14 @@ def test_a_line_of_an_error_survives_a_closed_standard_output(tmp_path: Path) ->
 def test_a_loop_of_ones_own_with_closed_streams(tmp_path: Path) -> None:
     """No file of the run gets the number of a standard stream."""
     (tmp_path / "own.py").write_text(
-        "import os, torch, shoal\\n"
-        "m = torch.nn.Linear(3, 1)\\n"
+        "import os, torch, shoal\n"
+        "m = torch.nn.Linear(3, 1)\n"
         "run = shoal.parallelize(m, torch.optim.SGD(m.parameters(), 0.1), lambda o, y: (((o - y) ** 2)"
-        ".sum(), len(y)), 'single', folder='run')\\n"
-        "for _ in range(3): run.step((torch.rand(4, 3), torch.rand(4, 1)))\\n"
-        "run.print('a line')\\n"
-        "open('told', 'w').write(' '.join(os.readlink(f'/proc/self/fd/{n}') for n in range(3)))\\n"
-        "run.steps()\\n"
+        ".sum(), len(y)), 'single', folder='run')\n"
+        "for _ in range(3): run.step((torch.rand(4, 3), torch.rand(4, 1)))\n"
+        "run.print('a line')\n"
+        "open('told', 'w').write(' '.join(os.readlink(f'/proc/self/fd/{n}') for n in range(3)))\n"
+        "run.steps()\n"
     )
     done = subprocess.run(
         ["bash", "-c", '"$0" own.py <&- >&- 2>&-', sys.executable], cwd=tmp_path, timeout=120,

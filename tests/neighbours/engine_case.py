@@ -8,6 +8,7 @@ import shoal
 import shoal.neighbours.deepspeed as deepspeed
 
 import copy
+import logging
 import math
 import sys
 from contextlib import nullcontext
@@ -148,6 +149,10 @@ def resume(engine, weights, scheduler):
     assert Path("saved/latest").read_text() == "epoch=1"
     engine.save_checkpoint("saved", tag="other", client_state={"seen": 18}, save_latest=False)
     assert Path("saved/latest").read_text() == "epoch=1"
+    with Heard() as heard:
+        engine.save_checkpoint("own tags", tag=f"rank-{dist.get_rank()}")
+    assert [one.name for one in Path("own tags/tags").iterdir()] == ["rank-0"]
+    assert ["all ranks take rank 0's" in line for line in heard.lines] == [True] * (dist.get_rank() == 0)  # fmt: skip
     assert engine.save_16bit_model("weights")
     written = safetensors.torch.load_file("weights/model.safetensors")
     assert {name: torch.equal(value, weights[name]) for name, value in written.items()} == dict.fromkeys(weights, True)  # fmt: skip
@@ -155,7 +160,10 @@ def resume(engine, weights, scheduler):
     whole = get_fp32_state_dict_from_zero_checkpoint("saved")
     assert all(torch.equal(value, weights[name]) for name, value in whole.items())
     again, *_ = deepspeed.initialize(model=Model(), config=config(size))
-    assert again.load_checkpoint("nowhere") == (None, None)
+    with Heard() as heard:
+        assert again.load_checkpoint("nowhere") == (None, None)
+    assert ["nothing was loaded, and training starts anew: nowhere is no folder" in line
+            for line in heard.lines] == [True] * (dist.get_rank() == 0)  # fmt: skip
     assert again.load_checkpoint("saved", load_module_only=True)[1] == {"seen": 17}
     assert (again.global_steps, len(again.optimizer.state)) == (0, 0)
     alike(again, weights)
@@ -177,6 +185,24 @@ def resume(engine, weights, scheduler):
     assert (fresh.global_steps, len(fresh.optimizer.state)) == (5, 0)
     alike(fresh, weights)
     fresh.destroy()
+
+
+class Heard(logging.Handler):
+    """Collects the lines for the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> "Heard":
+        logging.getLogger("shoal").addHandler(self)
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        logging.getLogger("shoal").removeHandler(self)
 
 
 def alike(engine, weights):

@@ -66,3 +66,34 @@ def test_others(
     programs: Any, tmp_path: Path, rows: str, loader: str, more: str, said: int, stage: int
 ) -> None:
     assert len(lines(programs, tmp_path, rows, loader, more, stage)) == said
+
+
+ACCELERATE = """
+import shoal.neighbours.accelerate
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+accelerator = Accelerator()
+model = torch.nn.Linear(8, 1)
+loader = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for (batch,) in {loader}:
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.proof("faults")
+@pytest.mark.parametrize(("loader", "said"), [("loader", 1), ("accelerator.prepare(loader)", 0)])
+def test_a_loader_that_accelerate_did_not_prepare(
+    programs: Any, tmp_path: Path, loader: str, said: int
+) -> None:
+    (tmp_path / "a.py").write_text(ACCELERATE.format(loader=loader))
+    ended = programs.world(2, "a.py", cwd=tmp_path)
+    assert [one.returncode for one in ended] == [0, 0], ended[0].stderr
+    lines = [one for one in ended[0].stderr.splitlines() if "the same samples" in one]
+    assert len(lines) == said
+    assert all("try: accelerator.prepare(dataloader)" in one for one in lines)

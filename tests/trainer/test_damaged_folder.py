@@ -12,7 +12,8 @@ import pytest
 import torch
 from trainer_small import Rows, linear, run_of
 
-from shoal.base.errors import CheckpointError, ShoalError
+from shoal.base.errors import CheckpointError, ConfigError, ShoalError
+from shoal.checkpoint.lease import RunLease
 from shoal.checkpoint.manifest import _sealed
 
 ROWS = Rows(8)
@@ -168,6 +169,92 @@ def test_a_folder_that_is_deleted_in_mid_run_is_made_anew(tmp_path: Path) -> Non
     again.close()
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def a_step(run: Any) -> Any:
+    return run.step((torch.ones(4, 4), torch.ones(4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("way", "call"),
+    [("moved", "step"), ("removed", "save"),
+     pytest.param("moved", "save", marks=pytest.mark.proof("faults")),
+     pytest.param("removed", "step", marks=pytest.mark.proof("faults")),
+     pytest.param("taken", "step", marks=pytest.mark.proof("faults"))],
+)  # fmt: skip
+def test_another_folder_in_the_place_of_the_runs_stays_as_it_is(
+    tmp_path: Path, way: str, call: str
+) -> None:
+    """Rows of two runs were mixed, and the other run's old checkpoints were removed."""
+    folder, other = tmp_path / "run", tmp_path / "other"
+    run = made(folder)
+    (folder / "run.toml").write_text("[train]\n")
+    a_step(run)
+    saved(other)
+    if way == "moved":
+        folder.rename(tmp_path / "moved")
+    else:
+        shutil.rmtree(folder)
+    if way == "taken":  # made anew by this run, and then another one begins there
+        a_step(run)
+        lease = RunLease(folder, "another")
+        lease.acquire()
+        shutil.copytree(other, folder, dirs_exist_ok=True)
+    else:
+        other.rename(folder)
+    before = contents(folder)
+    made_steps = run.step_count
+    if call == "step":
+        a_step(run)
+    with pytest.raises(ConfigError) as caught:
+        a_step(run) if call == "step" else run.save()
+    own = tmp_path / ("moved" if way == "moved" else "run-2")
+    last = made_steps + (call == "step")
+    assert str(caught.value) == (
+        f"{folder}: another folder lies there since step {last}, and this run wrote nothing into "
+        f'it; its own is {own}, with the weights of step {last}; try: folder="{own}" and '
+        f"run.restore()"
+    )
+    assert contents(folder) == before
+    run.close()
+    assert contents(folder) == before
+    assert not (own / "owner.json").exists()
+    assert (own / "run.toml").read_text() == "[train]\n"
+    again = made(own)
+    assert again.restore()
+    assert again.step_count == last
+    again.close()
+
+
+def test_a_folder_that_is_moved_with_nothing_in_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = made(folder)
+    a_step(run)
+    folder.rename(tmp_path / "elsewhere")
+    a_step(run)
+    (line,) = told(run)
+    assert line.startswith(f"{folder}: the run folder was moved while the run trains, and is made")
+    assert f"earlier rows and checkpoints are in {tmp_path / 'elsewhere'}, the next" in line
+    run.close()
+
+
+def test_a_folder_that_is_copied_and_put_back_is_the_runs_own(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = made(folder)
+    a_step(run)
+    shutil.copytree(folder, tmp_path / "copy")
+    shutil.rmtree(folder)
+    (tmp_path / "copy").rename(folder)
+    a_step(run)
+    (folder / "owner.json").unlink()
+    a_step(run)
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [1, 2, 3]
+    assert not (folder / "events.jsonl").exists()
+    run.close()
+
+
 HOOK = """
 import shutil
 
@@ -197,3 +284,45 @@ def test_a_command_whose_folder_is_deleted_can_be_resumed(
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows][-2:] == [7, 8]
+
+
+PUT = """
+from pathlib import Path
+
+def put(record):
+    if record["event"] == "step" and record["step"] == {step} and record["rank"] == 0:
+        Path("runs/one").rename({moved!r})
+        Path("runs/other").rename("runs/one")
+"""
+
+
+@pytest.mark.proof("faults")
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("moved", ["runs/moved", "elsewhere"])
+@pytest.mark.parametrize("step", [3, 6], ids=["a step", "the last step"])
+def test_a_command_leaves_another_folder_as_it_is(
+    tmp_path: Path, programs: Any, processes: int, moved: str, step: int
+) -> None:
+    (tmp_path / "mover.py").write_text(PUT.format(step=step, moved=moved))
+    small = [
+        "model.name=mlp", "data.source=digits", "train.batch=8", "train.micro_batch=4",
+        f"launch.processes={processes}", "run.folder=runs",
+    ]  # fmt: skip
+    train = ("-m", "shoal", "train", *small, "checkpoint.keep=1")
+    done = programs.run(*train, "run.name=other", "train.steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    before = contents(tmp_path / "runs" / "other")
+    mine = ("run.name=one", "train.steps=6", "train.on=mover:put", "launch.restarts=2")
+    done = programs.run(*train, *mine, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    own = "runs/moved" if moved == "runs/moved" else "runs/one-2"
+    lines = [one for one in done.stderr.splitlines() if "another folder lies there" in one]
+    assert len(lines) == 1, done.stderr
+    assert f"its own is {own}, with the weights of step {step}" in lines[0], lines
+    assert contents(tmp_path / "runs" / "one") == before
+    again = ("-m", "shoal", "train", "--resume", own, "train.steps=8", 'train.on=""')
+    done = programs.run(*again, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / own / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows][-2:] == [7, 8]
+    assert contents(tmp_path / "runs" / "one") == before

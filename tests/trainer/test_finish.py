@@ -69,3 +69,31 @@ def test_a_finished_training_ends_with_0(tmp_path: Path, layout: str) -> None:
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert "no sample of what" not in ended.stdout
+
+
+BREAKER = """
+import shoal.models.generate
+
+def fails(*given, **named):
+    raise MemoryError("no room for the cache of keys\\nand values")
+
+def hook(record):
+    shoal.models.generate.generate = fails
+"""
+
+
+@pytest.mark.proof("faults")
+@pytest.mark.parametrize(
+    "layout",
+    ["launch.processes=1", "launch.processes=2", "launch.processes=2 layout.strategy=fsdp"],
+)
+def test_a_command_whose_sample_fails_ends_with_0(
+    programs: Any, tmp_path: Path, layout: str
+) -> None:
+    """After all training, on all ranks or on those that write."""
+    (tmp_path / "breaker.py").write_text(BREAKER)
+    words = [*WORDS, *layout.split(), "train.on=breaker:hook"]
+    ended = programs.run("-m", "shoal", "train", *words, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "no sample of what the model writes: no room for the cache of keys" in ended.stdout
+    assert (tmp_path / "runs/x/checkpoints/step-3/manifest.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,7 +85,9 @@ def eval_norm(**how: Any) -> nn.Module:
         (eval_norm(), {}),
         (nn.LayerNorm(8), {}),
         (nn.GroupNorm(2, 8), {}),
-        (Wide(nn.InstanceNorm2d(8, affine=True, track_running_stats=True), 2), {}),
+        (Wide(nn.InstanceNorm2d(8, affine=True), 2), {}),
+        (Wide(nn.InstanceNorm2d(8, track_running_stats=True), 2), {"micro_batch": 2}),
+        (Wide(nn.InstanceNorm2d(8, track_running_stats=True), 2), {"own": True}),
     ],
     ids=str,
 )
@@ -99,6 +102,19 @@ def test_a_frozen_norm_without_running_statistics_still_takes_a_batchs(
 ) -> None:
     (line,) = lines(monkeypatch, with_norm(eval_norm(track_running_stats=False)))
     assert LINE in line
+
+
+@pytest.mark.parametrize("dims", [1, pytest.param(3, marks=pytest.mark.proof("faults"))])
+def test_running_statistics_of_instance_norm_move_with_every_micro_batch(
+    dims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the default micro-batch its running mean was 0.77 away from the plain script's."""
+    kind = {1: nn.InstanceNorm1d, 3: nn.InstanceNorm3d}[dims]
+    (line,) = lines(monkeypatch, with_norm(Wide(kind(8, track_running_stats=True), dims)))
+    assert line.startswith(
+        "model: 1.norm is an InstanceNorm with running statistics, which move with every "
+        "micro-batch: 8 times a step by default; try: micro_batch=16 (train.micro_batch)"
+    )
 
 
 def by_command(run: Any, *overrides: str) -> list[str]:
@@ -168,3 +184,90 @@ def test_who_adds_it_or_has_none_gets_no_line() -> None:
     assert not auxiliary_loss_lines(mixture(router_aux_loss_coef=0.5), own)
     assert not auxiliary_loss_lines(mixture(router_aux_loss_coef=0.0), token_loss)
     assert not auxiliary_loss_lines(nn.Linear(2, 2), token_loss)
+
+
+def tiny(kind: str, **changes: Any) -> nn.Module:
+    """A mixture of transformers, as small as its configuration allows."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "d_model": 16,
+             "num_local_experts": 4, "moe_intermediate_size": 8, "num_layers": 1, "num_heads": 2,
+             "shared_expert_intermediate_size": 8, "num_experts_per_tok": 2, "d_kv": 8, "d_ff": 8,
+             "n_heads": 2, "n_layers": 1, "max_seq_len": 16, "num_decoder_layers": 1}  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")
+    known = config().to_dict()
+    given = {key: value for key, value in {**sizes, **changes}.items() if key in known}
+    model = {"SwitchTransformers": "ForConditionalGeneration"}.get(kind, "ForCausalLM")
+    with torch.device("meta"):
+        return getattr(transformers, kind + model)(config(**given))
+
+
+@pytest.mark.proof("faults")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("Qwen2Moe", "router_aux_loss_coef = 0.001"),
+        ("Olmoe", "router_aux_loss_coef = 0.01"),
+        ("Phimoe", "router_aux_loss_coef = 0.001"),
+        ("GraniteMoe", "router_aux_loss_coef = 0.001"),
+        ("JetMoe", "aux_loss_coef = 0.01"),
+        ("SwitchTransformers", "router_z_loss_coef = 0.001"),
+        ("Dbrx", "moe_loss_weight = 0.01"),
+    ],
+)
+def test_other_mixtures_of_transformers(kind: str, said: str) -> None:
+    more = {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2}} if kind == "Dbrx" else {}
+    (line,) = auxiliary_loss_lines(tiny(kind, **more), token_loss)
+    assert said in line
+    assert "adds nothing" in line
+
+
+def test_keys_of_a_configuration_may_be_numbers() -> None:
+    """Aria's are: its model ended in a traceback."""
+
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return {"queries": {1225: 128}, "router_aux_loss_coef": 0.1, "num_experts": 4}
+
+    model = nn.Linear(2, 2)
+    model.config = Config()  # type: ignore[assignment]
+    (line,) = auxiliary_loss_lines(model, token_loss)
+    assert "router_aux_loss_coef = 0.1" in line
+
+
+class WithAuxiliary(nn.Module):
+    """A mixture of the user's own, which returns its balance loss beside the logits."""
+
+    def __init__(self, form: str, cut: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form, self.cut = form, cut
+        self.embed, self.router, self.head = nn.Embedding(8, 6), nn.Linear(6, 3), nn.Linear(6, 8)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        hidden = self.embed(ids)
+        balance = self.router(hidden).softmax(-1).mean((0, 1)).square().sum()
+        logits = self.head(hidden) + self.router(hidden).sum()
+        balance = balance.detach() if self.cut else balance
+        if self.form == "dict":
+            return {"logits": logits, "aux_loss": balance, "loss": None}
+        return SimpleNamespace(logits=logits, router_z_loss=balance, count=balance.detach())
+
+
+@pytest.mark.parametrize(
+    ("form", "cut", "named"),
+    [("dict", False, "aux_loss"), ("object", False, "router_z_loss"), ("dict", True, "")],
+)
+def test_a_loss_of_the_models_own_that_the_default_loss_drops(
+    form: str, cut: bool, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
+    run = run_of(WithAuxiliary(form, cut), None, token_loss)
+    ids = torch.arange(24).view(3, 8) % 8
+    for _ in range(2):
+        run.step((ids, ids.flip(1)))
+    found = [line for line in told if "adds nothing" in line]
+    assert len(found) == bool(named)
+    assert all(f"its outputs hold {named}, a loss with a gradient" in line for line in found)

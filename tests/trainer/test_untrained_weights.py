@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from trainer_small import pair, run_of
 
 from shoal.optim.muon import MuonWithAdamW
@@ -133,6 +135,39 @@ def test_what_rests_is_listed_at_the_end_alone(way: str, monkeypatch: pytest.Mon
     assert line.startswith(f"model: {left} {NEVER} 3 steps")
 
 
+class Checkpointed(nn.Module):
+    """A block under a reentrant checkpoint, behind a frozen layer."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.first.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.block, self.first(x), use_reentrant=True))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_checkpoint_whose_inputs_have_no_gradient(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of adapters on a frozen model with gradient checkpointing, without its input's hook."""
+
+    def act() -> Any:
+        run = run_of(Checkpointed(frozen))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run.step(pair())
+        return run
+
+    lines = lines_of(act, monkeypatch)
+    assert [line.partition(" and no rank")[0] for line in lines] == (
+        [f"model: block.0.weight (and 1 more) {CUT_OFF},"] if frozen else []
+    )
+
+
 def test_a_head_that_wakes_up_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = lines_of(lambda: trained("rests", 22), monkeypatch, close=True)
     assert [line.partition(" got")[0] for line in lines] == ["model: token"]
@@ -172,6 +207,28 @@ def test_weights_that_no_optimizer_holds(
         f"optimizer: {count} of the weights that get gradients {UNHELD}, first: "
     )
     assert "; try: a group for them" in line
+
+
+class Scaled(nn.Module):
+    """A temperature beside a network, which the optimizer of the network does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.temperature = Net(""), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * self.temperature
+
+
+def test_a_bare_scalar_that_no_optimizer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def act() -> Any:
+        model = Scaled()
+        run = run_of(model, torch.optim.SGD(model.net.parameters(), lr=0.1))
+        run.step(pair())
+        return run
+
+    (line,) = lines_of(act, monkeypatch)
+    assert line.startswith(f"optimizer: 1 of the weights that get gradients {UNHELD}, first: temp")
 
 
 def head_alone(model: Net) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trainer_small import run_of, sgd
 
+from shoal.base.errors import ConfigError
 from shoal.base.phases import listen
 from shoal.config.sections import Config, ModelSection, TrainSection
 from shoal.data.samples import EvenPart
@@ -21,7 +23,7 @@ from shoal.data.sources import Source
 from shoal.models.loss import token_loss
 from shoal.trainer import finish, validate
 from shoal.trainer.run import Run
-from shoal.trainer.validate import Reading, validator
+from shoal.trainer.validate import Reading, _for_all_ranks, validator
 
 
 class Labels:
@@ -188,3 +190,61 @@ def test_the_sample_of_text_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(finish._in_time(run, 12)) == list(range(12))
     monkeypatch.setattr(finish, "SAMPLE_S", 0.0)
     assert list(finish._in_time(run, 12)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro_batch", "ranks", "found"),
+    [(9, 8, 2, 8), (8, 8, 2, 4), (3, 8, 2, 1), (1, 8, 2, 0), (None, 8, 2, 8), (1, 8, 1, 8)],
+)
+def test_every_rank_of_a_layout_that_gathers_has_a_micro_batch(
+    samples: int | None, micro_batch: int, ranks: int, found: int
+) -> None:
+    """A training of `shoal train` ended with status 2 after its last step."""
+    layout = SimpleNamespace(data_degree=ranks, strategy="fsdp")
+    run: Any = SimpleNamespace(
+        plan=SimpleNamespace(layout=layout), program=SimpleNamespace(together=True)
+    )
+    reading = Reading(None, samples, samples, micro_batch, "")
+    if not found:
+        with pytest.raises(ConfigError, match=r"^validation: 1 held-out sample, and layout fsdp"):
+            _for_all_ranks(run, reading)
+        return
+    assert _for_all_ranks(run, reading).micro_batch == found
+    run.program.together = False
+    assert _for_all_ranks(run, reading) is reading
+
+
+def test_a_validation_reads_as_all_ranks_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validate, "_for_all_ranks", lambda run, one: replace(one, micro_batch=1))
+    run, sizes, act = begun(tmp_path, plain())
+    act()
+    assert set(sizes) == {1}
+    run.close()
+
+
+SMALL = """
+import torch
+from torch import nn
+
+def build(): return nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3))
+def data(): return [(torch.full((4,), i / 64), torch.tensor(i % 3)) for i in range(64)]
+"""
+
+
+@pytest.mark.proof("faults")
+@pytest.mark.parametrize(("share", "status"), [("0.02", 2), ("0.05", 0)])
+def test_a_command_with_few_held_out_samples(
+    programs: Any, tmp_path: Path, share: str, status: int
+) -> None:
+    """One sample for two ranks is refused before the first step; three are dealt out."""
+    (tmp_path / "small.py").write_text(SMALL)
+    done = programs.run(
+        "-m", "shoal", "train", "model.build=small:build", "data.source=small:data",
+        "train.steps=3", "train.batch=8", "train.micro_batch=4", "launch.processes=2",
+        "layout.strategy=fsdp", "run.name=a", f"data.validation={share}", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "runs/a/metrics.jsonl").exists() == (status == 0)
+    assert ("1 held-out sample, and layout fsdp" in done.stderr) == (status == 2)

@@ -37,12 +37,3 @@ def test_a_right_script_is_left_alone(worlds, name: str, layout: Any) -> None:
         assert answer["error"] == ""
         assert answer["lines"] == []
         assert answer["value"] <= 1e-10
-
-
-@pytest.mark.proof("faults")
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_a_first_batch_of_90_seconds_is_no_hang(worlds, layout: str) -> None:
-    for answer in worlds(2).call(
-        "right_scripts:a_slow_first_batch", deadline_s=200, layout=layout, wait_s=90.0
-    ):
-        assert answer <= 1e-10

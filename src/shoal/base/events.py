@@ -14,7 +14,10 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.base.folder_owner import FolderOwner
 
 EVENTS = {
     "run_started": "a run begins or resumes: the plan, the attempt, the machine",
@@ -78,6 +81,7 @@ class EventLog:
     """The events of one process: `EventLog(path, rank)` appends them to `path`, events.jsonl.
 
     path        None: nothing is written · rank  None for the supervisor
+    owner       keeps lines out of a folder that another run's lies in the place of
     emit        (event, *, step=None, **fields) writes one line now; KeyError for a name that is
                 not in EVENTS. A line that the disk refuses is dropped and counted in `dropped`: a
                 full disk must not kill training
@@ -86,6 +90,11 @@ class EventLog:
 
     def __init__(self, path: Path | None, rank: int | None) -> None:
         self.path = path
+        self.owner: FolderOwner | None = None
+        if path is not None:
+            from shoal.base.folder_owner import FolderOwner  # many runs have no folder
+
+            self.owner = FolderOwner(path.parent)
         self.rank = rank
         self.dropped = 0
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
@@ -96,9 +105,9 @@ class EventLog:
             raise KeyError(f"unknown event {event}")
         rank = fields.pop("rank", self.rank)
         record = {"time_s": time.time(), "event": event, "rank": rank, "step": step, **fields}
-        if self.path is not None:
+        if self.path is not None and self.owner is not None:
             try:
-                append_line(self.path, record)
+                append_line(self.owner.place() / self.path.name, record)
             except OSError:
                 self.dropped += 1
         for listen in self.listeners:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -40,6 +43,63 @@ def cache_trouble(folder: Path) -> str:
     except OSError as failure:
         return failure.strerror or type(failure).__name__
     return ""
+
+
+def temporary_cache() -> Path:
+    """Make a cache folder that goes with this process; those that it forks leave it."""
+    own, pid = tempfile.mkdtemp(prefix="shoal-cache-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == pid:
+            shutil.rmtree(own, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(own)
+
+
+def unusable_compiler_caches() -> list[tuple[str, Path, str]]:
+    """Find the cache folders of torch's compiler that cannot be used.
+
+    torch makes the first one when it imports its compiler, compiled or not, and fails if it cannot.
+
+    Returns:
+        (environment variable, folder, why) of each.
+    """
+    from getpass import getuser
+
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if inductor is None:
+        try:
+            user = getuser()
+        except (KeyError, OSError):
+            user = f"uid_{os.getuid()}"
+        name = re.sub(r'[\\/:*?"<>|]', "_", user)
+        inductor = os.path.join(tempfile.gettempdir(), f"torchinductor_{name}")
+    folders = {
+        "TORCHINDUCTOR_CACHE_DIR": inductor,
+        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR"),
+    }
+    found = [(name, Path(folder)) for name, folder in folders.items() if folder]
+    return [(name, folder, why) for name, folder in found if (why := cache_trouble(folder))]
+
+
+def replace_compiler_caches(make: Callable[[], Path] = temporary_cache) -> list[str]:
+    """Give torch's compiler other cache folders, for this process and those that it starts.
+
+    Args:
+        make: the folder below which they lie; called where one is wanted.
+
+    Returns:
+        A line for the user for each.
+    """
+    lines = []
+    for name, folder, why in unusable_compiler_caches():
+        os.environ[name] = str(make() / name.partition("_")[0].lower())
+        lines.append(
+            f"torch's compiler: cache folder {folder}: {why}; compiled code is kept for this "
+            f"run alone; try: {name}=another folder"
+        )
+    return lines
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -131,13 +130,15 @@ def tell_folder(folder: Path) -> None:
 
     The file is replaced whole; what the disk refuses is dropped. Of others, the page listens on.
     """
-    path, half = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
+    from shoal.base.files import write_whole
+    from shoal.base.folder_owner import FolderOwner
+
+    owner = FolderOwner(folder)
 
     def hear(phases: list[Phase]) -> None:
         record = {"time_s": time.time(), "phases": [asdict(one) for one in phases]}
         with contextlib.suppress(OSError):  # it is for readers; a full disk must stop nobody
-            half.write_text(json.dumps(record), encoding="utf-8")
-            os.replace(half, path)
+            write_whole(owner.place() / FILE_NAME, json.dumps(record))
         if page is not None:
             page.hear(phases)
 

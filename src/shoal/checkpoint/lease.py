@@ -14,6 +14,7 @@ other.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -25,9 +26,9 @@ from types import TracebackType
 from typing import Any
 
 from shoal.base.errors import CheckpointError
+from shoal.base.folder_owner import OWNER_FILE, FolderOwner
 
 LOCK_FILE = "owner.lock"
-OWNER_FILE = "owner.json"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class RunLease:
     def __init__(self, folder: Path, run_id: str) -> None:
         self.folder = folder
         self.run_id = run_id
+        self.owner = FolderOwner(folder)
         self._descriptor: int | None = None
 
     def acquire(self) -> Owner | None:
@@ -110,7 +112,8 @@ class RunLease:
         """Let the folder go; nothing happens if it is not held."""
         if self._descriptor is None:
             return
-        (self.folder / OWNER_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it may lie elsewhere, or be gone
+            (self.owner.place() / OWNER_FILE).unlink(missing_ok=True)
         self._forget()
 
     def _forget(self) -> None:
@@ -125,6 +128,7 @@ class RunLease:
             json.dumps(asdict(Owner.this_process(self.run_id))) + "\n", encoding="utf-8"
         )
         os.replace(half, self.folder / OWNER_FILE)
+        self.owner.learn()
 
     def _refusal(self) -> str:
         shown = "/".join(self.folder.parts[-2:])

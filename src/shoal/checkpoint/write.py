@@ -19,12 +19,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.events import Emit
+from shoal.base.folder_owner import REPLACED, FolderOwner
 from shoal.checkpoint import folders
 from shoal.checkpoint.collective_phase import exchange, first_only
 from shoal.checkpoint.faults import Damaged, RankFailed, shown
@@ -59,6 +60,7 @@ class Target:
     root     the folder of all checkpoints · step  gives the name `step-N`
     record   free JSON, kept in the manifest; rank 0's is taken
     keep     newest complete checkpoints that stay, this one included; ConfigError below 1
+    owner    of the run folder, as it is when the save begins
     """
 
     root: Path
@@ -66,14 +68,29 @@ class Target:
     record: dict[str, Any]
     keep: int
 
+    owner: FolderOwner = field(init=False, compare=False)
+
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ConfigError(f"checkpoint.keep = {self.keep}: at least 1; try: checkpoint.keep=1")
+        above = self.root.parents
+        tag = len(above) > 2 and above[1].name == "tags"
+        object.__setattr__(self, "owner", FolderOwner(above[2 if tag else 0]))
+        self.owner.note()
 
     @property
     def final(self) -> Path:
         """The folder that will appear."""
         return step_folder(self.root, self.step)
+
+    def check(self) -> None:
+        """Look whether the run folder is still the one that it was when the save began.
+
+        Raises:
+            CheckpointError: another folder lies there.
+        """
+        if self.owner.state() == REPLACED:
+            raise CheckpointError(f"another folder lies at {self.owner.folder} now")
 
 
 def save(
@@ -125,7 +142,7 @@ def save_collected(
     temporary: Path | None = None
     try:
         collected = collecting()
-        existing = _existing(final, world, emit)
+        existing = _existing(target, world, emit)
         if existing is not None:
             return Saved(final, step, existing.size_bytes, time.perf_counter() - began_s, True)
         agreed = collected.agreement
@@ -136,7 +153,7 @@ def save_collected(
         parts = exchange(world, lambda: write(folder, world.rank, collected.blocks))
         size_bytes = first_only(
             world,
-            lambda: folders.commit(folder, final, join(step, parts, agreed.aliases, target.record)),
+            lambda: _commit(target, folder, join(step, parts, agreed.aliases, target.record)),
         )
     except RankFailed as failure:
         if world.is_first:
@@ -154,12 +171,23 @@ def save_collected(
     return Saved(final, step, size_bytes, save_s)
 
 
-def _existing(final: Path, world: World, emit: Emit) -> Manifest | None:
+def _commit(target: Target, folder: Path, manifest: Manifest) -> int:
+    target.check()
+    return folders.commit(folder, target.final, manifest)
+
+
+def _existing(target: Target, world: World, emit: Emit) -> Manifest | None:
     """The manifest of a checkpoint that has this name and verifies; what does not is renamed.
 
     The ranks share the reading: rank r verifies files r, r + size, r + 2·size, …
     """
-    if not first_only(world, lambda: os.path.lexists(final)):
+    final = target.final
+
+    def is_there() -> bool:
+        target.check()
+        return os.path.lexists(final)
+
+    if not first_only(world, is_there):
         return None
     manifests: list[Manifest] = []
 

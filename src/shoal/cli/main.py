@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
 import sys
-import tempfile
+from functools import cache
 
 import typer
 
 from shoal import __version__
 from shoal.base.errors import ShoalError
-from shoal.base.files import cache_folder, cache_trouble
+from shoal.base.files import (
+    cache_folder,
+    cache_trouble,
+    replace_compiler_caches,
+    temporary_cache,
+)
 from shoal.base.systems import untried
 from shoal.cli import (
     checkpoint,
@@ -46,30 +49,27 @@ STARTING = ("train", "compare", "doctor", "links", "prove")
 
 KEEPING = ("train", "compare", "prove", "find")
 """Verbs that keep tokens, measurements and proofs in the cache folder."""
+BUILDING = (*KEEPING, "plan", "run", "sample")
+"""Verbs that build models, for which torch may import its compiler, which makes its own folder."""
 
 
-def check_cache() -> None:
-    """Say in a line that the cache folder cannot be used, and do with one for this command alone.
+def check_caches(verb: str) -> None:
+    """Say in a line that a cache folder cannot be used, and do with one for this command alone.
 
     Its workers take it from the environment. Of several ranks the first one says the line.
     """
     folder = cache_folder()
-    if not (why := cache_trouble(folder)):
-        return
-    own = tempfile.mkdtemp(prefix="shoal-cache-")
-    atexit.register(_remove, own, os.getpid())
-    os.environ["SHOAL_CACHE"] = own
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(
-            f"shoal: cache folder {folder}: {why}; nothing is kept between runs; "
-            f"try: SHOAL_CACHE=another folder\n"
+    own = cache(temporary_cache)
+    lines = []
+    if verb in KEEPING and (why := cache_trouble(folder)):
+        os.environ["SHOAL_CACHE"] = str(own())
+        lines.append(
+            f"cache folder {folder}: {why}; nothing is kept between runs; "
+            f"try: SHOAL_CACHE=another folder"
         )
-
-
-def _remove(folder: str, pid: int) -> None:
-    """Remove a cache folder, in the process that made it."""
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
+    lines += replace_compiler_caches(own)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("".join(f"shoal: {line}\n" for line in lines))
 
 
 def _keys() -> str | None:
@@ -153,8 +153,8 @@ def _command() -> int:
     """Run the command line; gives the exit status, and says its line."""
     try:
         check_letters(sys.argv[1:])
-        if sys.argv[1:2] and sys.argv[1] in KEEPING and "--help" not in sys.argv:
-            check_cache()
+        if sys.argv[1:2] and sys.argv[1] in BUILDING and "--help" not in sys.argv:
+            check_caches(sys.argv[1])
         # Without words the help is shown, which the library does best on its own.
         bare = not sys.argv[1:] or (len(sys.argv) == 2 and sys.argv[1] in GROUPS)
         code = app() if bare else app(standalone_mode=False)

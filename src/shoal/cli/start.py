@@ -341,10 +341,11 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
             )
         finally:
             view.finish()
-    ending = Ending.of(folder)
-    if prepared.resumed and outcome.status == "failed" and not ending.began:
+    ending = Ending.of(folder := events.owner.place() if events.owner else folder)
+    is_moved = folder != prepared.folder
+    if not is_moved and prepared.resumed and outcome.status == "failed" and not ending.began:
         _put_back(before)
-    if not prepared.resumed and ending.is_empty(outcome):
+    if not (is_moved or prepared.resumed) and ending.is_empty(outcome):
         typer.echo(ending.forget())
         return ending.status(outcome)
     if trouble := ending.trouble(outcome):

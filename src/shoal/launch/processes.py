@@ -31,6 +31,7 @@ from typing import IO, Any
 
 from shoal.base.errors import ClusterError
 from shoal.base.facts import usable_cores
+from shoal.base.folder_owner import FolderOwner
 from shoal.base.systems import loopback
 from shoal.base.watch_page import PAGE_VARIABLE
 from shoal.launch import guardian
@@ -334,8 +335,7 @@ class Worker:
         server: ForkServer | None = None,
     ) -> None:
         folder, self.rank = Path(environ["SHOAL_RUN_FOLDER"]), int(environ["RANK"])
-        self.log_path = folder / "logs" / f"rank-{self.rank}.log"
-        self.error_path = folder / "logs" / f"rank-{self.rank}.error.json"
+        self.owner = FolderOwner(folder)
         self.guardian = watched_by
         self.code: int | None = None
         self.ended_s = 0.0
@@ -358,6 +358,16 @@ class Worker:
         self.pid = self.process.pid
         if not server:
             self._guard(self.pid)
+
+    @property
+    def log_path(self) -> Path:
+        """Return the file of what it prints, in the run's folder as it lies now."""
+        return self.owner.place() / "logs" / f"rank-{self.rank}.log"
+
+    @property
+    def error_path(self) -> Path:
+        """Return the file of the error that ended it, in the run's folder as it lies now."""
+        return self.owner.place() / "logs" / f"rank-{self.rank}.error.json"
 
     def look(self) -> int | None:
         """Notice whether it ended; what it started and left behind is killed at once."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from shoal.base.errors import UNSAVED_CODE, BugError
 from shoal.base.events import Emit
 from shoal.base.files import saved_steps
+from shoal.base.folder_owner import REPLACED, FolderOwner
 from shoal.base.lines import Record, is_number, parse_step
 from shoal.launch.failures import (
     STOPPED_CODE,
@@ -179,6 +180,8 @@ class _Supervisor:
         self.left_out: set[int] = set()
         self.workers: list[Worker] = []
         self.attempt = 0
+        self.owner = FolderOwner(folder)
+        self.owner.learn()
         self.progress = Progress(folder / "metrics.jsonl")
         self.alike: list[Death] = []  # equal failures of the last attempts that made no step
         self.died_after = 0  # the last step of the attempt before
@@ -308,6 +311,8 @@ class _Supervisor:
         hopeless = again or len(self.alike) >= SAME_FAILURES
         final_code = death.final or death.code in NO_RESTART_CODES
         certain = death.certain and not self.progress.ever
+        replaced = self.owner.state() == REPLACED
+        hopeless = hopeless or replaced
         fatal = final_code or certain or hopeless or self.attempt >= self.restarts
         self.emit(
             "worker_died",
@@ -327,6 +332,9 @@ class _Supervisor:
             return Outcome("failed", death.code, attempts, death.line + more)
         if certain:
             return Outcome("failed", 1, attempts, certain_text(death, self.processes))
+        if replaced:
+            line = f"rank {death.rank}: {death.line}; not started again: {self.folder} is another"
+            return Outcome("failed", 1, attempts, f"{line} run's folder now")
         # The traceback of an equal death was shown when it first happened.
         last = dataclasses.replace(death, words=death.line) if told_before else death
         alike = f"after step {step}" if again else "before any step" if hopeless else ""

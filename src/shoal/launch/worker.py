@@ -17,6 +17,7 @@ from typing import NoReturn
 from shoal.base import phases
 from shoal.base.errors import ShoalError
 from shoal.base.events import EventLog
+from shoal.base.folder_owner import FolderOwner
 from shoal.base.frames import user_place
 from shoal.base.streams import flush_streams, write_error
 from shoal.launch.failures import Report, write_report
@@ -46,6 +47,9 @@ def run_worker(main: Callable[[], int]) -> int:
     to standard error, which is this rank's log. Notes of a ShoalError hold the traceback of the
     user's own code and stand before its line. Call it as the last thing a process does.
     """
+    given = os.environ.get("SHOAL_RUN_FOLDER", "")
+    owner = FolderOwner(Path(given))
+    owner.learn()
     try:
         return main()
     except ShoalError as failure:
@@ -60,12 +64,13 @@ def run_worker(main: Callable[[], int]) -> int:
         words = _whole_traceback(failure)
         report = Report.of(failure, exit_code=CRASH_CODE, line=line, trace=_end_of(words))
     write_error(words)
-    if folder := os.environ.get("SHOAL_RUN_FOLDER"):
+    if folder := os.environ.get("SHOAL_RUN_FOLDER"):  # torchrun's workers set it themselves
         rank = int(os.environ.get("RANK", "0"))
-        write_report(Path(folder) / "logs" / f"rank-{rank}.error.json", report)
+        here = owner.place() if folder == given else Path(folder)
+        write_report(here / "logs" / f"rank-{rank}.error.json", report)
         if "SHOAL_STORE" not in os.environ and not report.lost_peer:  # no supervisor tells of it
             how, words = f"exit code {report.exit_code}", report.traceback or report.line
-            log = EventLog(Path(folder) / "events.jsonl", rank)
+            log = EventLog(here / "events.jsonl", rank)
             log.emit("worker_died", pid=os.getpid(), how=how, traceback=words)
     return report.exit_code
 

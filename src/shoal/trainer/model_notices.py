@@ -1,18 +1,21 @@
 """Name, in a line each, parts of a model that train otherwise than its user may think.
 
     BatchNorm        takes statistics over a micro-batch, whose default is an eighth of the batch
-    mixtures         of transformers: the default loss reads logits, and adds no auxiliary loss
+    InstanceNorm     moves its running statistics with every micro-batch, if it has any
+    mixtures         of transformers: the default loss reads logits, and adds no auxiliary loss;
+                     nor any other loss that a model returns beside its logits
     unheld weights   get gradients, and are in no optimizer: Muon over matrices leaves norms out
 
 Weights may be left out on purpose: a head alone is trained, adapters, biases. So a line is written
-only where a block or a layer is torn: its matrices are held and its vectors are not, or all but a
-small part is. Parts of the model that are left out whole are meant to stay.
+only where a block, a layer or the model is torn: its matrices are held and its vectors are not, or
+all but a small part of a block is. Matrices that are left out with their layer are meant to stay.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from shoal.parallel._torch import BatchNorm
 from shoal.trace.blocks import find_blocks
 from shoal.trainer.contract import Loss, is_default
 
+AUXILIARY = re.compile("aux_loss|z_loss")
 SMALL = 4
 """A part is small beside another that has so many times its elements."""
 
@@ -43,7 +47,7 @@ def batch_norm_line(module: nn.Module, plan: Plan) -> str:
         if isinstance(part, BatchNorm) and (part.training or part.running_mean is None)
     ]
     if not found:
-        return ""
+        return _instance_norm_line(module, plan, share)
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     near = "a larger micro_batch" if plan.layout.pp > 1 else f"micro_batch={share}"
     return (
@@ -52,6 +56,55 @@ def batch_norm_line(module: nn.Module, plan: Plan) -> str:
         f"step; try: {near} (train.micro_batch), or GroupNorm; if {plan.micro_batch} samples are "
         f"meant, say micro_batch={plan.micro_batch}"
     )
+
+
+def _instance_norm_line(module: nn.Module, plan: Plan, share: int) -> str:
+    """Return the line on running statistics of InstanceNorm, which count micro-batches."""
+    kinds = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    named = module.named_modules()
+    found = [n for n, part in named if isinstance(part, kinds) and part.track_running_stats]
+    if not found:
+        return ""
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return (
+        f"model: {found[0] or 'it'}{more} is an InstanceNorm with running statistics, which move "
+        f"with every micro-batch: {share // plan.micro_batch} times a step by default; "
+        f"try: micro_batch={share} (train.micro_batch); if {plan.micro_batch} samples are meant, "
+        f"say micro_batch={plan.micro_batch}"
+    )
+
+
+def tell_dropped_losses(
+    module: nn.Module, names: Collection[str], notice: Callable[[str], None]
+) -> None:
+    """Name losses that a model returns and the default loss does not read.
+
+    Of models with a configuration `auxiliary_loss_lines` has named them.
+    """
+    if any(hasattr(getattr(part, "config", None), "to_dict") for part in module.modules()):
+        return
+    first, *others = sorted(names)
+    more = f" (and {len(others)} more)" if others else ""
+    notice(
+        f"model: its outputs hold {first}{more}, a loss with a gradient, and the default loss "
+        f"reads logits alone, so it adds nothing; try: a loss (model.loss) that adds it × count to "
+        f"its sum, or {first}.detach()"
+    )
+
+
+def dropped_losses(outputs: Any) -> set[str]:
+    """Find losses in a model's outputs beside its logits: scalars with a gradient, by their names.
+
+    >>> dropped_losses({"logits": torch.ones(2), "aux_loss": torch.ones((), requires_grad=True)})
+    {'aux_loss'}
+    """
+    held = outputs if isinstance(outputs, Mapping) else getattr(outputs, "__dict__", {})
+    return {
+        str(name)
+        for name, value in held.items()
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
+        if "loss" in str(name) and name != "loss"
+    }
 
 
 def auxiliary_loss_lines(module: nn.Module, loss: Loss) -> list[str]:
@@ -65,7 +118,7 @@ def auxiliary_loss_lines(module: nn.Module, loss: Loss) -> list[str]:
     weights = {
         key: number
         for key, number in told.items()
-        if number and ("aux_loss" in key or "z_loss" in key) and "coef" in key
+        if number and ((AUXILIARY.search(key) and "coef" in key) or key == "moe_loss_weight")
     }
     if not weights or (experts and max(experts) < 2):
         return []
@@ -81,7 +134,7 @@ def auxiliary_loss_lines(module: nn.Module, loss: Loss) -> list[str]:
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in config.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, value
+            yield str(key), value
         elif isinstance(value, Mapping):
             yield from _numbers(value)
 
@@ -104,12 +157,19 @@ def forgotten(module: nn.Module, unheld: Collection[str]) -> set[str]:
         held = [weights[name] for name in names if name not in unheld]
         if left and held and _torn(left, held):
             return set(unheld)
-    return set()
+    left = [weight for name, weight in weights.items() if name in unheld]
+    held = [weight for name, weight in weights.items() if name not in unheld]
+    return set(unheld) if left and _vectors_alone(left, held) else set()
+
+
+def _vectors_alone(left: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> bool:
+    return all(p.ndim < 2 for p in left) and any(p.ndim > 1 for p in held)
 
 
 def _torn(left: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> bool:
-    vectors = all(p.ndim < 2 for p in left) and any(p.ndim > 1 for p in held)
-    return vectors or SMALL * sum(p.numel() for p in left) < sum(p.numel() for p in held)
+    return _vectors_alone(left, held) or SMALL * sum(p.numel() for p in left) < sum(
+        p.numel() for p in held
+    )
 
 
 def unheld_line(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> str:

@@ -291,9 +291,13 @@ def _keep_in(folder: Path, run: Run) -> None:
     """Take a run's folder, and what a checkpoint tells besides of what is run."""
     from shoal.trainer.folder_lease import own
     from shoal.trainer.last_words import last_word
+    from shoal.trainer.replaced_folder import RunFolderGuard
     from shoal.trainer.run_state import model_parts
 
     run.lease = own(folder, run.world, run.recorder.notice)
+    if run.recorder.owner is not None:
+        run.recorder.owner.learn()
+    run.guards.append(RunFolderGuard(run))
     install().last_word = last_word(run.recorder, run.lease)
     if beside := sys.modules.get("shoal.trainer.beside"):
         beside.tell_disk(run.world)

@@ -24,10 +24,6 @@ if TYPE_CHECKING:  # few runs record their steps
     from shoal.trainer.step_trace import StepTrace
 
 
-NEEDED = ("run.toml", "plan.json")
-"""Files of a run folder without which no resume begins."""
-
-
 class Recorder:
     """The run folder as one process sees it; without a folder nothing is written.
 
@@ -55,12 +51,12 @@ class Recorder:
         self.machine_flops_per_s: float | None = None
         self.passed: Callable[[], str] = lambda: ""
         self.events = EventLog(folder / "events.jsonl" if folder else None, world.rank)
+        self.owner, self.replaced = self.events.owner, False
         self.waiting_since_s = time.perf_counter()
         self.wanted = set[str]()
         self.saves_apart, self._told_apart = "", False
         self._went_back_to: int | None = None
         self.trace: StepTrace | None = None
-        self._needed: dict[str, bytes] | None = None
 
     def hear(self, hook: Callable[[dict[str, Any]], Any]) -> None:
         """Call a hook with every record from now on; what it gives is in `wanted`, if it is a word.
@@ -146,7 +142,8 @@ class Recorder:
         if self.folder is not None and self.world.keeps:
             try:
                 self.remake_folder()
-                append_line(self.folder / "metrics.jsonl", _finite(row))
+                place = self.owner.place() if self.owner is not None else self.folder
+                append_line(place / "metrics.jsonl", _finite(row))
             except OSError:
                 self.events.dropped += 1  # a full disk must not stop training
         phases.part(phases.HOOKS)
@@ -159,26 +156,15 @@ class Recorder:
         return row
 
     def remake_folder(self) -> None:
-        """Make the run folder anew where somebody deleted it, with what a resume needs of it.
+        """Look at the run folder before something is written there.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it was deleted, and cannot be made.
         """
-        if self.folder is None or not self.world.keeps:
-            return
-        if self._needed is None:
-            paths = [self.folder / name for name in NEEDED]
-            self._needed = {path.name: path.read_bytes() for path in paths if path.is_file()}
-        if self.folder.exists():
-            return
-        self.folder.mkdir(parents=True)
-        for name, data in self._needed.items():
-            (self.folder / name).write_bytes(data)
-        self.notice(
-            f"{self.folder}: the run folder was deleted while the run trains, and is made anew: "
-            f"earlier rows and checkpoints are gone, the next checkpoint holds all that a resume "
-            f"needs; try: a run.folder that nothing cleans up"
-        )
+        if self.folder is not None and self.owner is not None and self.world.keeps:
+            self.replaced = self.replaced or self.owner.state() == "replaced"
+            if not self.replaced and (line := self.owner.remake()):
+                self.notice(line)
 
     def _mfu(self, samples: int, step_s: float) -> float | None:
         """The share of the machine's rate that a step used; None where that cannot be right."""

@@ -490,16 +490,16 @@ class Run:
                  told on all ranks at the next step, and by an event
         Gives    the checkpoint's folder, or None if writing failed (an event says why; the older
                  checkpoints are untouched, and training may go on) or was not waited for
-        Errors   ConfigError without any folder
+        Errors   ConfigError without any folder, or where another one lies in its place
         """
-        from shoal.trainer.run_state import save_run
+        from shoal.trainer.replaced_folder import save_checked
 
         if extra is not None:
             from shoal.trainer.extra import agreed, decoded
 
             self.extra_record["extra"] = told = agreed(extra, self.world)
             self.extra = decoded(told)
-        path = save_run(self, self._folder(folder), tag=tag, wait=wait)
+        path = save_checked(self, self._folder(folder), tag=tag, wait=wait)
         self.recorder.restart_clock()
         return path
 

@@ -104,8 +104,6 @@ def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
     tag      names a folder inside, where its last checkpoint is kept, of whatever step
     Errors   ClusterError, on all ranks, where bits of what it would hold changed in memory
     """
-    with suppress(OSError):  # the save itself says why its folder cannot be made
-        run.recorder.remake_folder()
     if run.tokenizer is not None and run.program.world.keeps:
         from shoal.trainer.hub_files import keep_given
 

@@ -58,6 +58,7 @@ class FirstStep:
         self.labels = any(one.data_ptr() != other.data_ptr() for one, other in found)
         self.compared = False
         self.asked: set[str] = set()
+        self.dropped: set[str] = set()
         self.once = once_only(program)
         self.cut_off = self._tied = False
         self.micro_batches = program.data.size * len(batches)
@@ -67,6 +68,10 @@ class FirstStep:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
         if is_default(self.loss) and not isinstance(targets, torch.Tensor):
             _refuse_form(targets)
+        if is_default(self.loss) and not isinstance(outputs, torch.Tensor):
+            from shoal.trainer.model_notices import dropped_losses
+
+            self.dropped |= dropped_losses(outputs)
         outputs = pytree.tree_map(
             _without_hooks, watched(outputs, self.once) if self.once else outputs
         )
@@ -94,6 +99,10 @@ class FirstStep:
         """
         if self.cut_off:
             raise ConfigError(NO_GRADIENT)
+        if self.dropped:
+            from shoal.trainer.model_notices import tell_dropped_losses
+
+            tell_dropped_losses(self.module, self.dropped, notice)
         if self.asked:
             notice(
                 f"loss: calls torch.distributed.{', '.join(sorted(self.asked))}; the run sums what "

@@ -7,6 +7,7 @@ falls all the same. In a run's first step hooks tell the two apart, on every ran
     no graph       a layer's outputs know nothing of its weights
     no gradient    a gradient reached the outputs, and went on to no weight beside them
     detached       outputs were detached, or handed to a part that runs under torch.no_grad()
+    checkpoint     a reentrant one, none of whose inputs has a gradient, passes none to its weights
 
 A weight that no rank has a gradient of, and that is cut off on some rank, is named at once. What
 got no gradient in any step is listed at the end. Weights that no optimizer holds are meant to stay.
@@ -172,9 +173,13 @@ class _Look:
         for key, name in own.items():  # what a layout has gathered for the pass
             self.names[id(getattr(module, key))] = name
         if not torch.is_grad_enabled():
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaves = pytree.tree_leaves((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            for leaf in tensors:
+                if leaf.grad_fn is not None:
                     self._cut(leaf)
+            if not any(t.requires_grad for t in tensors) and _is_checkpointed():
+                self.found |= set(own.values())
 
     def _after(self, own: dict[str, str], module: nn.Module, inputs: Any, outputs: Any) -> None:
         if not torch.is_grad_enabled():
@@ -216,6 +221,16 @@ class _Look:
                 if name is not None:
                     found.add(name)
         return found
+
+
+def _is_checkpointed() -> bool:
+    """Whether a reentrant checkpoint runs this pass, whose weights get gradients by its inputs'."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return frame.f_code.co_name == "forward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _listed(names: list[str]) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from shoal.base.errors import ConfigError
 from shoal.base.lines import is_number, read_object
 from shoal.base.units import seconds_text
 from shoal.config.sections import Config
@@ -65,6 +66,7 @@ def validator(run: Run, source: Source, config: Config) -> Callable[[], Values |
     baseline = "unigram entropy" if source.kind == "tokens" else "class entropy"
     foreseen = run.world.broadcast_json(_foreseen(run) if run.world.is_first else None)
     reading = _reading(run, source, config, int(foreseen.get("validation_micro_batch") or 0))
+    reading = _for_all_ranks(run, reading)
     if run.world.keeps and run.step_count == 0:
         run.recorder.events.emit("notice", text=_told(run, reading, config, foreseen.get("step_s")))
     unsure = reading.micro_batch > run.plan.micro_batch and not _is_ours(config)
@@ -134,6 +136,25 @@ def _reading(run: Run, source: Source, config: Config, fits: int) -> Reading:
         return Reading(data, held, samples, training, why)
     own = samples // run.plan.layout.data_degree  # so that every rank has something to run
     return Reading(data, held, samples, max(training, min(fits, own)), "")
+
+
+def _for_all_ranks(run: Run, reading: Reading) -> Reading:
+    """Return a reading of which every rank has a micro-batch, where ranks run the model together.
+
+    Raises:
+        ConfigError: before the first step, since training would end without its validation.
+    """
+    ranks, samples = run.plan.layout.data_degree, reading.samples
+    if not run.program.together or samples is None or samples > reading.micro_batch * (ranks - 1):
+        return reading
+    if samples < ranks:
+        raise ConfigError(
+            f"validation: {samples} held-out sample{'s' * (samples > 1)}, and layout "
+            f"{run.plan.layout.strategy} runs the model on all {ranks} ranks at once; try: more "
+            f"data (data.validation holds out a part of it), or layout.strategy=ddp"
+        )
+    why = f"{samples} samples, a part for each of {ranks} ranks"
+    return replace(reading, micro_batch=samples // ranks, why=why)
 
 
 def _is_ours(config: Config) -> bool:

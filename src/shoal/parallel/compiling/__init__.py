@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
+from shoal.base.files import replace_compiler_caches
 from shoal.base.plan import Plan
 from shoal.base.schedules import SPLIT_BACKWARD
 from shoal.fabric.device import is_accelerator
@@ -62,6 +63,7 @@ def apply(program: Program) -> Program:
             "whose entries are blocks of several layers"
         )
         return program
+    program.notices.extend(replace_compiler_caches())
     folder = code_cache()
     if removed := remove_half_written(folder):
         program.notices.append(
