@@ -16,7 +16,7 @@ from shoal.config.paths import check_data
 from shoal.config.sections import DataSection
 from shoal.data.cache import content_key
 from shoal.data.sources import open_data
-from shoal.data.token_dtypes import find_dtype
+from shoal.data.token_dtypes import check_dtype, find_dtype
 from shoal.data.tokens import open_folder
 
 Ids = npt.NDArray[np.int64]
@@ -120,6 +120,21 @@ def test_wide_ids_are_known_for_certain(name: str) -> None:
     for code, dtype in (("u4", "uint32"), ("i8", "int64")):
         assert found(ids, f"<{code}") == (dtype, False)
         assert found(ids, f">{code}") == (dtype, True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_ids_that_were_saved_as_floats_are_refused(folder: Path, dtype: str) -> None:
+    """Else float32 was told as big-endian uint32, and float16 was read as uint16."""
+    ids = zipf(2000, 20_000).astype(dtype)
+    assert find_dtype(ids.tobytes()[:80_000]).dtype == dtype
+    ids.tofile(folder / "train.bin")
+    with pytest.raises(ConfigError) as refusal:
+        check_dtype(str(folder / "train.bin"), "uint16", "data.dtype")
+    code = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}[dtype]
+    assert f"it was written as {dtype}: read as floats, all numbers are whole; try: " in str(
+        refusal.value
+    )
+    assert f"'{code}').astype('<u4').tofile(…), data.dtype=uint32" in str(refusal.value)
 
 
 def test_bytes_and_swapped_bytes_are_known() -> None:

@@ -13,6 +13,7 @@ import importlib.util
 import math
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -512,6 +513,15 @@ def figures(candidate: Candidate) -> Any:
     return time.parts, time.bytes, memory.parts, memory.peak_bytes
 
 
+def alike(one: Any, other: Any) -> bool:
+    """Whether two plans foresee the same, up to the order in which terms were added."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == pytest.approx(other, rel=1e-12, abs=0))
+
+
 def pair(key: str) -> tuple[list[str], list[str]]:
     """What to plan with the key, and without it."""
     base = PLANNED if key.startswith("layout.") else f"{PLANNED} layout.dp_replicate=2"
@@ -531,9 +541,13 @@ def test_every_key_is_foreseen_or_says_why_not() -> None:
     for key in KEYS:
         given, without = pair(key)
         machines = machines_of(given)
-        by_key = [figures(planned(words, machines)) for words in (given, without)]
-        changed = by_key[0] != by_key[1]
-        assert changed != bool(reason(NOT_FORESEEN, key)), (key, by_key)  # red once, unexplained
+        found = [planned(words, machines) for words in (given, without)]
+        changed = not alike(*map(figures, found))
+        assert changed != bool(reason(NOT_FORESEEN, key)), key
+        if not changed and figures(found[0]) != figures(found[1]):
+            # Seen once in some twenty whole runs, of a model that was traced, never alone.
+            facts = "\n".join(f"{figures(one)}\n{one.case.model}" for one in found)
+            warnings.warn(f"{key}: the same plan to rounding only:\n{facts}", stacklevel=1)
 
 
 def test_a_run_foresees_what_its_plan_foresaw() -> None:

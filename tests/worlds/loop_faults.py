@@ -107,7 +107,9 @@ def gradients_dropped_late(world: World, layout: str) -> None:
         run.update()
 
 
-@fault(f"ConfigError: step 1: {DROPPED}", proof=("ddp", "single", "tp"))
+@fault(
+    f"ConfigError: step 1: {DROPPED}", layouts=("zero2",), proof=("ddp", "single", "zero1", "fsdp")
+)
 def models_zero_grad_before_the_update(world: World, layout: str) -> None:
     run = begin(world, layout)
     run.forward_backward(part(world, layout))
@@ -115,14 +117,100 @@ def models_zero_grad_before_the_update(world: World, layout: str) -> None:
     run.update()
 
 
-@fault(SILENT, layouts=("zero1",), proof=("zero2", "fsdp"))
-def zero_grad_of_a_model_that_steps_parts(world: World, layout: str) -> float:
-    """The optimizer steps other tensors: nothing is lost."""
+def between(world: World, layout: str, change: Callable[[shoal.Run], Any], step: int = 0) -> None:
+    """Change gradients between the halves of a step, by itself after so many steps."""
+    run = begin(world, layout)
+    for number in range(step + 1):
+        run.forward_backward(part(world, layout, number))
+        if number == step:
+            change(run)
+        run.update()
+
+
+HALVES = "between run.forward_backward and run.update, where under"
+
+
+@fault(f"ConfigError: step 1: {DROPPED}", layouts=("fsdp",), proof=("ddp", "zero1", "zero2", "tp"))
+def each_gradient_set_to_zero(world: World, layout: str) -> None:
+    between(world, layout, lambda run: of_each(run, lambda gradient: gradient.zero_())())
+
+
+@fault(
+    f"ConfigError: step 17: gradients were changed {HALVES}", layouts=("zero1",), proof=("zero2",)
+)
+def scaled_between_the_halves(world: World, layout: str) -> None:
+    between(world, layout, lambda run: of_each(run, lambda gradient: gradient.mul_(0.5))(), 16)
+
+
+@fault(f"ConfigError: step 1: gradients were changed {HALVES}", proof=("zero1", "zero2"))
+def scaled_between_the_halves_through_data(world: World, layout: str) -> None:
+    between(world, layout, lambda run: of_each(run, lambda gradient: gradient.data.mul_(0.5))())
+
+
+@fault(f"ConfigError: step 1: gradients were changed {HALVES}", proof=("zero1", "zero2"))
+def rows_set_to_zero_between_the_halves(world: World, layout: str) -> None:
+    def rest(run: shoal.Run) -> None:
+        next(run.model.parameters()).grad[:2] = 0
+
+    between(world, layout, rest)
+
+
+@fault(f"ConfigError: step 1: gradients were set to None {HALVES}", layouts=("fsdp",),
+       proof=("zero1", "zero2"))  # fmt: skip
+def a_part_rests_where_parts_are_stepped(world: World, layout: str) -> None:
+    def rest(run: shoal.Run) -> None:
+        next(run.model.parameters()).grad = None
+
+    between(world, layout, rest)
+
+
+@fault(f"ConfigError: step 1: gradients were replaced {HALVES}", proof=("zero1", "zero2", "fsdp"))
+def others_put_in_their_place(world: World, layout: str) -> None:
+    def put(run: shoal.Run) -> None:
+        for parameter in run.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clamp(-0.1, 0.1)
+
+    between(world, layout, put)
+
+
+@fault(f"ConfigError: step 1: gradients were given to clip_grad_value_ {HALVES}",
+       layouts=("zero1",), proof=("zero2",))  # fmt: skip
+def values_clipped_between_the_halves(world: World, layout: str) -> None:
+    between(world, layout, lambda run: nn.utils.clip_grad_value_(run.model.parameters(), 0.05))
+
+
+@fault(f"ConfigError: step 1: gradients were given to clip_grad_norm_ {HALVES}",
+       proof=("zero1", "zero2"))  # fmt: skip
+def clipped_between_the_halves(world: World, layout: str) -> None:
+    between(world, layout, lambda run: nn.utils.clip_grad_norm_(run.model.parameters(), 0.001))
+
+
+@fault("gradients were changed between run.forward_backward and run.update, where they are sums",
+       layouts=("fsdp",), proof=("ddp", "pp"))  # fmt: skip
+def values_clipped_where_they_are_stepped(world: World, layout: str) -> None:
+    between(world, layout, lambda run: nn.utils.clip_grad_value_(run.model.parameters(), 0.05))
+
+
+@fault("ConfigError: gradients were changed beside the run", layouts=("fsdp",),
+       proof=("ddp", "zero1", "zero2"))  # fmt: skip
+def clipped_after_a_step(world: World, layout: str) -> None:
+    run = begin(world, layout)
+    run.step(part(world, layout))
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.001)
+    run.step(part(world, layout, 1))
+
+
+@fault(SILENT, proof=("zero1", "zero2", "fsdp"))
+def norms_are_logged_between_the_halves(world: World, layout: str) -> float:
     run = begin(world, layout)
     run.forward_backward(part(world, layout))
-    run.model.zero_grad()
+    of_each(run, lambda gradient: gradient.norm())()
+    nn.utils.clip_grad_norm_(run.model.parameters(), float("inf"))
     run.update()
-    return off_by(run, [whole(world)])
+    run.model.zero_grad(set_to_none=False)
+    run.step(part(world, layout, 1))
+    return off_by(run, [whole(world), whole(world, 1)])
 
 
 @fault(SILENT, layouts=("ddp",), proof=("single", "pp"))

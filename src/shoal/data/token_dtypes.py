@@ -2,7 +2,7 @@
 
 A `.bin` file does not say what its numbers are. Its bytes do, where there are enough of them: of
 ids in 32 bits every second 16-bit number is 0 or tiny, of ids in 16 bits the low byte varies more
-than the high one, of 8-bit ids all bytes are alike.
+than the high one, of 8-bit ids all bytes are alike, and ids in floats are whole numbers.
 
     token ids      70000       12           65           uint32, little-endian
     as uint16      4464   1    12   0       65   0       second ones ≤ 255: they are high halves
@@ -51,6 +51,9 @@ LLM_C_BYTES = 1024
 MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
 MEGATRON_CODES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 
+FLOATS = {"<f8": "float64", "<f4": "float32", "<f2": "float16"}
+"""Formats in which ids are saved by mistake: `array.astype(float).tofile`."""
+
 SAME_BYTES = {"int32": "uint32"}
 """Ids have the same bytes in both."""
 
@@ -79,7 +82,23 @@ def find_dtype(sample: bytes) -> WrittenAs | None:
     rows = np.frombuffer(sample[: len(sample) // 8 * 8], dtype=np.uint8).reshape(-1, 8)
     if not len(rows):
         return None
-    return _find_wide(rows) or _find_bytes(rows) or _find_uint16(rows)
+    return _find_floats(rows) or _find_wide(rows) or _find_bytes(rows) or _find_uint16(rows)
+
+
+def _find_floats(rows: Numbers) -> WrittenAs | None:
+    """Floats: read so, all are whole ids, small ones among them that chance would not make."""
+    for code, dtype in FLOATS.items():
+        numbers = rows.view(code).ravel()
+        if not np.isfinite(numbers).all():
+            continue
+        if float(numbers.min()) < 0 or float(numbers.max()) >= 2**24:
+            continue
+        if (numbers != np.floor(numbers)).any():
+            continue
+        # Large floats are whole whatever their bits are: 1024 is the first such float16.
+        if len(np.unique(numbers[(numbers > 0) & (numbers < 1024)])) >= LEAST:
+            return WrittenAs(dtype, "read as floats, all numbers are whole")
+    return None
 
 
 def _find_wide(rows: Numbers) -> WrittenAs | None:
@@ -190,9 +209,12 @@ def check_dtype(path: str, dtype: str, said: str) -> None:
     if found.dtype == right and not found.big_endian:
         return
     name = f"big-endian {found.dtype}" if found.big_endian else found.dtype
-    code = {"uint8": "u1", "uint16": "u2", "uint32": "u4", "int64": "i8"}[found.dtype]
+    code = {"uint8": "u1", "uint16": "u2", "uint32": "u4", "int64": "i8"}.get(found.dtype)
     hint = f"data.dtype={found.dtype}"
-    if found.big_endian:
+    if found.dtype in FLOATS.values():
+        read = next(code for code, dtype in FLOATS.items() if dtype == found.dtype)
+        hint = f"numpy.fromfile({path!r}, {read!r}).astype('<u4').tofile(…), data.dtype=uint32"
+    elif found.big_endian:
         hint = f"numpy.fromfile({path!r}, '>{code}').astype('<{code}').tofile(…)"
     elif found.dtype == "uint8":
         hint += f", or data.source=text:{path} if it is text"

@@ -19,7 +19,10 @@ NO_GRADIENT = (0, 0)
 def marks_of(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
     """Take the marks of some parameters; microseconds, no device is waited for."""
     found = [(id(p), p.grad) for p in parameters]
-    return {key: NO_GRADIENT if g is None else (id(g), writes(here(g))) for key, g in found}
+    # Writes into a DTensor count there, and not in its part.
+    return {
+        key: NO_GRADIENT if g is None else (id(g), writes(g) + writes(here(g))) for key, g in found
+    }
 
 
 def changed_since(marks: Marks, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

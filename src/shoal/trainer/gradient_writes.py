@@ -50,7 +50,7 @@ REDUCTIONS = frozenset(
 
 
 def refuse_dropped(stepped: Sequence[nn.Parameter], before: Marks, step: int, call: str) -> None:
-    """Raise where no gradient is left for the update.
+    """Raise where no gradient is left for the update, of those that somebody changed.
 
     Args:
         stepped: parameters that the optimizer steps, or those that it steps parts of.
@@ -62,7 +62,7 @@ def refuse_dropped(stepped: Sequence[nn.Parameter], before: Marks, step: int, ca
         ConfigError: all gradients that were there are None or zero now.
     """
     held = [p for p in stepped if before.get(id(p), NO_GRADIENT) != NO_GRADIENT]
-    if not held or not changed_since(before, held) or any_nonzero(stepped):
+    if not held or any_nonzero(stepped):
         return
     raise _dropped(step, call)
 
@@ -72,6 +72,15 @@ def _dropped(step: int, call: str) -> ConfigError:
         f"step {step}: gradients were set to None or zero between {call} and run.update (by "
         f"optimizer.zero_grad(), model.zero_grad() or p.grad = None), so no weight would move; "
         f"try: leave it out, each step begins without gradients"
+    )
+
+
+def changed_beside() -> ConfigError:
+    """Return the error for gradients that were changed after an update and before the next step."""
+    return ConfigError(
+        "gradients were changed beside the run (by loss.backward(), or by clipping after "
+        "run.step), and the next step begins with none: try: one loss for run.step, "
+        "clip=… of shoal.parallelize; or model.zero_grad(), if they were only looked at"
     )
 
 
@@ -210,29 +219,87 @@ def _kept_elsewhere(program: Program) -> list[nn.Parameter]:
 
 
 class HalfGradients:
-    """Gradients between run.forward_backward and run.update, where parameters have none.
+    """Gradients between run.forward_backward and run.update, where ranks step parts of the sums.
 
-    Attributes:
-        clipped: somebody asked torch to clip them, which did nothing.
+    Under zero 1 and 2 parameters have none there: something stands in `.grad` that refuses writes.
+    Under zero 3 they have their rows, which may be scaled; another tensor, or none, in their place
+    would change nothing, since the optimizer steps over the rows. torch's functions for lists
+    (`_foreach_…`) leave no trace in the counters of a DTensor: norms tell in steps 1, 2, 4, 8, …
+
+    Args:
+        program: the run's.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.names = {id(p) for p in parameters}
-        self.clipped = False
+    def __init__(self, program: Program) -> None:
+        self.layout = program.plan.layout
+        self.parameters = [p for p in program.parameters.values() if p.requires_grad]
+        self.names = {id(p) for p in self.parameters}
+        self.step, self._over = 0, False
+        self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
+        if self.layout.zero < 3:
+            self._stand_ins = {p: absent_gradient(p, self._written) for p in self.parameters}
+        self._held: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._norms: list[torch.Tensor] = []
 
-    def open(self) -> None:
+    def open(self, step: int) -> None:
         """The first half of a step is over."""
-        self.clipped = False
+        self.step, self._over = step, False
+        for parameter, stand_in in self._stand_ins.items():
+            if parameter.grad is None:
+                parameter.grad = stand_in
+        self._held = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        self._norms = [] if self._stand_ins or not is_read(step) else self._read()
         _watch(self)
 
     def close(self) -> bool:
-        """The second half begins; return whether somebody clipped."""
+        """The second half begins; tell whether gradients were changed where they are stepped.
+
+        Raises:
+            ConfigError: gradients were dropped, or others put in their place.
+        """
         _watched.discard(self)
-        return self.clipped
+        norms, self._norms = self._norms, []
+        changed = bool(norms) and not all(map(torch.equal, norms, self._read()))
+        held, self._held = self._held, []
+        gone = [p for p, _ in held if p.grad is None]
+        others = [p for p, gradient in held if p.grad is not None and p.grad is not gradient]
+        for parameter in self._stand_ins:
+            parameter.grad = None
+        if gone and len(gone) == len(held):
+            raise _dropped(self.step, "run.forward_backward")
+        if gone or others:
+            raise self._refusal("set to None" if gone else "replaced")
+        return changed
+
+    def _read(self) -> list[torch.Tensor]:
+        """Norms of the rows, those of gradients that are gone left out."""
+        held = [here(p.grad) for p, _ in self._held if p.grad is not None]
+        return [norm.nan_to_num() for norm in torch._foreach_norm(held)] if held else []
+
+    def rest(self) -> None:
+        """A step is over; till the next one clipping changes nothing."""
+        self._over = True
+        _watch(self)
 
     def asked(self, name: str, parameters: Sequence[Any]) -> None:
-        """Note that torch's clipping was called on the run's parameters."""
-        self.clipped = True
+        """Refuse torch's clipping where it would change nothing."""
+        if self._over:
+            raise changed_beside()
+        if self._stand_ins:
+            raise self._refusal(f"given to {name}")
+
+    def _written(self, operation: str) -> ConfigError:
+        if operation == "zero_":
+            return _dropped(self.step, "run.forward_backward")
+        return self._refusal("changed")
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"step {self.step}: gradients were {what} between run.forward_backward and run.update, "
+            f"where under {self.layout.text()} the update steps other tensors, so it would change "
+            f"nothing; {CLIP}; a factor or a mask: weight.register_hook(…); parts that shall rest: "
+            f"requires_grad_(False) before shoal.parallelize"
+        )
 
 
 class HookGradients:

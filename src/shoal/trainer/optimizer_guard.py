@@ -41,6 +41,8 @@ class OptimizerGuard:
         notice: Callable[[str], None],
     ) -> None:
         self.optimizer, self.program, self.length = optimizer, program, length
+        if any("lr" not in group for group in optimizer.param_groups):
+            raise ConfigError("optimizer: a group has no lr; try: defaults of its class with 'lr'")
         if program.owed is not None:  # first steps may be a share of the length
             program.owed.sums.length = length
         self.notice = notice

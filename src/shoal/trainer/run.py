@@ -209,6 +209,7 @@ class Run:
         Errors   ConfigError for a loss that returns a mean; TrainingError after too many
                  non-finite steps in a row
         """
+        self.touched.whole_step = True
         self.forward_backward(batch)
         return self.update()
 

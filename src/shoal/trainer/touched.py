@@ -56,6 +56,7 @@ class Touched:
     agreed            asks all ranks whether they say the same
     drift             looks at what nobody wrote
     weights_written   since then, beside the run · watching  False: whatever is done is meant
+    whole_step        nobody stands between the halves of the step under way
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Touched:
     ) -> None:
         self.program, self.optimizer, self.notice = program, optimizer, notice
         self._agreed, self.drift = agreed, drift
-        self.ours, self.watching = False, True
+        self.ours, self.watching, self.whole_step = False, True, False
         self.weights_written = self._uncounted = False
         self._told, self._step = False, 0
         self._halves: HalfGradients | None = None
@@ -99,13 +100,13 @@ class Touched:
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
         if not failed and any_nonzero(self._regraded()):
             self._under_way = False
-            raise ConfigError(
-                "gradients were changed beside the run (by loss.backward(), or by clipping after "
-                "run.step), and the next step begins with none: try: one loss for run.step, "
-                "clip=… of shoal.parallelize; or model.zero_grad(), if they were only looked at"
-            )
+            from shoal.trainer.gradient_writes import changed_beside
+
+            raise changed_beside()
         if self._closely and (held := self._holders()) != self._held:
-            _refuse_other_parts(self._held, held)
+            from shoal.trainer.touched_told import refuse_other_parts
+
+            refuse_other_parts(self._held, held)
         if self._closely and self._trains() != self._training:
             self._check_trains(step)
         now = self._of_weights()
@@ -121,19 +122,20 @@ class Touched:
 
         Errors: ConfigError where nothing is left of them
         """
-        clipped = self._halves is not None and self._halves.close()
+        self.whole_step = False
         regraded = self._regraded() if self.watching else []
+        changed = self._halves is not None and self._halves.close()
         if regraded:
             from shoal.trainer.gradient_writes import refuse_dropped
 
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
             refuse_dropped(held, self._gradients, self._step, "run.forward_backward")
-        if not self._told and (clipped or any_nonzero(regraded)):
+        if not self._told and (changed or any_nonzero(regraded)):
             self._told = True
             self.notice(
                 "gradients were changed between run.forward_backward and run.update, where they "
-                "are sums over the step's targets, and no means: to clip, give clip=… to "
-                "shoal.parallelize"
+                "are sums over the step's targets, and no means; to clip, try: clip=… of "
+                "shoal.parallelize (optimizer.clip=…)"
             )
 
     @contextmanager
@@ -212,12 +214,14 @@ class Touched:
         self._weights = self._of_weights()
         if is_read(following):
             self._bits = fingerprint(self.pieces)
-        if not following and self.program.plan.layout.zero in (1, 2):
+        if self.program.plan.layout.zero and self.watching:
             from shoal.trainer.gradient_writes import HalfGradients
 
-            parameters = self.program.parameters.values()
-            self._halves = self._halves or HalfGradients(list(parameters))
-            self._halves.open()
+            self._halves = self._halves or HalfGradients(self.program)
+            if following:
+                self._halves.rest()
+            elif not self.whole_step:
+                self._halves.open(self._step)
         for one in list(_all):
             one._gradients = marks_of(one.looked_at)
 
@@ -305,17 +309,6 @@ class Touched:
                 "samples' gradients, and ranks drift apart; try: run.step(batch) in the place "
                 "of backward() and step(), or run.forward_backward(batch) and run.update()"
             )
-
-
-def _refuse_other_parts(before: Holders, now: Holders) -> None:
-    """Errors: ConfigError where a model has another layer or parameter than the run knows."""
-    name = next(n for n in {**now, **before} if now.get(n) != before.get(n))
-    what = "is new" if name not in before else "is gone" if name not in now else "was replaced"
-    raise ConfigError(
-        f"model: {name} {what} since shoal.parallelize was called, so the optimizer does not step "
-        f"what is there now, and nothing sums its gradient over ranks; try: change or tie "
-        f"layers before shoal.parallelize"
-    )
 
 
 def _few(tensors: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -6,7 +6,7 @@ what all of them said, and comes to the same words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from shoal.base.errors import ConfigError
@@ -72,3 +72,14 @@ def refuse_unlike_ranks(touched: Touching, step: int, numbers: StepNumbers) -> N
 def _ranks(flags: Sequence[float], value: float) -> str:
     found = [str(rank) for rank, flag in enumerate(flags) if flag == value]
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}"
+
+
+def refuse_other_parts(before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Errors: ConfigError where a model has another layer or parameter than the run knows."""
+    name = next(n for n in {**now, **before} if now.get(n) != before.get(n))
+    what = "is new" if name not in before else "is gone" if name not in now else "was replaced"
+    raise ConfigError(
+        f"model: {name} {what} since shoal.parallelize was called, so the optimizer does not step "
+        f"what is there now, and nothing sums its gradient over ranks; try: change or tie "
+        f"layers before shoal.parallelize"
+    )
