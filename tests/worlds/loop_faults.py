@@ -186,6 +186,13 @@ def clipped_between_the_halves(world: World, layout: str) -> None:
     between(world, layout, lambda run: nn.utils.clip_grad_norm_(run.model.parameters(), 0.001))
 
 
+@fault(f"ConfigError: step 1: gradients were given to clip_grad_norm_ {HALVES}",
+       layouts=("tp",), proof=("pp",))  # fmt: skip
+def clipped_where_ranks_have_parts(world: World, layout: str) -> None:
+    """By norms of their own: weights that all have would differ, as from a flipped bit."""
+    between(world, layout, lambda run: nn.utils.clip_grad_norm_(run.model.parameters(), 0.001))
+
+
 @fault("gradients were changed between run.forward_backward and run.update, where they are sums",
        layouts=("fsdp",), proof=("ddp", "pp"))  # fmt: skip
 def values_clipped_where_they_are_stepped(world: World, layout: str) -> None:

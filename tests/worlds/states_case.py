@@ -45,7 +45,7 @@ def big_tensor_bytes() -> int:
     """Bytes of all storages that some Python tensor looks into, small ones left out."""
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
+        if issubclass(type(thing), torch.Tensor) and not hasattr(thing, "stands_for"):
             tensor = thing.to_local() if hasattr(thing, "to_local") else thing
             storage = tensor.untyped_storage()
             if storage.nbytes() > BIG_BYTES and tensor.device.type != "meta":

@@ -102,9 +102,9 @@ def _new_bytes(tensors: Iterable[Any], seen: set[tuple[torch.device, int]]) -> i
 
 
 def _local(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among `leaves`; of a distributed one, what lies on this rank."""
+    """The tensors among `leaves` that have memory; of a distributed one, what lies on this rank."""
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "stands_for"):
             yield leaf.to_local() if hasattr(leaf, "to_local") else leaf.detach()
 
 

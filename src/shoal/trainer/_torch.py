@@ -115,6 +115,7 @@ class _Absent(torch.Tensor):
     """Of `absent_gradient`; its views are such tensors too."""
 
     refusal: Callable[[str], Exception]
+    stands_for = "a gradient that is kept elsewhere"  # by which others know that it has no memory
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has a static method

@@ -17,11 +17,9 @@ gradient reaches they are called for the norm alone, which changes nothing.
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,59 +27,16 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program, Reducer
-from shoal.trainer._torch import absent_gradient, ask_before_clipping, step_hooks
+from shoal.trainer._torch import absent_gradient, step_hooks
 from shoal.trainer.bit_sums import here
-from shoal.trainer.gradient_marks import (
-    NO_GRADIENT,
-    Marks,
-    any_nonzero,
-    changed_since,
-    is_read,
-    marks_of,
-)
-
-CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
+from shoal.trainer.gradient_marks import Marks, any_nonzero, changed_since, is_read, marks_of
+from shoal.trainer.half_gradients import CLIP, WATCHED, dropped, refuse_dropped, watch
 
 REDUCTIONS = frozenset(
     {"norm", "vector_norm", "matrix_norm", "_foreach_norm", "sum", "mean", "std", "var", "dot"}
     | {"vdot", "max", "amax", "min", "amin"}
 )
 """Functions of torch whose result depends on elements that may lie on another rank."""
-
-
-def refuse_dropped(stepped: Sequence[nn.Parameter], before: Marks, step: int, call: str) -> None:
-    """Raise where no gradient is left for the update, of those that somebody changed.
-
-    Args:
-        stepped: parameters that the optimizer steps, or those that it steps parts of.
-        before: marks when the run's last call ended, of all of them or of some.
-        step: the step under way.
-        call: the call that made the gradients.
-
-    Raises:
-        ConfigError: all gradients that were there are None or zero now.
-    """
-    held = [p for p in stepped if before.get(id(p), NO_GRADIENT) != NO_GRADIENT]
-    if not held or any_nonzero(stepped):
-        return
-    raise _dropped(step, call)
-
-
-def _dropped(step: int, call: str) -> ConfigError:
-    return ConfigError(
-        f"step {step}: gradients were set to None or zero between {call} and run.update (by "
-        f"optimizer.zero_grad(), model.zero_grad() or p.grad = None), so no weight would move; "
-        f"try: leave it out, each step begins without gradients"
-    )
-
-
-def changed_beside() -> ConfigError:
-    """Return the error for gradients that were changed after an update and before the next step."""
-    return ConfigError(
-        "gradients were changed beside the run (by loss.backward(), or by clipping after "
-        "run.step), and the next step begins with none: try: one loss for run.step, "
-        "clip=… of shoal.parallelize; or model.zero_grad(), if they were only looked at"
-    )
 
 
 class PassGradients:
@@ -106,7 +61,7 @@ class PassGradients:
         self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._elsewhere = {p: absent_gradient(p, self._written) for p in _kept_elsewhere(program)}
         self.note()
-        _watch(self)
+        watch(self)
 
     def note(self) -> None:
         """Remember what the run made itself."""
@@ -176,7 +131,7 @@ class PassGradients:
         """The update begins: judge what was done last, and watch no more."""
         self.check()
         self.hide()
-        _watched.discard(self)
+        WATCHED.discard(self)
 
     def refusal(self, what: str) -> ConfigError:
         """Return the error that ends the run, with its words."""
@@ -195,7 +150,7 @@ class PassGradients:
 
     def _written(self, operation: str = "") -> ConfigError:
         if "zero_" in operation:
-            return _dropped(self.step, "run.backward")
+            return dropped(self.step, "run.backward")
         return self.refusal("gradients were changed")
 
     def _changed(self) -> list[nn.Parameter]:
@@ -216,90 +171,6 @@ def _kept_elsewhere(program: Program) -> list[nn.Parameter]:
     every = plan.sums_parts_each_pass
     names = [name for one in plan.buckets if every or one.compute for name in one.names]
     return [parameters[name] for name in names]
-
-
-class HalfGradients:
-    """Gradients between run.forward_backward and run.update, where ranks step parts of the sums.
-
-    Under zero 1 and 2 parameters have none there: something stands in `.grad` that refuses writes.
-    Under zero 3 they have their rows, which may be scaled; another tensor, or none, in their place
-    would change nothing, since the optimizer steps over the rows. torch's functions for lists
-    (`_foreach_…`) leave no trace in the counters of a DTensor: norms tell in steps 1, 2, 4, 8, …
-
-    Args:
-        program: the run's.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.layout = program.plan.layout
-        self.parameters = [p for p in program.parameters.values() if p.requires_grad]
-        self.names = {id(p) for p in self.parameters}
-        self.step, self._over = 0, False
-        self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
-        if self.layout.zero < 3:
-            self._stand_ins = {p: absent_gradient(p, self._written) for p in self.parameters}
-        self._held: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self._norms: list[torch.Tensor] = []
-
-    def open(self, step: int) -> None:
-        """The first half of a step is over."""
-        self.step, self._over = step, False
-        for parameter, stand_in in self._stand_ins.items():
-            if parameter.grad is None:
-                parameter.grad = stand_in
-        self._held = [(p, p.grad) for p in self.parameters if p.grad is not None]
-        self._norms = [] if self._stand_ins or not is_read(step) else self._read()
-        _watch(self)
-
-    def close(self) -> bool:
-        """The second half begins; tell whether gradients were changed where they are stepped.
-
-        Raises:
-            ConfigError: gradients were dropped, or others put in their place.
-        """
-        _watched.discard(self)
-        norms, self._norms = self._norms, []
-        changed = bool(norms) and not all(map(torch.equal, norms, self._read()))
-        held, self._held = self._held, []
-        gone = [p for p, _ in held if p.grad is None]
-        others = [p for p, gradient in held if p.grad is not None and p.grad is not gradient]
-        for parameter in self._stand_ins:
-            parameter.grad = None
-        if gone and len(gone) == len(held):
-            raise _dropped(self.step, "run.forward_backward")
-        if gone or others:
-            raise self._refusal("set to None" if gone else "replaced")
-        return changed
-
-    def _read(self) -> list[torch.Tensor]:
-        """Norms of the rows, those of gradients that are gone left out."""
-        held = [here(p.grad) for p, _ in self._held if p.grad is not None]
-        return [norm.nan_to_num() for norm in torch._foreach_norm(held)] if held else []
-
-    def rest(self) -> None:
-        """A step is over; till the next one clipping changes nothing."""
-        self._over = True
-        _watch(self)
-
-    def asked(self, name: str, parameters: Sequence[Any]) -> None:
-        """Refuse torch's clipping where it would change nothing."""
-        if self._over:
-            raise changed_beside()
-        if self._stand_ins:
-            raise self._refusal(f"given to {name}")
-
-    def _written(self, operation: str) -> ConfigError:
-        if operation == "zero_":
-            return _dropped(self.step, "run.forward_backward")
-        return self._refusal("changed")
-
-    def _refusal(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"step {self.step}: gradients were {what} between run.forward_backward and run.update, "
-            f"where under {self.layout.text()} the update steps other tensors, so it would change "
-            f"nothing; {CLIP}; a factor or a mask: weight.register_hook(…); parts that shall rest: "
-            f"requires_grad_(False) before shoal.parallelize"
-        )
 
 
 class HookGradients:
@@ -325,7 +196,7 @@ class HookGradients:
 
         def begin(*_what: Any) -> None:
             marks.update(marks_of(self.stepped))
-            _watch(self)
+            watch(self)
             reads.__enter__()
 
         def end(*_what: Any) -> None:
@@ -334,8 +205,8 @@ class HookGradients:
                 raise self._refusal(f"reads {reads.found} and changes gradients")
 
         def leave() -> None:
-            if self in _watched:
-                _watched.discard(self)
+            if self in WATCHED:
+                WATCHED.discard(self)
                 reads.__exit__(None, None, None)
 
         first = optimizer.register_step_pre_hook(begin)
@@ -370,33 +241,3 @@ class _Reductions(TorchFunctionMode):
         if name in REDUCTIONS:
             self.found = self.found or name
         return func(*args, **(kwargs or {}))
-
-
-class Watching(Protocol):
-    """Somebody whose gradients nobody may clip now."""
-
-    names: set[int]
-
-    def asked(self, name: str, parameters: Sequence[Any]) -> None:
-        """Judge a call of torch's clipping function `name`, some of whose parameters are ours."""
-
-
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _watch(one: Watching) -> None:
-    _install()
-    _watched.add(one)
-
-
-@functools.cache
-def _install() -> None:
-    ask_before_clipping(_watched, _ask)
-
-
-def _ask(name: str, parameters: Sequence[Any]) -> bool:
-    """Ask who watches these parameters; a call for the norm alone needs to write none of them."""
-    asked = [one for one in _watched if any(id(p) in one.names for p in parameters)]
-    for one in asked if name else ():
-        one.asked(name, parameters)
-    return bool(asked) and not name

@@ -29,7 +29,7 @@ from shoal.trainer.module_guard import layers_of
 from shoal.trainer.step_vector import StepNumbers
 
 if TYPE_CHECKING:  # steps that nobody writes out do without
-    from shoal.trainer.gradient_writes import HalfGradients
+    from shoal.trainer.half_gradients import HalfGradients
 
 Holders = dict[str, tuple[int, int]]
 """Name of a parameter → which layer holds it; which object it is, 0 where that changes."""
@@ -79,6 +79,7 @@ class Touched:
         pieces.update({id(p): p for p in program.parameters.values()})
         self.graded: list[nn.Parameter] = list(pieces.values())
         self._closely, self._under_way = True, False
+        self._in_parts = program.plan.layout.zero > 0 or bool(program.cuts) or program.pipe.size > 1
         self._weights = self._of_weights()
         self._gradients: Marks = marks_of(self.graded)
         self._bits = fingerprint(self.pieces)
@@ -100,7 +101,7 @@ class Touched:
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
         if not failed and any_nonzero(self._regraded()):
             self._under_way = False
-            from shoal.trainer.gradient_writes import changed_beside
+            from shoal.trainer.half_gradients import changed_beside
 
             raise changed_beside()
         if self._closely and (held := self._holders()) != self._held:
@@ -126,7 +127,7 @@ class Touched:
         regraded = self._regraded() if self.watching else []
         changed = self._halves is not None and self._halves.close()
         if regraded:
-            from shoal.trainer.gradient_writes import refuse_dropped
+            from shoal.trainer.half_gradients import refuse_dropped
 
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
             refuse_dropped(held, self._gradients, self._step, "run.forward_backward")
@@ -153,8 +154,7 @@ class Touched:
 
     def _hooks_watched(self) -> AbstractContextManager[None]:
         program = self.program
-        whole = not (program.plan.layout.zero or program.cuts) and program.pipe.size == 1
-        if whole or len(step_hooks(self.optimizer)) == 1:
+        if not self._in_parts or len(step_hooks(self.optimizer)) == 1:
             return nullcontext()
         from shoal.trainer.gradient_writes import HookGradients
 
@@ -214,8 +214,8 @@ class Touched:
         self._weights = self._of_weights()
         if is_read(following):
             self._bits = fingerprint(self.pieces)
-        if self.program.plan.layout.zero and self.watching:
-            from shoal.trainer.gradient_writes import HalfGradients
+        if self._in_parts and self.watching:
+            from shoal.trainer.half_gradients import HalfGradients
 
             self._halves = self._halves or HalfGradients(self.program)
             if following:

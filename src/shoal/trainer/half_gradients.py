@@ -1,0 +1,189 @@
+"""Gradients between run.forward_backward and run.update, and after it: who may change them.
+
+    run.forward_backward … run.update      sums over all ranks, in parts where a layout has them
+    run.update … the next step             none: what is done to them is lost
+
+Under a layout with parts a norm, a clamp or a mask on what a loop sees is none on what is stepped.
+That ends the run, with what to type instead. torch's own clipping functions ask before they act
+(`_torch.ask_before_clipping`). With a limit that no gradient reaches they are called for the norm
+alone, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.parallel.program import Program
+from shoal.trainer._torch import absent_gradient, ask_before_clipping
+from shoal.trainer.bit_sums import here
+from shoal.trainer.gradient_marks import NO_GRADIENT, Marks, any_nonzero, is_read
+
+CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
+
+
+def refuse_dropped(stepped: Sequence[nn.Parameter], before: Marks, step: int, call: str) -> None:
+    """Raise where no gradient is left for the update, of those that somebody changed.
+
+    Args:
+        stepped: parameters that the optimizer steps, or those that it steps parts of.
+        before: marks when the run's last call ended, of all of them or of some.
+        step: the step under way.
+        call: the call that made the gradients.
+
+    Raises:
+        ConfigError: all gradients that were there are None or zero now.
+    """
+    held = [p for p in stepped if before.get(id(p), NO_GRADIENT) != NO_GRADIENT]
+    if not held or any_nonzero(stepped):
+        return
+    raise dropped(step, call)
+
+
+def dropped(step: int, call: str) -> ConfigError:
+    """Return the error for gradients that nothing is left of."""
+    return ConfigError(
+        f"step {step}: gradients were set to None or zero between {call} and run.update (by "
+        f"optimizer.zero_grad(), model.zero_grad() or p.grad = None), so no weight would move; "
+        f"try: leave it out, each step begins without gradients"
+    )
+
+
+def changed_beside() -> ConfigError:
+    """Return the error for gradients that were changed after an update and before the next step."""
+    return ConfigError(
+        "gradients were changed beside the run (by loss.backward(), or by clipping after "
+        "run.step), and the next step begins with none: try: one loss for run.step, "
+        "clip=… of shoal.parallelize; or model.zero_grad(), if they were only looked at"
+    )
+
+
+class HalfGradients:
+    """Gradients between run.forward_backward and run.update, where ranks step parts of the sums.
+
+    Under zero 1 and 2 parameters have none there: something stands in `.grad` that refuses writes.
+    Under zero 3 they have their rows, which may be scaled; another tensor, or none, in their place
+    would change nothing, since the optimizer steps over the rows. torch's functions for lists
+    (`_foreach_…`) leave no trace in the counters of a DTensor: norms tell in steps 1, 2, 4, 8, …
+    Under tp and pp a rank has gradients of its own parts, whose norm is none of all.
+
+    Args:
+        program: the run's.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.layout = program.plan.layout
+        self.parameters = [p for p in program.parameters.values() if p.requires_grad]
+        self.names = {id(p) for p in self.parameters}
+        self.step, self._over = 0, False
+        self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
+        self._is_part = bool(program.cuts) or program.pipe.size > 1
+        if self.layout.zero in (1, 2):
+            self._stand_ins = {p: absent_gradient(p, self._written) for p in self.parameters}
+        self._held: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._norms: list[torch.Tensor] = []
+
+    def open(self, step: int) -> None:
+        """The first half of a step is over."""
+        self.step, self._over = step, False
+        for parameter, stand_in in self._stand_ins.items():
+            if parameter.grad is None:
+                parameter.grad = stand_in
+        held = self.parameters if self.layout.zero else []
+        self._held = [(p, p.grad) for p in held if p.grad is not None]
+        self._norms = [] if self._stand_ins or not is_read(step) else self._read()
+        watch(self)
+
+    def close(self) -> bool:
+        """The second half begins; tell whether gradients were changed where they are stepped.
+
+        Raises:
+            ConfigError: gradients were dropped, or others put in their place.
+        """
+        WATCHED.discard(self)
+        norms, self._norms = self._norms, []
+        changed = bool(norms) and not all(map(torch.equal, norms, self._read()))
+        held, self._held = self._held, []
+        gone = [p for p, _ in held if p.grad is None]
+        others = [p for p, gradient in held if p.grad is not None and p.grad is not gradient]
+        for parameter in self._stand_ins:
+            parameter.grad = None
+        if gone and len(gone) == len(held):
+            raise dropped(self.step, "run.forward_backward")
+        if gone or others:
+            raise self._refusal("set to None" if gone else "replaced")
+        return changed
+
+    def _read(self) -> list[torch.Tensor]:
+        """Norms of the rows, those of gradients that are gone left out."""
+        held = [here(p.grad) for p, _ in self._held if p.grad is not None]
+        return [norm.nan_to_num() for norm in torch._foreach_norm(held)] if held else []
+
+    def rest(self) -> None:
+        """A step is over; till the next one clipping changes nothing."""
+        self._over = True
+        watch(self)
+
+    def asked(self, name: str, parameters: Sequence[Any]) -> None:
+        """Refuse torch's clipping where it would change nothing."""
+        if self._over:
+            raise changed_beside()
+        if self._stand_ins:
+            raise self._refusal(f"given to {name}")
+        if self._is_part and "norm" in name:
+            raise ConfigError(
+                f"step {self.step}: gradients were given to {name} between run.forward_backward "
+                f"and run.update, where under {self.layout.text()} a rank has some of them, so "
+                f"that its norm is another one than all gradients'; {CLIP}"
+            )
+
+    def _written(self, operation: str) -> ConfigError:
+        if operation == "zero_":
+            return dropped(self.step, "run.forward_backward")
+        return self._refusal("changed")
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"step {self.step}: gradients were {what} between run.forward_backward and run.update, "
+            f"where under {self.layout.text()} the update steps other tensors, so it would change "
+            f"nothing; {CLIP}; a factor or a mask: weight.register_hook(…); parts that shall rest: "
+            f"requires_grad_(False) before shoal.parallelize"
+        )
+
+
+class Watching(Protocol):
+    """Somebody whose gradients nobody may clip now."""
+
+    names: set[int]
+
+    def asked(self, name: str, parameters: Sequence[Any]) -> None:
+        """Judge a call of torch's clipping function `name`, some of whose parameters are ours."""
+
+
+WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Who is asked."""
+
+
+def watch(one: Watching) -> None:
+    """Ask from now on before torch's clipping touches its gradients."""
+    _install()
+    WATCHED.add(one)
+
+
+@functools.cache
+def _install() -> None:
+    ask_before_clipping(WATCHED, _ask)
+
+
+def _ask(name: str, parameters: Sequence[Any]) -> bool:
+    """Ask who watches these parameters; a call for the norm alone needs to write none of them."""
+    asked = [one for one in WATCHED if any(id(p) in one.names for p in parameters)]
+    for one in asked if name else ():
+        one.asked(name, parameters)
+    return bool(asked) and not name
