@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from shoal.base.batches import check_validation
 from shoal.base.compression import check_compress
 from shoal.base.errors import ConfigError, nearest, short
 from shoal.base.layout import AXES
@@ -250,6 +251,7 @@ def _check_values(config: Config) -> None:
         values = getattr(config, section.name)
         for key in keys(values):
             check_value(f"{section.name}.{key.name}", key, getattr(values, key.name))
+    check_validation(config.train.validate_samples)
     precision.check_loss_scale("precision.loss_scale", "precision.compute", "fp16")
     config.islands.settled()
     layout = config.layout
