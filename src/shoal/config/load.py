@@ -18,7 +18,6 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from shoal.base.batches import check_validation
 from shoal.base.compression import check_compress
 from shoal.base.errors import ConfigError, nearest, short
 from shoal.base.layout import AXES
@@ -28,6 +27,7 @@ from shoal.base.policies import (
     check_whole_steps,
 )
 from shoal.base.schedules import canonical
+from shoal.base.validation import check_validation
 from shoal.config.sections import Config, LayoutSection, keys
 
 ALIASES = {

@@ -12,13 +12,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shoal.base.batches import check_batch, default_micro_batch, default_validation
+from shoal.base.batches import check_batch, default_micro_batch
 from shoal.base.errors import ConfigError
 from shoal.base.facts import MachineFacts, default_processes
 from shoal.base.islands import check_keep
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.base.policies import Policies
+from shoal.base.validation import default_validation
 from shoal.config.load import Loaded
 from shoal.config.paths import TEXTS
 from shoal.config.sections import Config, LayoutSection, ModelSection, keys

@@ -237,7 +237,7 @@ def start_run(
     program = program.but(buckets=buckets)
     plan, lines = cut_for(bound, program)
     program = wrap(replace(program, plan=plan))
-    notices += check_hooks(hooks, program) + _small_units(plan, world)
+    notices += check_hooks(hooks, program)
     program.notices.extend(notices + lines + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
     del parameters, hooks  # under zero 3 whole ones, and with the last of them their files go
@@ -272,19 +272,6 @@ def _auxiliary_losses(module: nn.Module, loss: Loss) -> list[str]:
     from shoal.trainer.model_notices import auxiliary_loss_lines
 
     return auxiliary_loss_lines(module, loss)
-
-
-def _small_units(plan: Plan, world: World) -> list[str]:
-    """Return a line where fsdp's blocks are so small that their collectives mostly wait."""
-    if plan.layout.zero != 3 or plan.layout.dp_shard == 1:
-        return []
-    from shoal.planner.measured import this_cluster
-    from shoal.trainer.rank_layouts import measured_here
-    from shoal.trainer.small_units import small_units_line
-
-    cluster = measured_here(world.size, world.device) or this_cluster(this_machine(), world.size)
-    line = small_units_line(plan, plan.placements, cluster)
-    return [line] if line else []
 
 
 def _unheld(

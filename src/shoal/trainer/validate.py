@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from shoal.base.batches import default_validation
 from shoal.base.lines import is_number, read_object
 from shoal.base.units import seconds_text
+from shoal.base.validation import default_validation
 from shoal.config.save import is_derived, keep_derived
 from shoal.config.sections import Config
 from shoal.data.dataset import is_indexed

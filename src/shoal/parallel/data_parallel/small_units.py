@@ -9,15 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from shoal.base.cluster import Cluster
+from shoal.base.facts import this_machine
+from shoal.base.files import cache_folder
 from shoal.base.placement import Placement
 from shoal.base.plan import Plan
 from shoal.base.units import bytes_text, seconds_text
+from shoal.fabric import World
+from shoal.fabric.device import is_accelerator
+from shoal.planner.measured import read_measured, this_cluster
 
-MANY_UNITS = 32
-"""Fewer blocks wait for too little time to speak of, whatever their size."""
 WAITS_TO_SENDS = 2.0
 """Blocks are too small where a collective waits so many times as long as it sends."""
+
+
+def cluster_of(world: World) -> Cluster:
+    """Return this machine with so many ranks as it was measured, or as its kind usually is."""
+    kind = "gpu" if is_accelerator(world.device) else "cpu"
+    measured = read_measured(cache_folder(), world.size, kind, torch.get_num_threads())
+    return measured or this_cluster(this_machine(), world.size)
 
 
 def small_units_line(plan: Plan, rows: Iterable[Placement], cluster: Cluster) -> str:
@@ -33,7 +45,7 @@ def small_units_line(plan: Plan, rows: Iterable[Placement], cluster: Cluster) ->
         if row.unit and row.data == "rows" and not row.is_expert:
             units[row.unit] = units.get(row.unit, 0) + row.elements * row.element_bytes
     ranks = plan.layout.dp_shard
-    if len(units) < MANY_UNITS or ranks == 1:
+    if not units or ranks == 1:
         return ""
     link = cluster.inside if ranks <= cluster.per_node else cluster.across
     mean_bytes = sum(units.values()) / len(units)

@@ -12,8 +12,8 @@ from shoal.base.facts import MachineFacts
 from shoal.base.layout import Layout
 from shoal.base.placement import Placement
 from shoal.base.plan import Plan
+from shoal.parallel.data_parallel.small_units import small_units_line
 from shoal.planner.measured import this_cluster
-from shoal.trainer.small_units import small_units_line
 
 LAPTOP = replace(
     this_cluster(MachineFacts(cores=2, memory_bytes=2**34, gpus=0), 2),
@@ -48,7 +48,6 @@ def test_many_small_blocks_are_told(plan: Plan, count: int, seconds: str) -> Non
 @pytest.mark.parametrize(
     ("count", "elements", "more"),
     [
-        (24, 272, {}),  # few of them
         (300, 2**20, {}),  # 4 MiB each: bytes cost more than latency
         (300, 272, {"layout": Layout(dp_replicate=2)}),  # nothing is gathered
     ],
