@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from trainer_small import run_of, sgd
 
 from shoal.base.errors import ConfigError
 from shoal.base.phases import listen
+from shoal.config.load import load
+from shoal.config.resolve import resolve_batch, resolve_length, resolve_validation
 from shoal.config.sections import Config, ModelSection, TrainSection
 from shoal.data.samples import EvenPart
 from shoal.data.sources import Source
@@ -63,6 +66,7 @@ def begun(
     (folder / "plan.json").write_text(
         json.dumps({"predicted": {"validation_micro_batch": fits, "step_s": 6.0}})
     )
+    (folder / "run.toml").write_text('[train]\nvalidate_samples = "64"  # derived\n')
     run = run_of(model, sgd, loss, batch=4, micro_batch=2, precision="fp64", folder=folder)
     sizes: list[int] = []
     run.model.register_forward_hook(lambda m, args, out: sizes.append(len(args[0])))
@@ -143,10 +147,10 @@ def test_a_loss_of_the_users_keeps_it_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "most", "read"),
-    [({}, 5, 5), ({"validate_samples": 4}, 5, 4), ({"validate_samples": 9}, None, 9)],
+    [({}, 5, 5), ({"validate_samples": "4"}, 5, 4), ({"validate_samples": "9"}, None, 9)],
 )
 def test_what_is_read_is_bounded(
-    tmp_path: Path, keys: dict[str, int], most: int | None, read: int
+    tmp_path: Path, keys: dict[str, str], most: int | None, read: int
 ) -> None:
     run, _, validate = begun(tmp_path, plain(), most=most, **keys)
     part = EvenPart(Labels(), read, True)
@@ -163,10 +167,65 @@ def test_the_first_samples_of_a_stream(tmp_path: Path) -> None:
         def __iter__(self) -> Any:
             return itertools.cycle(Labels()[i] for i in range(23))
 
-    run, _, validate = begun(tmp_path, plain(), held=Stream(), validate_samples=7)
+    run, _, validate = begun(tmp_path, plain(), held=Stream(), validate_samples="7")
     assert validate()["targets"] == 7
     run.close()
     assert "the first 7 held-out samples" in events(tmp_path, "notice")[-1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "read"),
+    [
+        ({"epochs": 3}, 64),  # 3 × 23 samples, in steps of 4
+        ({"epochs": 40}, 144),
+        ({"epochs": 40, "validate_every": 50}, 64),
+        ({"epochs": 40, "validate_samples": "all"}, 300),
+    ],
+)
+def test_of_much_a_part_of_what_is_trained_is_read(
+    tmp_path: Path, keys: dict[str, Any], read: int
+) -> None:
+    """By default; the number is kept in run.toml, so that resumes read the same samples."""
+    run, _, validate = begun(tmp_path, plain(), held=Labels(300), **keys)
+    assert validate()["targets"] == read
+    run.close()
+    text = events(tmp_path, "notice")[-1]["text"]
+    if "validate_samples" in keys:
+        assert "300 held-out samples" in text
+        assert "validate_samples" not in text
+        return
+    assert f"{read} of 300 held-out samples" in text
+    assert "(all: train.validate_samples=all)" in text
+    kept = (tmp_path / "run.toml").read_text()
+    assert re.search(rf'validate_samples = "{read}" +# derived', kept), kept
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["train.steps=3"], "64"),
+        (["train.steps=3000", "train.batch=8"], "3600"),
+        (["train.steps=3000", "train.batch=8", "train.validate_every=1000"], "1200"),
+        (["train.validate_samples=0"], "0"),  # of a run of 0.1: all
+        (["train.validate_samples=all"], "all"),
+        (["train.epochs=2"], "auto"),  # workers know how many steps an epoch has
+    ],
+)
+def test_a_start_settles_how_much(words: list[str], kept: str) -> None:
+    loaded = load(None, words)
+    resolve_batch(loaded, 1)
+    resolve_length(loaded)
+    resolve_validation(loaded)
+    assert loaded.config.train.validate_samples == kept
+
+
+def test_other_words_are_refused() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(None, ["train.validate_samples=every"])
+    assert str(refusal.value) == (
+        "train.validate_samples = every: not a number of samples, and neither auto nor all; "
+        "try: train.validate_samples=all"
+    )
 
 
 @pytest.mark.parametrize("degree", [1, 2])

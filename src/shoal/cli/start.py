@@ -48,6 +48,7 @@ from shoal.config.resolve import (
     resolve_folder,
     resolve_islands,
     resolve_length,
+    resolve_validation,
 )
 from shoal.config.save import keep_origins, to_toml
 from shoal.config.sections import Config
@@ -185,6 +186,7 @@ def settle_run(loaded: Loaded, processes: int | None) -> Plan:
     if pipeline := describe_bubble(layout, train.batch, train.micro_batch):
         loaded.notices.append(pipeline)
     resolve_length(loaded)
+    resolve_validation(loaded)
     return settle_batch(replace(plan, batch=train.batch, micro_batch=train.micro_batch))
 
 

@@ -27,6 +27,7 @@ from shoal.base.policies import (
     check_whole_steps,
 )
 from shoal.base.schedules import canonical
+from shoal.base.validation import check_validation
 from shoal.config.sections import Config, LayoutSection, keys
 
 ALIASES = {
@@ -250,6 +251,7 @@ def _check_values(config: Config) -> None:
         values = getattr(config, section.name)
         for key in keys(values):
             check_value(f"{section.name}.{key.name}", key, getattr(values, key.name))
+    check_validation(config.train.validate_samples)
     precision.check_loss_scale("precision.loss_scale", "precision.compute", "fp16")
     config.islands.settled()
     layout = config.layout

@@ -19,6 +19,7 @@ from shoal.base.islands import check_keep
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.base.policies import Policies
+from shoal.base.validation import default_validation
 from shoal.config.load import Loaded
 from shoal.config.paths import TEXTS
 from shoal.config.sections import Config, LayoutSection, ModelSection, keys
@@ -94,6 +95,17 @@ def resolve_length(loaded: Loaded) -> None:
     """Set train.steps to 150, in place, where neither steps nor epochs are given."""
     if not loaded.config.train.steps and not loaded.config.train.epochs:
         loaded.replace("train", "derived", steps=DEFAULT_STEPS)
+
+
+def resolve_validation(loaded: Loaded) -> None:
+    """Set train.validate_samples from the length of the run, in place, where it is left open.
+
+    Where the length is counted in epochs the workers do it: they know how many samples one has.
+    """
+    train = loaded.config.train
+    if train.validate_samples == "auto" and train.steps:
+        samples = default_validation(train.batch, train.steps, train.validate_every)
+        loaded.replace("train", "derived", validate_samples=str(samples))
 
 
 def resolve_islands(loaded: Loaded) -> None:

@@ -11,7 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shoal.config.load import Loaded
+from shoal.base.files import write_whole
+from shoal.config.load import Loaded, load
 from shoal.config.sections import Config, keys
 
 
@@ -63,6 +64,30 @@ def keep_origins(loaded: Loaded, path: Path) -> None:
             )
             if loaded.origins.get(name) == str(path) and not edited:
                 loaded.origins[name] = origin
+
+
+def is_derived(path: Path, key: str) -> bool:
+    """Tell whether a value in a run.toml follows from others, and is no choice of the user's."""
+    loaded = load(path)
+    keep_origins(loaded, path)
+    return loaded.origins.get(key) == "derived"
+
+
+def keep_derived(path: Path, section: str, **values: Any) -> None:
+    """Write values that workers derived into a run's run.toml, so that its resumes keep them.
+
+    Args:
+        path: the run.toml.
+        section: whose keys they are.
+        **values: by key.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    loaded = load(path)
+    keep_origins(loaded, path)
+    loaded.replace(section, "derived", **values)
+    write_whole(path, to_toml(loaded))
 
 
 def toml_value(value: Any) -> str:

@@ -146,8 +146,9 @@ class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
     """micro-batches per rank and step; fixes micro_batch once, is re-derived ever after"""
     validate_every: int = number(0, least=0)
     """steps between validations; 0: at the end only"""
-    validate_samples: int = number(0, least=0)
-    """samples of one validation, spread evenly over those held out; 0: the share that was asked"""
+    validate_samples: str = "auto"
+    """samples of one validation, spread evenly over those held out, or all; auto: all validations
+    together read 15 % of what the run trains on, each at least 64"""
     on_oom: str = word(("stop", "halve"), {"true": "halve", "false": "stop", "retry": "halve"})
     """stop, halve: what happens where a rank runs out of memory; halve starts again from the last
     checkpoint with half micro-batches, the batch stays; dropout and BatchNorm are other draws"""

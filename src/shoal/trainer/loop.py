@@ -27,7 +27,7 @@ from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy
 from shoal.config.load import load
 from shoal.config.resolve import asked_layout, plan_of
-from shoal.config.save import keep_origins
+from shoal.config.save import is_derived
 from shoal.config.sections import Config
 from shoal.data.sources import Source, open_source
 from shoal.fabric import World, start_world
@@ -109,7 +109,7 @@ def _prepare(
     held_bytes = held_now_bytes()
     with phase("set up"):
         run = open_run(config, source, world, plan, said, folder=folder)
-    run.checks.cut_by_default = _derived(folder / "run.toml", "train.micro_batch")
+    run.checks.cut_by_default = is_derived(folder / "run.toml", "train.micro_batch")
     if proven and world.keeps:
         run.recorder.events.emit("notice", text=proven)
     for path in config.train.on:
@@ -207,13 +207,6 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     finish(run, source, values, steps=steps, wall_s=wall_s, how=how)
     run.close()
     return 0 if saved else UNSAVED_CODE
-
-
-def _derived(path: Path, key: str) -> bool:
-    """Tell whether a value of run.toml follows from others, and is no choice of the user's."""
-    loaded = load(path)
-    keep_origins(loaded, path)
-    return loaded.origins.get(key) == "derived"
 
 
 def _stop(run: Run, saved: Path | None = None) -> int:

@@ -1,9 +1,10 @@
 """Validation in the main job: the held-out loss beside what a model without context would reach.
 
-What one validation reads is bounded (`train.validate_samples`, else the share that was asked for),
-spread evenly over what is held out, and the same every time. Without gradients more samples fit
-into a forward pass than in training, and many small ones cost mostly calls; so the plan's larger
-micro-batch is taken where sums over samples stay what they are:
+What one validation reads is bounded (`train.validate_samples`, by default a part of what the run
+trains on, and the share that was asked for), spread evenly over what is held out, and the same
+every time. Without gradients more samples fit into a forward pass than in training, and many small
+ones cost mostly calls; so the plan's larger micro-batch is taken where sums over samples stay what
+they are:
 
     our models, our loss       every sample is reckoned alone: taken
     other models, our loss     taken if the first samples give the same loss both ways; what couples
@@ -24,6 +25,8 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.base.lines import is_number, read_object
 from shoal.base.units import seconds_text
+from shoal.base.validation import default_validation
+from shoal.config.save import is_derived, keep_derived
 from shoal.config.sections import Config
 from shoal.data.dataset import is_indexed
 from shoal.data.samples import EvenPart, First
@@ -31,6 +34,7 @@ from shoal.data.sources import Source
 from shoal.models.loss import find_logits, token_loss
 from shoal.planner.model_facts import FAMILIES, family_of
 from shoal.trainer.contract import IGNORED_TARGET
+from shoal.trainer.job import steps_of
 from shoal.trainer.run import Run
 
 SAME = 1e-5
@@ -65,10 +69,12 @@ def validator(run: Run, source: Source, config: Config) -> Callable[[], Values |
     images = source.kind == "samples" and not config.model.loss
     baseline = "unigram entropy" if source.kind == "tokens" else "class entropy"
     foreseen = run.world.broadcast_json(_foreseen(run) if run.world.is_first else None)
-    reading = _reading(run, source, config, int(foreseen.get("validation_micro_batch") or 0))
-    reading = _for_all_ranks(run, reading)
+    asked = _asked(run, source, config)
+    fits = int(foreseen.get("validation_micro_batch") or 0)
+    reading = _for_all_ranks(run, _reading(run, source, asked.samples, fits))
     if run.world.keeps and run.step_count == 0:
-        run.recorder.events.emit("notice", text=_told(run, reading, config, foreseen.get("step_s")))
+        text = _told(run, reading, config, foreseen.get("step_s"), asked.by_default)
+        run.recorder.events.emit("notice", text=text)
     unsure = reading.micro_batch > run.plan.micro_batch and not _is_ours(config)
 
     def validate() -> Values | None:
@@ -111,11 +117,39 @@ def _foreseen(run: Run) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _reading(run: Run, source: Source, config: Config, fits: int) -> Reading:
-    """fits   samples per forward pass that need no more memory than a training step; 0: unknown"""
+@dataclass(frozen=True)
+class _Asked:
+    """How many samples one validation may read, 0: all; whether that is Shoal's choice."""
+
+    samples: int
+    by_default: bool
+
+
+def _asked(run: Run, source: Source, config: Config) -> _Asked:
+    """Read `train.validate_samples`; settle and keep it for a run whose length is epochs."""
+    text, folder = config.train.validate_samples, run.recorder.folder
+    if text == "auto":
+        steps = steps_of(config, source, run.plan.batch)
+        samples = default_validation(run.plan.batch, steps, config.train.validate_every)
+        if run.world.keeps and folder is not None:
+            keep_derived(folder / "run.toml", "train", validate_samples=str(samples))
+        return _Asked(samples, True)
+    derived = folder is not None and is_derived(folder / "run.toml", "train.validate_samples")
+    return _Asked(0 if text == "all" else int(text), derived)
+
+
+def _reading(run: Run, source: Source, asked: int, fits: int) -> Reading:
+    """Choose what a validation reads.
+
+    Args:
+        run: the run.
+        source: its data.
+        asked: samples of one validation at most; 0: all of the share that was asked for.
+        fits: samples per forward pass that need no more memory than a training step; 0: unknown.
+    """
     data = source.validation
     held = len(data) if is_indexed(data) else None
-    limits = [n for n in (config.train.validate_samples, source.validation_samples) if n]
+    limits = [n for n in (asked, source.validation_samples) if n]
     samples = held
     if limits:
         # Where parameters are gathered, every rank needs something to run with the others.
@@ -180,8 +214,11 @@ def _tried(run: Run, source: Source, reading: Reading, workers: int) -> Reading:
     return replace(reading, micro_batch=run.plan.micro_batch)
 
 
-def _told(run: Run, reading: Reading, config: Config, step_s: Any) -> str:
-    """What a validation will read and take, in one line."""
+def _told(run: Run, reading: Reading, config: Config, step_s: Any, by_default: bool = False) -> str:
+    """What a validation will read and take, in one line.
+
+    by_default   how much it reads follows from the length of the run: the line says how to get all
+    """
     what = "held-out samples"
     if reading.samples is not None:
         of = "" if reading.samples == reading.held else f" of {reading.held}"
@@ -199,6 +236,8 @@ def _told(run: Run, reading: Reading, config: Config, step_s: Any) -> str:
     every = config.train.validate_every
     when = f"every {every} steps and at the end" if every else "at the end"
     text = f"validation {when}: {what}, {size}"
+    if by_default and (reading.samples != reading.held or reading.held is None):
+        text += " (all: train.validate_samples=all)"
     if not is_number(step_s) or reading.samples is None:
         return text
     each_s = step_s * reading.samples / run.plan.batch * FORWARD_SHARE

@@ -57,6 +57,9 @@ from shoal.parallel.unit_log import LoggedGather, LoggedScatter, UnitLog
 from shoal.trace.copies import meta_twin
 from shoal.trace.stand_in import StandIn
 
+MANY_UNITS = 32
+"""Fewer blocks wait for too little time to speak of, whatever their size."""
+
 
 def apply(program: Program) -> Program:
     """Shard the module in place; its parameters become DTensors of which ranks step local rows."""
@@ -67,7 +70,7 @@ def apply(program: Program) -> Program:
     twin = program.twin or meta_twin(module)  # sharded modules cannot be copied any more
     _lay_out(program)
     units = [module.get_submodule(name) for name in _units(program)]
-    program.notices.extend(_at_once(program, units) + _scalars(program))
+    program.notices.extend(_at_once(program, units) + _scalars(program) + _small(program, units))
     scatter = ScatterGradients(world.traffic, layout.dp_replicate)
     scatters = [scatter]
     detours = []
@@ -151,6 +154,16 @@ def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
         f"Sequential, or attributes of one class), so {bytes_text(size_bytes)} are gathered at "
         f"once instead of block by block; try: layout.strategy=zero2, or layout.blocks=NAME"
     ]
+
+
+def _small(program: Program, units: list[nn.Module]) -> list[str]:
+    """The line for many blocks that are too small, which `small_units` writes."""
+    if len(units) < MANY_UNITS:
+        return []
+    from shoal.parallel.data_parallel.small_units import cluster_of, small_units_line
+
+    line = small_units_line(program.plan, program.rows.values(), cluster_of(program.world))
+    return [line] if line else []
 
 
 def _units(program: Program) -> list[str]:

@@ -1,0 +1,62 @@
+"""Say that fsdp's blocks are too small: latency, not bytes, is then what its collectives cost.
+
+Each block is gathered before its forward and before its backward pass, and its gradients are
+reduce-scattered: three collectives a block and micro-batch. A chain of 300 blocks of 272 parameters
+took 14 times the step of ddp on two ranks, which sums them all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shoal.base.cluster import Cluster
+from shoal.base.facts import this_machine
+from shoal.base.files import cache_folder
+from shoal.base.placement import Placement
+from shoal.base.plan import Plan
+from shoal.base.units import bytes_text, seconds_text
+from shoal.fabric import World
+from shoal.fabric.device import is_accelerator
+from shoal.planner.measured import read_measured, this_cluster
+
+WAITS_TO_SENDS = 2.0
+"""Blocks are too small where a collective waits so many times as long as it sends."""
+
+
+def cluster_of(world: World) -> Cluster:
+    """Return this machine with so many ranks as it was measured, or as its kind usually is."""
+    kind = "gpu" if is_accelerator(world.device) else "cpu"
+    measured = read_measured(cache_folder(), world.size, kind, torch.get_num_threads())
+    return measured or this_cluster(this_machine(), world.size)
+
+
+def small_units_line(plan: Plan, rows: Iterable[Placement], cluster: Cluster) -> str:
+    """Return the line on blocks whose collectives mostly wait, or "" where they mostly send.
+
+    Args:
+        plan: whose layout shards parameters (zero 3).
+        rows: placements of the model's parameters and buffers.
+        cluster: the machine as it was measured, or as machines of its kind are.
+    """
+    units: dict[str, int] = {}
+    for row in rows:
+        if row.unit and row.data == "rows" and not row.is_expert:
+            units[row.unit] = units.get(row.unit, 0) + row.elements * row.element_bytes
+    ranks = plan.layout.dp_shard
+    if not units or ranks == 1:
+        return ""
+    link = cluster.inside if ranks <= cluster.per_node else cluster.across
+    mean_bytes = sum(units.values()) / len(units)
+    waits_s = (ranks - 1) * link.latency_s
+    sends_s = (ranks - 1) / ranks * mean_bytes / link.bytes_per_s
+    if waits_s < WAITS_TO_SENDS * sends_s:
+        return ""
+    count = len(units) * (3 if plan.reshard == "yes" else 2)
+    return (
+        f"layout.strategy = {plan.layout.strategy}: {len(units)} blocks of "
+        f"{bytes_text(mean_bytes)} take {count} collectives a micro-batch, whose latency alone is "
+        f"about {seconds_text(count * waits_s)}; try: layout.strategy=zero2, or layout.blocks=NAME "
+        f"of larger parts"
+    )
