@@ -1,8 +1,8 @@
 """Refuse changes that user code makes to gradients between two calls of a run.
 
     run.backward … run.backward … run.update   a rank's gradients are sums over its own samples
-    run.forward_backward … run.update          sums over all ranks, in parts where a layout has them
-    step hooks of the optimizer                the mean gradient, in the same parts
+    run.forward_backward … run.update          `half_gradients.py`
+    step hooks of the optimizer                the mean gradient, in parts where a layout has them
 
 A norm, a clamp or noise is another one on such numbers, and ranks drift apart: that ends the run,
 with what to type instead. So does `optimizer.zero_grad()` before the update, which leaves nothing
