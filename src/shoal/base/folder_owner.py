@@ -124,7 +124,7 @@ def _read(path: Path) -> bytes:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """What a file is known by without reading it; (0, 0) where there is none."""
+    """Return what identifies a file without reading it; (0, 0) where there is none."""
     try:
         found = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""How many samples one validation reads: `train.validate_samples`, and what stands for `auto`."""
+"""Count the samples that one validation reads where `train.validate_samples` is `auto`."""
 
 from __future__ import annotations
 

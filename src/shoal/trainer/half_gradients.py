@@ -167,7 +167,7 @@ class Watching(Protocol):
 
 
 WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Who is asked."""
+"""Objects whose `asked` is called."""
 
 
 def watch(one: Watching) -> None:

@@ -224,7 +224,7 @@ class _Look:
 
 
 def _is_checkpointed() -> bool:
-    """Whether a reentrant checkpoint runs this pass, whose weights get gradients by its inputs'."""
+    """Tell whether a reentrant checkpoint runs this pass: it gets gradients by its inputs'."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":

@@ -119,7 +119,7 @@ def _foreseen(run: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Asked:
-    """How many samples one validation may read, 0: all; whether that is Shoal's choice."""
+    """Samples that one validation may read, 0: all; whether that is Shoal's choice."""
 
     samples: int
     by_default: bool
