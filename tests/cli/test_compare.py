@@ -17,7 +17,13 @@ import shoal
 from forks import Forks
 from shoal.base.facts import MachineFacts
 from shoal.cli import compare_measure, main
-from shoal.cli.compare_rows import NOISE, check_memory, needed_bytes, plan_rows
+from shoal.cli.compare_rows import (
+    NOISE,
+    check_memory,
+    common_micro_batch,
+    needed_bytes,
+    plan_rows,
+)
 from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.trainer.benchmark_row import relative_difference
 
@@ -236,7 +242,7 @@ class Toy(nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
         if os.environ["WORLD_SIZE"] == "2" and os.environ["RANK"] == "1" and began() == 5:
             self.passes = getattr(self, "passes", 0) + 1
-            if self.passes == 6:
+            if self.passes == 4:
                 os.kill(os.getpid(), signal.SIGSTOP)
         return self.net(x)
 
@@ -253,6 +259,21 @@ class Data:
 def data():
     return Data(), Data()
 """
+
+
+def test_rows_are_held_side_by_side_at_the_largest_size_that_each_can_run() -> None:
+    """A pipeline wants two passes for each stage by itself, but runs two as well."""
+    for names, counts, batch, size in (
+        (["single"], [1], 16, 16),
+        (["single", "ddp"], [1, 2], 16, 8),
+        (["single", "ddp", "pp"], [1, 2, 4], 16, 4),
+        (["ddp", "fsdp"], [2, 3], 24, 4),
+        (["dualpipe", "ddp"], [2], 16, 4),
+    ):
+        rows = plan_rows(names, counts, batch=batch, micro_batch=0)
+        assert not any(row.reason for row in rows), rows
+        assert common_micro_batch(rows, batch) == size
+    assert common_micro_batch(plan_rows(["ddp"], [3], batch=16, micro_batch=0), 16) == 2
 
 
 def test_a_real_comparison(tmp_path: Path, programs: Forks) -> None:

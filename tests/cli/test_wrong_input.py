@@ -141,13 +141,12 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
          "train.batch=16"),
         ("train.batch=45 launch.processes=2", "train.batch = 45: does not divide over 2 "
          "data-parallel ranks; try: train.batch=44"),
-        ("train.batch=12 launch.processes=3", "train.batch = 12: is 4 micro-batches of 3 where "
-         "nobody says train.micro_batch, which do not divide over 3 data-parallel ranks; try:"
-         " train.micro_batch=2"),
+        ("train.batch=13 launch.processes=3", "train.batch = 13: does not divide over 3 "
+         "data-parallel ranks; try: train.batch=12"),
         ("train.batch=1073741789 launch.processes=2", "try: train.batch=1073741788"),
         ("launch.processes=3000", "launch.processes = 3000: this machine has"),
         ("launch.processes=3", "3 data-parallel ranks do not divide the default of 16 samples per "
-         "step; try: train.batch=24 train.micro_batch=1"),
+         "step; try: train.batch=24"),
         ("layout.zero=4", "layout.zero = 4: a stage is 0, 1, 2 or 3; try: layout.zero=3"),
         ("layout.threads=2 layout.zero=1", "layout.zero = 1: layout.strategy = dp is stage 0"),
         ("optimizer.name=" + "x" * 5000 + " optimizer.lr=" + "y" * 5000, "y… (5002 characters)"),

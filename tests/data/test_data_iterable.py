@@ -257,7 +257,7 @@ def test_ranks_that_each_read_all_of_a_stream_are_told(degree: int) -> None:
     said: list[str] = []
     plan = Plan(Layout(dp_replicate=degree), batch=4, micro_batch=2)
     world: Any = SimpleNamespace(size=degree, rank=0)
-    feed = Feed(plan, world, seed=0, notice=said.append)
+    feed = Feed(plan, world, notice=said.append)
     stream = Stream(8)
     feed.open(list(range(8)), 0, None)
     assert not said

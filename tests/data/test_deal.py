@@ -74,6 +74,65 @@ def test_every_sample_once_and_the_order_knows_no_layout(lengths: list[int]) -> 
         assert {loader.position for loader in ranks.loaders} == {2 * sum(lengths)}
 
 
+def placed(taken: list[list[Any]]) -> dict[int, int]:
+    """The sample at each position of the stream that some steps of all ranks hold."""
+    return {
+        position: int(value[0])
+        for batches in taken
+        for batch in batches
+        for m in batch.micro_batches
+        for position, value in zip(m.positions, m.value.tolist(), strict=True)
+    }
+
+
+SHARES = ((1, 24, 2), (2, 12, 1), (3, 8, 1), (4, 6, 2), (2, 6, 1), (1, 6, 100))
+"""Ranks, samples of a pass and steps of one leg after another: a default on changing ranks."""
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, LAST_EMPTY, [10] * 64])
+def test_passes_of_several_turns_hold_the_same_samples(lengths: list[int]) -> None:
+    """Another micro-batch, in mid-epoch too, loses none, doubles none and changes no order."""
+    given = {"batch": 24, "turn": 3}
+    whole = placed(Ranks(1, [Shards(lengths)], micro_batch=3, **given).epoch())
+    assert sorted(whole.values()) == list(range(sum(lengths)))
+    for degree, micro_batch, _ in SHARES:
+        ranks = Ranks(
+            degree, [Shards(lengths) for _ in range(degree)], micro_batch=micro_batch, **given
+        )
+        taken = ranks.epoch()
+        assert placed(taken) == whole
+        for step in zip(*taken, strict=True):
+            counts = tuple(len(batch) for batch in step)
+            assert all(batch.by_rank == counts for batch in step)
+            assert all(batch.total == sum(counts) for batch in step)
+            indices = sorted(m.index for batch in step for m in batch.micro_batches)
+            assert indices == list(range(sum(counts)))
+            assert all(len(m.value) <= micro_batch for batch in step for m in batch.micro_batches)
+    seen: dict[int, int] = {}
+    kept: dict[str, Any] | None = None
+    for degree, micro_batch, steps in SHARES:
+        shards = [Shards(lengths) for _ in range(degree)]
+        again = Ranks(degree, shards, batch=24, micro_batch=micro_batch)
+        if kept is None:
+            again = Ranks(degree, shards, micro_batch=micro_batch, **given)
+        for loader in again.loaders if kept else ():
+            loader.restore(kept)
+        if len(seen) == len(whole):
+            break
+        taken = again.epoch(steps)
+        assert not seen.keys() & placed(taken).keys(), "doubled"
+        seen |= placed(taken)
+        kept = merged([batches[-1].after for batches in taken])
+    assert seen == whole
+
+
+def test_a_full_step_is_one_pass_on_each_rank() -> None:
+    for degree in (1, 2, 4, 8):
+        given = {"batch": 32, "turn": 4, "micro_batch": 32 // degree}
+        taken = Ranks(degree, [Shards([10] * 64) for _ in range(degree)], **given).epoch()
+        assert {len(batch) for batches in taken for batch in batches} == {1}
+
+
 def test_a_shard_is_read_by_one_rank() -> None:
     for degree in (2, 4, 8):
         shards = [Shards(LENGTHS) for _ in range(degree)]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.base.batches import turn_of
 from shoal.base.errors import ConfigError, UserError
 from shoal.data.loader import Loader
 from shoal.data.shards import TarSamples, open_shards
@@ -82,6 +83,18 @@ def test_each_stream_is_read_by_one_rank_from_front_to_back(degree: int) -> None
         assert places[-1] - places[0] <= 2 * BLOCK, "begun and soon done with"
 
 
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_one_pass_of_several_turns_reads_each_stream_by_one_rank(degree: int) -> None:
+    """The default: a turn is an eighth of the batch, a micro-batch a rank's whole share of it."""
+    sizes, batch = [173] * 1700, 32
+    order, n = StreamOrder(sizes, turn_of(batch)), sum(sizes)
+    rank = np.arange(n) // (batch // degree) % degree
+    stream, _ = order.streams(np.arange(n))
+    full = n // (STREAMS * 4) * STREAMS * 4
+    readers = {(s, r) for s, r in zip(stream[:full].tolist(), rank[:full].tolist(), strict=True)}
+    assert len(readers) == STREAMS
+
+
 def test_few_shards_are_mixed_as_well() -> None:
     """Of one shard that is sorted by 64 classes a micro-batch of 8 has several."""
     classes = StreamOrder([100_000], 8)(0, 100_000, 0).reshape(-1, 8) * 64 // 100_000
@@ -129,6 +142,29 @@ def test_once_each_over_a_resume_on_another_world(tmp_path: Path, workers: int) 
     assert sorted(alone[:80]) == sorted(seen[:80])
     values = [int(v) for batch in world(1)[0] for value in batch.values for v in value]
     assert values == alone
+
+
+def test_another_micro_batch_in_mid_epoch_loses_no_sample(tmp_path: Path) -> None:
+    """Of the default on other ranks, and after memory ran out: turns stay what they were."""
+    data = TarSamples(write(tmp_path / "s", 5, 41), decode=lambda sample: 0)
+    seen: list[int] = []
+    state: dict[str, Any] | None = None
+    for degree, micro_batch, turn, steps in (
+        (1, 24, 3, 2), (2, 12, 3, 1), (4, 6, 3, 2), (1, 6, 6, 1), (2, 4, 4, 1), (1, 2, 2, 100),
+    ):  # fmt: skip
+        loaders = [
+            Loader(
+                data, batch=24, micro_batch=micro_batch, turn=turn, seed=3, rank=r, degree=degree
+            )
+            for r in range(degree)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.restore(state)
+        seen += handed_out(loaders, steps)
+        state = loaders[0].state()
+        assert state["turn"] == 3, "the first start's, whatever a later one says"
+    assert Counter(seen) == Counter(range(205))
 
 
 def test_a_sample_is_its_files_and_no_other_bytes_are_read(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_loader_that_gives_every_rank_everything_is_refused() -> None:
         """Batches of an epoch; `other` is what the second rank tells of its data."""
         tells = lambda mine: [mine, other or mine]  # noqa: E731
         world = SimpleNamespace(size=ranks, rank=0, gather_json=tells)
-        return len(list(Feed(plan, world, seed=0, notice=print).training(data, 0, None)))
+        return len(list(Feed(plan, world, notice=print).training(data, 0, None)))
 
     for loader, kind in (
         (DataLoader(dataset, batch_size=2, shuffle=True), "RandomSampler"),

@@ -77,7 +77,9 @@ PLANS = [
 
 def rows() -> dict[str, list[str]]:
     """Name → what follows `shoal` on the command line."""
-    common = {**BASE, "train.steps": "6", "checkpoint.every": "6", "train.prove": "off"}
+    # The default of 0.1; since then it follows the layout.
+    common = {**BASE, "train.micro_batch": "1", "train.steps": "6", "checkpoint.every": "6"}
+    common["train.prove"] = "off"
     drawn = {
         **{
             (n, k): {**words, **layout}

@@ -37,6 +37,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "slow": ("python tests/proof/slow_ranks.py",),
     "servers": ("python tests/proof/servers.py",),
+    "share": ("python -m pytest tests -m proof --part share",),
     "faults": ("python tests/proof/faults.py", "python -m pytest tests -m proof --part faults"),
     "diagnosed": ("python tests/proof/diagnosed.py --seed 35",),
     "poison": (f"python tests/proof/poison.py --out {PROOFS}/poison.json",),

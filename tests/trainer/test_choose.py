@@ -87,10 +87,10 @@ def test_a_resumed_run_keeps_its_layout_and_takes_a_new_batch(digits, tmp_path: 
         plan_of(config), layout=Layout(dp_shard=2, zero=2), accumulate=4, why="as before"
     )
     (tmp_path / "plan.json").write_text(kept.to_json({"chosen": True}))
-    now = replace(plan_of(config), layout=Layout(dp_replicate=2), batch=32)
+    now = replace(plan_of(config), layout=Layout(dp_replicate=2), batch=32, accumulate=0)
     plan, known = keep_choice(now, {"strategy": "auto"}, tmp_path)
     assert (plan.layout, plan.why, plan.batch, plan.accumulate, known) == (
-        kept.layout, "as before", 32, 8, True,
+        kept.layout, "as before", 32, 0, True,
     )  # fmt: skip
     assert keep_choice(now, {"strategy": "ddp"}, tmp_path) == (now, False)
     assert keep_choice(now, {"strategy": "auto", "zero": 2}, tmp_path)[1]

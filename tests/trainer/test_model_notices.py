@@ -11,6 +11,7 @@ from torch import nn
 from trainer_small import Rows, pair, run_of
 
 from shoal.models.loss import token_loss
+from shoal.trainer import share_fits
 from shoal.trainer.model_notices import auxiliary_loss_lines
 from shoal.trainer.recorder import Recorder
 
@@ -41,7 +42,10 @@ class Wide(nn.Module):
 def lines(
     monkeypatch: pytest.MonkeyPatch, model: Any, own: bool = False, **given: Any
 ) -> list[str]:
+    """What is said of a model whose share is not seen to fit: it then has micro-batches of 2."""
     told: list[str] = []
+    monkeypatch.setattr(share_fits, "is_small", lambda *_: False)
+    monkeypatch.setattr(share_fits, "meta_twin", uncopied)
     monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
     run = run_of(model, batch=16, **given)
     for part in run.model.modules():
@@ -50,7 +54,22 @@ def lines(
     for batch in [pair(16)] if own else run.loader(Rows(32)):
         run.step(batch)
     run.close()
-    return told
+    return [line for line in told if not line.startswith("micro-batch: 2 samples, an eighth")]
+
+
+def uncopied(module: nn.Module) -> nn.Module:
+    raise TypeError("not this one")
+
+
+def test_a_share_that_is_one_pass_gets_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
+    run = run_of(with_norm(nn.BatchNorm1d(8)), batch=16)
+    for batch in run.loader(Rows(32)):
+        assert len(batch) == 1
+        run.step(batch)
+    run.close()
+    assert not told
 
 
 @pytest.mark.parametrize(
@@ -117,9 +136,9 @@ def test_running_statistics_of_instance_norm_move_with_every_micro_batch(
     )
 
 
-def by_command(run: Any, *overrides: str) -> list[str]:
+def by_command(run: Any, *overrides: str, data: str) -> list[str]:
     folder, _ = run(
-        "model.build=my_norms:build", "data.source=my_norms:data", "train.steps=1", *overrides
+        "model.build=my_norms:build", f"data.source=my_norms:{data}", "train.steps=1", *overrides
     )
     return [
         line for line in (folder / "events.jsonl").read_text().splitlines() if "BatchNorm" in line
@@ -131,23 +150,27 @@ import torch
 from torch import nn
 def build(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 def data(): return [(torch.randn(4), torch.tensor(i % 3)) for i in range(32)]
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(data())
+def stream(): return Stream()
 """
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("data", "overrides", "told"),
     [
-        (["train.batch=16"], 1),
-        (["train.batch=16", "train.micro_batch=2"], 0),
-        (["train.batch=16", "train.accumulate=4"], 0),
+        ("data", ["train.batch=16"], 0),  # one pass
+        ("stream", ["train.batch=16"], 1),  # of which no sample can be looked at: an eighth
+        ("stream", ["train.batch=16", "train.micro_batch=2"], 0),
+        ("stream", ["train.batch=16", "train.accumulate=4"], 0),
     ],
     ids=str,
 )
 def test_by_command_only_what_nobody_chose_is_told(
-    run: Any, tmp_path: Any, overrides: list[str], told: int
+    run: Any, tmp_path: Any, data: str, overrides: list[str], told: int
 ) -> None:
     (tmp_path / "my_norms.py").write_text(NORMS)
-    assert len(by_command(run, *overrides)) == told
+    assert len(by_command(run, *overrides, data=data)) == told
 
 
 def mixture(**changes: Any) -> nn.Module:

@@ -58,15 +58,32 @@ def own_spans(
     return [(first, min(first + micro_batch, stop)) for first in firsts]
 
 
-def default_micro_batch(batch: int) -> int:
-    """Returns the samples per forward pass where the user gives none: batch / gcd(batch, 8).
+def turn_of(batch: int) -> int:
+    """Return the samples of a stream's turn where the user gives no micro-batch.
 
-    So 1, 2, 4 and 8 ranks can share a batch that 8 divides; the layout plays no part in it.
+    An eighth of the batch, where 8 divides it: so 1, 2, 4 and 8 ranks each read whole turns, and
+    the order of sharded data hangs neither on the layout nor on the micro-batch that suits it.
 
-    >>> default_micro_batch(32), default_micro_batch(6), default_micro_batch(5)
+    Args:
+        batch: samples per optimizer step, over all ranks.
+
+    Returns:
+        batch / gcd(batch, 8) samples.
+
+    >>> turn_of(32), turn_of(6), turn_of(5)
     (4, 3, 5)
     """
     return batch // math.gcd(batch, 8)
+
+
+def divisors(number: int) -> list[int]:
+    """List the divisors of a positive number, ascending.
+
+    >>> divisors(12), divisors(1)
+    ([1, 2, 3, 4, 6, 12], [1])
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def proof_batch(layout: Layout, micro_batch: int) -> tuple[int, int]:
@@ -92,12 +109,33 @@ def steps_per_epoch(samples: int, batch: int) -> int:
     return -(-samples // batch)
 
 
-def check_batch(batch: int, micro_batch: int, degree: int, *, derived: bool = False) -> int:
+def share_of(batch: int, degree: int) -> int:
+    """Return the samples of one data-parallel rank in a full step.
+
+    Args:
+        batch: samples per optimizer step, over all ranks.
+        degree: data-parallel ranks.
+
+    Raises:
+        ConfigError: the ranks do not divide the batch; it names the nearest batch.
+
+    >>> share_of(24, 4)
+    6
+    """
+    share, rest = divmod(batch, degree)
+    if rest:
+        raise ConfigError(
+            f"train.batch = {batch}: does not divide over {degree} data-parallel ranks; "
+            f"try: train.batch={_multiple(batch, degree)}"
+        )
+    return share
+
+
+def check_batch(batch: int, micro_batch: int, degree: int) -> int:
     """Count the micro-batches that each data rank accumulates per full step; none is left over.
 
     batch, micro_batch   samples per optimizer step over all ranks, and per forward pass
     degree    data-parallel ranks
-    derived   micro_batch is the default that the batch gives: the message then says so
     Errors    ConfigError where micro_batch × degree does not divide batch, with the nearest legal
               batch, and the nearest micro_batch where one divides
 
@@ -107,8 +145,6 @@ def check_batch(batch: int, micro_batch: int, degree: int, *, derived: bool = Fa
     unit = micro_batch * degree
     if batch % unit == 0:
         return batch // unit
-    if derived:
-        raise ConfigError(_undivided(batch, micro_batch, degree))
     close = _multiple(batch, unit)
     share, rest = divmod(batch, degree)
     other = "" if rest else f", or train.micro_batch={nearest_divisor(share, micro_batch)}"
@@ -116,27 +152,6 @@ def check_batch(batch: int, micro_batch: int, degree: int, *, derived: bool = Fa
         f"train.batch = {batch}: not divisible by train.micro_batch {micro_batch} × "
         f"{degree} data-parallel ranks = {unit}; try: train.batch={close}{other}"
     )
-
-
-def _undivided(batch: int, micro_batch: int, degree: int) -> str:
-    """The line for a batch whose default micro-batches do not go round."""
-    close = _multiple(batch, degree)
-    share = close // degree
-    if close != batch:
-        what = f"does not divide over {degree} data-parallel ranks"
-        nearest = f"train.batch={close}"
-    else:
-        count = batch // micro_batch
-        what = (
-            f"is {count} micro-batch{'es' if count > 1 else ''} of {micro_batch} where nobody says "
-            f"train.micro_batch, which do not divide over {degree} data-parallel ranks"
-        )
-        nearest = ""
-    usual = default_micro_batch(close)
-    if close % (usual * degree):  # the nearest batch's own default would not go round either
-        micro = f"train.micro_batch={nearest_divisor(share, micro_batch)}"
-        nearest = f"{nearest} {micro}".strip()
-    return f"train.batch = {batch}: {what}; try: {nearest}"
 
 
 def _multiple(number: int, unit: int) -> int:

@@ -99,8 +99,14 @@ def prepare(
     """
     from shoal.base.facts import this_machine
     from shoal.cli.compare_measure import Comparison
-    from shoal.cli.compare_rows import check_memory, plan_rows, read_counts, read_names
-    from shoal.config.resolve import resolve_batch, resolve_length
+    from shoal.cli.compare_rows import (
+        check_memory,
+        common_micro_batch,
+        plan_rows,
+        read_counts,
+        read_names,
+    )
+    from shoal.config.resolve import micro_batch_is_open, resolve_batch, resolve_length
     from shoal.config.trust import load_own
     from shoal.planner.model_facts import parameters as count_parameters
 
@@ -120,7 +126,11 @@ def prepare(
         parameters = count_parameters(
             config.model.name, config.model.arguments, sequence=config.data.sequence
         )
-    rows = plan_rows(names, counts, config.train.batch, config.train.micro_batch)
+    given = 0 if micro_batch_is_open(loaded) else config.train.micro_batch
+    rows = plan_rows(names, counts, config.train.batch, given)
+    if not given:
+        size = common_micro_batch(rows, config.train.batch)
+        loaded.replace("train", "the largest that every row can run", micro_batch=size)
     if parameters is not None:
         check_memory(rows, parameters, machine)
     return Comparison(loaded, rows, parameters, machine, steps, _own_folder(loaded.config))

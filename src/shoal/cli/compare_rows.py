@@ -11,15 +11,17 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.batches import check_batch
+from shoal.base.batches import turn_of
 from shoal.base.errors import ConfigError, PlanError, UserError, one_of
 from shoal.base.facts import MachineFacts
 from shoal.base.layout import PLANNED, STRATEGIES, Layout
+from shoal.base.plan import Plan
 from shoal.base.schedules import copies
 from shoal.base.strategies import expand
 from shoal.base.units import bytes_text, count_text
 from shoal.planner.guide import STATE_BYTES_PER_PARAMETER
-from shoal.planner.schedules import check_micro_batches
+from shoal.planner.micro_batches import micro_batch_sizes
+from shoal.planner.settle import settle_batch
 
 ONE_PROCESS = ("single", "dp")
 NOISE = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
@@ -85,7 +87,8 @@ def read_counts(text: str) -> list[int]:
 def plan_rows(names: list[str], counts: list[int], batch: int, micro_batch: int) -> list[RowPlan]:
     """Every row in the order of the table: layouts as they were named, each by rising count.
 
-    One process of a layout that needs several is `single`, and no row of its own.
+    One process of a layout that needs several is `single`, and no row of its own. Without a
+    micro-batch (0), rows are asked only whether they divide the batch.
     """
     rows = []
     for name in names:
@@ -109,11 +112,28 @@ def _plan_row(name: str, count: int, batch: int, micro_batch: int) -> RowPlan:
             row.layout = expand(name, 1, threads=count)
         else:
             row.layout = expand(name, count)
-        check_batch(batch, micro_batch, row.layout.data_degree)
-        check_micro_batches(row.layout, batch, micro_batch)
+        settle_batch(Plan(row.layout, batch, micro_batch))
     except UserError as failure:
         row.reason = str(failure)
     return row
+
+
+def common_micro_batch(rows: list[RowPlan], batch: int) -> int:
+    """Return the largest micro-batch that every row can run which can run at all.
+
+    Equal sizes make rows comparable: masks of dropout and statistics of BatchNorm belong to a
+    micro-batch.
+
+    Args:
+        rows: of a table, planned without a micro-batch.
+        batch: samples per optimizer step.
+
+    Returns:
+        Samples per forward pass; an eighth of the batch where rows have no size in common.
+    """
+    layouts = [row.layout for row in rows if row.layout and not row.reason]
+    sizes = [set(micro_batch_sizes(layout, batch)) for layout in layouts]
+    return max(set.intersection(*sizes), default=turn_of(batch)) if sizes else turn_of(batch)
 
 
 def needed_bytes(layout: Layout, parameters: int) -> int:

@@ -86,7 +86,7 @@ def micro_batch(
     loaded = load_own(*file_and_overrides(arguments or []), trust=trust)
     given = [key for key in ("train.batch", "train.micro_batch") if key in loaded.origins]
     search_here()
-    plan = settle_run(loaded, None)
+    plan, _ = settle_run(loaded, None)
     if plan.layout.threads > 1 or loaded.config.islands.on:
         what = "layout.strategy = dp" if plan.layout.threads > 1 else "islands.method"
         raise PlanError(f"{what}: shoal find micro-batch tries processes of one run; try: ddp")
@@ -116,9 +116,10 @@ def micro_batch(
 def _tried(
     arguments: list[str], least: float, most: float, steps: int, *, trust: bool
 ) -> RateRange:
-    from shoal.cli.start import check_tune
+    from shoal.base.layout import Layout
+    from shoal.base.plan import Plan
+    from shoal.cli.start import check_tune, settle_portions
     from shoal.config.paths import check_data, search_here
-    from shoal.config.resolve import resolve_batch
     from shoal.config.trust import load_own
     from shoal.view.phases import shown_waits
 
@@ -126,7 +127,7 @@ def _tried(
     search_here()
     check_data(loaded.config.data)
     check_tune(loaded.config)
-    resolve_batch(loaded, 1)
+    settle_portions(loaded, Plan(Layout()))
     for notice in (*loaded.notices, *_left_out(loaded.config)):
         typer.echo(notice, err=True)
     with shown_waits(sys.stderr):

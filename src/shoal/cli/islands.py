@@ -39,7 +39,7 @@ from shoal.checkpoint.listing import find
 from shoal.cli.worker import imports_of
 from shoal.config.load import Loaded, load
 from shoal.config.resolve import asked_layout
-from shoal.config.save import to_toml
+from shoal.config.save import MICRO_BATCH, to_toml
 from shoal.config.sections import Config
 from shoal.launch import Outcome, supervise
 from shoal.launch.grace import Grace
@@ -47,6 +47,7 @@ from shoal.launch.processes import Guardian, die_with, free_port
 from shoal.launch.stopping import ASKED, StopSignals
 from shoal.launch.supervisor import Progress
 from shoal.planner.kept_plan import keep_choice
+from shoal.planner.settle import settle_batch
 from shoal.view.live import LiveView
 
 LOOK_S = 0.1
@@ -128,7 +129,10 @@ def _write_folders(loaded: Loaded, plan: Plan, folder: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         write_whole(path / "run.toml", to_toml(own))
         settled, chosen = keep_choice(plan, asked_layout(own.config.layout), path)
-        write_whole(path / "plan.json", settled.to_json({"chosen": chosen}))
+        open_size = loaded.origins.get(MICRO_BATCH) == "derived"
+        least = replace(settled, micro_batch=0) if open_size else settled
+        settled = settle_batch(least, at_most=plan.micro_batch)
+        write_whole(path / "plan.json", settled.to_json({"chosen": chosen, "sized": True}))
 
 
 def _set_aside(folder: Path, count: int) -> list[tuple[Path, Path]]:

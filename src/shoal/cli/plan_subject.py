@@ -17,7 +17,7 @@ from shoal.base.estimate import Case, ModelFacts
 from shoal.base.layout import Layout
 from shoal.base.units import count_text
 from shoal.config.load import Loaded
-from shoal.config.resolve import plan_of, resolve_batch
+from shoal.config.resolve import micro_batch_is_open, plan_of, resolve_batch
 from shoal.config.sections import Config
 from shoal.planner.case_settings import beside, format_on, left_out
 from shoal.planner.frameworks import own_kernels
@@ -174,8 +174,8 @@ def _batch(
 ) -> tuple[int, int, int]:
     """Returns samples per step, per forward pass, micro-batches per rank; the last two 0: any.
 
-    On this machine all three are what a run would settle. On others what the user leaves open is
-    the plan's to choose; a batch that nobody gave is a usual one that what was given divides.
+    On this machine the batch is what a run would settle. What else the user leaves open is the
+    plan's to choose; a batch that nobody gave is a usual one that what was given divides.
 
     here   the plan is for this machine
     """
@@ -186,7 +186,8 @@ def _batch(
     if here:
         tried = replace(loaded, notices=[])
         resolve_batch(tried, degree)
-        return tried.config.train.batch, tried.config.train.micro_batch, 0
+        given = 0 if micro_batch_is_open(tried) else tried.config.train.micro_batch
+        return tried.config.train.batch, given, 0
     micro_batch, accumulate = train.micro_batch, train.accumulate
     if train.batch:
         return train.batch, micro_batch, accumulate

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import typer
 
+from shoal.base.batches import turn_of
 from shoal.base.cut_back import mend_folder
 from shoal.base.errors import CheckpointError, ConfigError, PlanError, nearest, short
 from shoal.base.events import EventLog
@@ -41,7 +42,9 @@ from shoal.config.paths import check_data, check_function
 from shoal.config.resolve import (
     asked_layout,
     check_reads,
+    chosen_micro_batch,
     kind_by_name,
+    micro_batch_is_open,
     plan_of,
     processes_of,
     resolve_batch,
@@ -60,7 +63,6 @@ from shoal.planner.huggingface import foreign_config, is_foreign
 from shoal.planner.kept_plan import keep_choice
 from shoal.planner.model_facts import blocks as count_blocks
 from shoal.planner.model_facts import parameters as count_parameters
-from shoal.planner.schedules import check_micro_batches
 from shoal.planner.settle import settle_batch, settle_layout
 from shoal.view.live import LiveView
 from shoal.view.summary import summary
@@ -72,6 +74,7 @@ class Prepared:
 
     chosen   the plan's layout was left open, and an earlier start of this run has taken it
     force    it goes on although what it is now comes to another result
+    sized    an earlier start has chosen the micro-batch, or the run whose run.toml this was
     """
 
     loaded: Loaded
@@ -80,6 +83,7 @@ class Prepared:
     resumed: bool
     chosen: bool = False
     force: bool = False
+    sized: bool = False
 
 
 def prepare(
@@ -104,7 +108,8 @@ def prepare(
         _check_resumable(resume)
         path = resume / "run.toml"
     loaded = load_own(path, overrides, trust=trust)
-    plan = settle_run(loaded, processes)
+    sized = chosen_micro_batch(loaded) > 0
+    plan, chosen = settle_run(loaded, processes, resume)
     folder = resume or resolve_folder(loaded)
     if path == folder / "run.toml":
         keep_origins(loaded, path)
@@ -115,15 +120,14 @@ def prepare(
                 loaded.replace("run", "resumed", **{key: value})
         if not force:
             _check_same(loaded, resume)
-        plan, chosen = keep_choice(plan, asked_layout(loaded.config.layout), resume)
-        return Prepared(loaded, resume, plan, True, chosen, force)
+        return Prepared(loaded, resume, plan, True, chosen, force, sized)
     # A run that never saved anything has nothing to lose; a live one is protected by its lease.
     if find(folder / "checkpoints") or islands_of(folder):
         raise ConfigError(
             f"run.name = {loaded.config.run.name}: {folder} holds a run already; to go on with it: "
             f"shoal train --resume {folder}; else another run.name"
         )
-    return Prepared(loaded, folder, plan, False)
+    return Prepared(loaded, folder, plan, False, sized=sized)
 
 
 def _check_same(loaded: Loaded, folder: Path) -> None:
@@ -147,8 +151,22 @@ def _check_same(loaded: Loaded, folder: Path) -> None:
         return
 
 
-def settle_run(loaded: Loaded, processes: int | None) -> Plan:
-    """Processes, layout, batch, length; checks model and data paths."""
+def settle_run(
+    loaded: Loaded, processes: int | None, resume: Path | None = None
+) -> tuple[Plan, bool]:
+    """Settle processes, layout, batch and length in `loaded`; check model and data paths.
+
+    Args:
+        loaded: the request.
+        processes: how many there are, if somebody else started them.
+        resume: the folder of the run that goes on, whose choice of a layout is kept.
+
+    Returns:
+        The settled plan, and whether an earlier start of the run chose its layout.
+
+    Raises:
+        ConfigError, PlanError: one line each, with the nearest legal values.
+    """
     config = loaded.config
     machine = this_machine()
     if processes is None and config.launch.nodes > 1:
@@ -158,18 +176,21 @@ def settle_run(loaded: Loaded, processes: int | None) -> Plan:
         )
     resolve_islands(loaded)
     section, alone = config.layout, _islands_here(loaded.config.islands) == 1
-    chosen = processes or config.launch.processes or processes_of(section, machine)
+    count = processes or config.launch.processes or processes_of(section, machine)
     if not (alone or processes or config.launch.processes or section.degrees()):
-        chosen = max(1, chosen // config.islands.count)
-    check_cores(chosen, machine)
-    loaded.replace("launch", loaded.origins.get("launch.processes", "derived"), processes=chosen)
+        count = max(1, count // config.islands.count)
+    check_cores(count, machine)
+    loaded.replace("launch", loaded.origins.get("launch.processes", "derived"), processes=count)
     _check_paths(loaded)
     parameters = None
     if not config.model.build:
         parameters = count_parameters(
             config.model.name, config.model.arguments, sequence=config.data.sequence
         )
-    plan = settle_layout(plan_of(config), asked_layout(section), chosen, parameters, machine)
+    plan = settle_layout(plan_of(config), asked_layout(section), count, parameters, machine)
+    chosen = False
+    if resume is not None:
+        plan, chosen = keep_choice(plan, asked_layout(section), resume)
     layout = plan.layout
     if layout.servers and config.islands.on:
         raise PlanError(
@@ -180,14 +201,38 @@ def settle_run(loaded: Loaded, processes: int | None) -> Plan:
         found := count_blocks(config.model.name, config.model.arguments)
     ):
         check_stages(layout.schedule, layout.pp, layout.chunks, found, config.model.name)
-    resolve_batch(loaded, layout.data_degree)
-    train = loaded.config.train
-    check_micro_batches(layout, train.batch, train.micro_batch)
-    if pipeline := describe_bubble(layout, train.batch, train.micro_batch):
+    plan = settle_portions(loaded, plan)
+    if pipeline := describe_bubble(layout, plan.batch, plan.micro_batch):
         loaded.notices.append(pipeline)
     resolve_length(loaded)
     resolve_validation(loaded)
-    return settle_batch(replace(plan, batch=train.batch, micro_batch=train.micro_batch))
+    return plan, chosen
+
+
+def settle_portions(loaded: Loaded, plan: Plan) -> Plan:
+    """Settle the batch and how it is cut, in `loaded` and in the plan that has its layout.
+
+    A micro-batch that an earlier start chose is kept where it divides the share of a data-parallel
+    rank; else the nearest below it, and a line says so. Islands may have other layouts, and begin
+    with an eighth of the batch, which all of them can run.
+
+    Raises:
+        ConfigError, PlanError: they do not divide, with the nearest legal values.
+    """
+    resolve_batch(loaded, plan.layout.data_degree)
+    train, chosen = loaded.config.train, chosen_micro_batch(loaded)
+    given = 0 if micro_batch_is_open(loaded) else train.micro_batch
+    most = chosen or (turn_of(train.batch) if loaded.config.islands.on else 0)
+    plan = settle_batch(replace(plan, batch=train.batch, micro_batch=given), at_most=most)
+    if chosen and plan.micro_batch != chosen:
+        loaded.notices.append(
+            f"train.micro_batch: {chosen} → {plan.micro_batch}, what divides the "
+            f"{train.batch // plan.layout.data_degree} samples of a data-parallel rank here; masks "
+            f"of dropout and statistics of BatchNorm, which belong to a micro-batch, are others"
+        )
+    if not given:
+        loaded.replace("train", "derived", micro_batch=plan.micro_batch)
+    return plan
 
 
 def _islands_here(islands: IslandsPolicy) -> int:
@@ -370,11 +415,12 @@ def _put_back(before: dict[Path, str]) -> None:
 def write_folder(prepared: Prepared, attempt: int = 0) -> EventLog:
     """run.toml as it was resolved, and the first event; attempt: restarts before this one."""
     folder = prepared.folder
-    told = mend_folder(folder) if prepared.resumed else []
+    mended = mend_folder(folder) if prepared.resumed else []
     write_whole(folder / "run.toml", to_toml(prepared.loaded))
     # What an attempt before this one knew of another model is not this one's.
     known = read_object(folder / "plan.json") if prepared.resumed else {}
-    write_whole(folder / "plan.json", prepared.plan.to_json({**known, "chosen": prepared.chosen}))
+    told = {"chosen": prepared.chosen, "sized": prepared.sized}
+    write_whole(folder / "plan.json", prepared.plan.to_json({**known, **told}))
     events = EventLog(folder / "events.jsonl", None)
     config = prepared.loaded.config
     events.emit(
@@ -384,6 +430,6 @@ def write_folder(prepared: Prepared, attempt: int = 0) -> EventLog:
         resumed=prepared.resumed,
         attempt=attempt,
     )
-    for notice in [*told, *prepared.loaded.notices]:
+    for notice in [*mended, *prepared.loaded.notices]:
         events.emit("notice", text=notice)
     return events

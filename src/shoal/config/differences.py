@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.base.errors import short
 from shoal.base.made_with import changed_code, versions
+from shoal.config.save import MICRO_BATCH
 from shoal.config.sections import Config
 
 PLACES = {"run.folder", "run.name", "islands.at", "islands.index"}
@@ -86,10 +87,19 @@ def of_configurations(then: str, now: str) -> list[Difference]:
             usual = _default(section, name)
             was, is_now = old.get(name, usual), new.get(name, usual)
             if was != is_now and key not in PLACES:
-                found.append(Difference(key, was, is_now, changes_result(key)))
+                changes = changes_result(key) and not (
+                    key == MICRO_BATCH and _is_chosen(then) and _is_chosen(now)
+                )
+                found.append(Difference(key, was, is_now, changes))
     if any(one.key == "islands.method" for one in found):  # the rest follows from it
         found = [one for one in found if not one.key.startswith("islands.") or _is_named(one)]
     return found
+
+
+def _is_chosen(text: str) -> bool:
+    """Tell whether Shoal chose the micro-batch of a run.toml, so that it may follow the layout."""
+    lines = (line for line in text.splitlines() if line.startswith("micro_batch = "))
+    return next(lines, "").endswith("# derived")
 
 
 def of_surroundings(

@@ -1,8 +1,9 @@
 """Fills in what the user left open: portions of the batch, length of the run, names, folders.
 
-`train.batch` and `train.micro_batch` decide what is computed, so their defaults may not depend on
-the layout; `train.accumulate` is what the layout makes of them and is derived again at every start.
-Given by the user, it fixes the micro-batch once: micro_batch = batch / (accumulate × ranks).
+`train.batch` decides what is computed, so its default does not depend on the layout. A micro-batch
+that is left open is chosen once, for the layout of the first start (`planner/settle.py`),
+and kept. `train.accumulate` follows from both, anew at every start; given by the user, it fixes the
+micro-batch once: micro_batch = batch / (accumulate × ranks).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shoal.base.batches import check_batch, default_micro_batch
+from shoal.base.batches import check_batch, share_of, turn_of
 from shoal.base.errors import ConfigError
 from shoal.base.facts import MachineFacts, default_processes
 from shoal.base.islands import check_keep
@@ -28,16 +29,23 @@ DEFAULT_BATCH = 16
 DEFAULT_STEPS = 150
 
 
-def resolve_batch(loaded: Loaded, degree: int) -> int:
-    """Settle train.batch and train.micro_batch in `loaded`, and return micro-batches per data rank.
+def resolve_batch(loaded: Loaded, degree: int) -> None:
+    """Settle train.batch in `loaded`, and train.micro_batch where the user fixes it.
 
-    degree   data-parallel ranks
-    Does     fills in what is 0; train.accumulate, if given, fixes micro_batch (or batch) once and
-             becomes 0. What the user should hear is noted
-    Errors   ConfigError when they do not divide, with the nearest legal values
+    A micro-batch that is left open stays as it is: 0, or what an earlier start of the run chose
+    (`chosen_micro_batch`).
+
+    Args:
+        loaded: is changed: train.accumulate, if given, fixes micro_batch (or batch) once and
+            becomes 0. What the user should hear is noted.
+        degree: data-parallel ranks.
+
+    Raises:
+        ConfigError: they do not divide, with the nearest legal values.
     """
     train = loaded.config.train
-    batch, micro_batch, accumulate = train.batch, train.micro_batch, train.accumulate
+    batch, accumulate = train.batch, train.accumulate
+    micro_batch = 0 if micro_batch_is_open(loaded) else train.micro_batch
     origin = "derived"
     if accumulate and batch and micro_batch:
         if batch != micro_batch * accumulate * degree:
@@ -62,33 +70,39 @@ def resolve_batch(loaded: Loaded, degree: int) -> int:
             f"{micro_batch}; on other layouts accumulate is derived from it"
         )
     elif accumulate:
-        micro_batch = micro_batch or default_micro_batch(DEFAULT_BATCH)
+        micro_batch = micro_batch or turn_of(DEFAULT_BATCH)
+        origin = f"from accumulate = {accumulate}, fixed from now on"
         batch = micro_batch * accumulate * degree
         loaded.notices.append(
             f"train.accumulate = {accumulate} on {degree} ranks fixes train.batch = {batch}"
         )
     else:
         batch = batch or (micro_batch * 8 if micro_batch else DEFAULT_BATCH)
-        micro_batch = micro_batch or default_micro_batch(batch)
     if batch != train.batch:
         loaded.replace("train", "derived", batch=batch)
-    if micro_batch != train.micro_batch:
-        loaded.replace("train", origin, micro_batch=micro_batch)
-    _check_shared(batch, degree, given=train.batch or train.micro_batch or accumulate)
-    usual = not (train.micro_batch or accumulate)
-    derived = check_batch(batch, micro_batch, degree, derived=usual)
+    if micro_batch:
+        if micro_batch != train.micro_batch:
+            loaded.replace("train", origin, micro_batch=micro_batch)
+        check_batch(batch, micro_batch, degree)
+    elif batch % degree and not (train.batch or accumulate):
+        raise ConfigError(
+            f"launch.processes: {degree} data-parallel ranks do not divide the default of {batch} "
+            f"samples per step; try: train.batch={8 * degree}"
+        )
+    else:
+        share_of(batch, degree)
     loaded.replace("train", "derived at every start", accumulate=0)
-    return derived
 
 
-def _check_shared(batch: int, degree: int, *, given: int) -> None:
-    """Errors: ConfigError where the default batch, of which nobody spoke, does not go round."""
-    if given or batch % (default_micro_batch(batch) * degree) == 0:
-        return
-    raise ConfigError(
-        f"launch.processes: {degree} data-parallel ranks do not divide the default of {batch} "
-        f"samples per step; try: train.batch={8 * degree} train.micro_batch=1"
-    )
+def micro_batch_is_open(loaded: Loaded) -> bool:
+    """Tell whether the user left the micro-batch to Shoal, which may have chosen it before."""
+    chosen = loaded.origins.get("train.micro_batch") == "derived"
+    return chosen or not loaded.config.train.micro_batch
+
+
+def chosen_micro_batch(loaded: Loaded) -> int:
+    """Return the micro-batch that an earlier start of the run chose; 0: none, or the user did."""
+    return loaded.config.train.micro_batch if micro_batch_is_open(loaded) else 0
 
 
 def resolve_length(loaded: Loaded) -> None:
@@ -237,7 +251,7 @@ def plan_of(config: Config) -> Plan:
 
     Every key that a `Plan` has by the same name is taken, of all sections. Still open: layout (all
     degrees 1), accumulate (0), placements and buckets; formats stay as written, `auto` too.
-    micro_batch is the default of the batch where only that is given.
+    A micro-batch that is left open is 0.
     """
     known = {key.name for key in fields(Plan)}
     sections = (getattr(config, section.name) for section in fields(Config))
@@ -247,8 +261,6 @@ def plan_of(config: Config) -> Plan:
         for key in keys(section)
         if key.name in known
     }
-    batch, micro_batch = found["batch"], found["micro_batch"]
-    found["micro_batch"] = micro_batch or (batch and default_micro_batch(batch))
     found["accumulate"] = 0  # follows from the layout
     return Plan(Layout(), **found)
 

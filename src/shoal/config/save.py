@@ -15,6 +15,9 @@ from shoal.base.files import write_whole
 from shoal.config.load import Loaded, load
 from shoal.config.sections import Config, keys
 
+MICRO_BATCH = "train.micro_batch"
+"""Chosen by Shoal where the user leaves it open; its origin in run.toml is then "derived"."""
+
 
 def to_toml(loaded: Loaded) -> str:
     """Format a configuration as the text of a run.toml: every key, with its value's origin.

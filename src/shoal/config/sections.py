@@ -141,7 +141,7 @@ class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
     batch: int = number(0, least=0, usual=16)
     """samples per optimizer step over all ranks; 0: from micro_batch and accumulate"""
     micro_batch: int = number(0, least=0, usual=2)
-    """samples per forward pass on one rank; 0: a default that does not depend on the layout"""
+    """samples per forward pass on one rank; 0: its whole share where that fits, chosen once"""
     accumulate: int = number(0, least=0)
     """micro-batches per rank and step; fixes micro_batch once, is re-derived ever after"""
     validate_every: int = number(0, least=0)

@@ -16,6 +16,7 @@ from shoal.base.errors import ConfigError, short
 from shoal.config.load import Loaded, load
 from shoal.config.mixture import split_mixture
 from shoal.config.paths import split_source
+from shoal.config.save import MICRO_BATCH, is_derived
 
 ROOT = 0
 CODE = (
@@ -28,12 +29,21 @@ CODE = (
 def load_own(path: Path | None, overrides: Iterable[str], *, trust: bool) -> Loaded:
     """`load`, for a command that calls what the file names.
 
+    A micro-batch that Shoal chose for the run which wrote the file stays its choice, and may become
+    smaller on other layouts.
+
     trust    the user has said --trust
     Errors   as `load`; ConfigError where a stranger's file names functions
     """
     loaded = load(path, overrides)
-    if path is not None and not trust:
-        check_owner(loaded, path)
+    if path is not None:
+        if not trust:
+            check_owner(loaded, path)
+        if loaded.origins.get(MICRO_BATCH) == str(path) and is_derived(path, MICRO_BATCH):
+            # Of another batch the choice says nothing.
+            is_same = loaded.origins.get("train.batch") == str(path)
+            size = loaded.config.train.micro_batch if is_same else 0
+            loaded.replace("train", "derived", micro_batch=size)
     return loaded
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import ConfigError
@@ -46,13 +46,15 @@ class DealtLoader(IterableLoader):
 
     Used as an IterableLoader; the order is drawn anew in every epoch, by (seed, epoch).
     Takes   shards: `Shards`, or what has its `dataset`, `count`, `digest`, `open`, `has_places`
-            gather: tells the data ranks' words to all of them · the rest as IterableLoader
+            gather: tells the data ranks' words to all of them
+            turn: samples that a stream gives at a time (0: a micro-batch); a restored state has its
+            own · the rest as IterableLoader
     Errors  as IterableLoader; ConfigError for a state of other shards
     """
 
-    def __init__(self, shards: Any, *, gather: Gather, **settings: Any) -> None:
+    def __init__(self, shards: Any, *, gather: Gather, turn: int = 0, **settings: Any) -> None:
         super().__init__(shards.dataset, **settings)
-        self.shards = shards
+        self.shards, self.turn = shards, turn or self.micro_batch
         self._gather = gather
         self._state = self._start = json.dumps({"shards": shards.digest})
         self._probing = self.degree > 1
@@ -77,8 +79,13 @@ class DealtLoader(IterableLoader):
         self._position = int(state["position"])
         self.epoch, self.epoch_start = int(state["epoch"]), int(state["epoch_start"])
         self._state = json.dumps(kept)
+        self.turn = int(state.get("turn", self.turn))
         self._moves += 1
         self._running = None
+
+    def state(self) -> dict[str, Any]:
+        """As of an IterableLoader, with the samples of a turn."""
+        return {**super().state(), "turn": self.turn}
 
     def _end_epoch(self) -> None:
         self.epoch += 1
@@ -101,12 +108,13 @@ class DealtLoader(IterableLoader):
             collate=self._collate,
             places=kept.get("places", {}),
             leaves_out=self.leaves_out,
+            micro_batch=0 if self.turn == self.micro_batch else self.micro_batch,
         )
         probe = (f"{self.shards.count} shards", f"files {self.shards.digest}")
         start = StepBatch((), 0, self._position, 0, self.epoch, (), probe=probe * self._probing)
         self._probing = False
         gather = None if self.is_whole else self._gather
-        cut = self.batch, self.micro_batch
+        cut = self.batch, self.turn
         return _steps(Asked(reader, self.workers), deal, gather, cut, start, self.epoch_start)
 
 
@@ -120,7 +128,7 @@ def _steps(
 ) -> Iterator[ReadStep]:
     """The steps to the end of the epoch. Holds no loader: see `iterable.py`.
 
-    gather   None: every rank reads all · cut   batch, micro-batch
+    gather   None: every rank reads all · cut   batch, samples of a turn
     before   a step to begin behind, with what ranks compare in the first one
     """
     reader = asked.reader
@@ -141,7 +149,7 @@ def _steps(
                 asked.ask(deal, turns)
             if any(sizes):
                 owners = None if gather is None else [stream % reader.degree for stream, _ in read]
-                step = _step(before, sizes, owners, answer.values, reader.degree, epoch_start)
+                step = _step(before, sizes, owners, answer.values, reader, epoch_start)
                 misread = _misread(answer, sizes, before, epoch_start) if answer.late else ()
                 yield ReadStep(step, json.dumps(state), not turns, misread)
                 before = replace(step, probe=())
@@ -180,29 +188,57 @@ def _step(
     before: StepBatch,
     sizes: list[int],
     owners: list[int] | None,
-    values: dict[int, Any],
-    degree: int,
+    values: list[Any],
+    reader: ShardReader,
     epoch_start: int,
 ) -> StepBatch:
     """The step behind another one, of turns that gave so many samples.
 
-    owners   whose each turn is; None: of those that gave any, one after another's
+    owners   whose each turn is; None: all are read by every rank, which has micro-batches in turn
+    values   this rank's micro-batches
     """
-    given = [turn for turn, size in enumerate(sizes) if size]
-    ends = list(accumulate((sizes[turn] for turn in given), initial=before.next_position))
-    whose = [owners[turn] if owners else index % degree for index, turn in enumerate(given)]
+    starts = list(accumulate(sizes, initial=before.next_position))
+    cut, whose = _micro_batches(starts, owners, reader.micro_batch, reader.degree)
     mine = tuple(
-        LoadedMicroBatch(index, ends[index], ends[index + 1], values[turn])
-        for index, turn in enumerate(given)
-        if turn in values
+        LoadedMicroBatch(index, places[0], places[-1] + 1, value, places)
+        for (index, places), value in zip(
+            ((index, cut[index]) for index, one in enumerate(whose) if one == reader.rank),
+            values,
+            strict=True,
+        )
     )
     return StepBatch(
         micro_batches=mine,
-        position=ends[0],
-        next_position=ends[-1],
-        total=len(given),
+        position=starts[0],
+        next_position=starts[-1],
+        total=len(cut),
         epoch=before.epoch,
-        sample_ids=tuple(tuple(range(m.start - epoch_start, m.stop - epoch_start)) for m in mine),
+        sample_ids=tuple(tuple(at - epoch_start for at in m.positions) for m in mine),
         probe=before.probe,
-        by_rank=tuple(whose.count(rank) for rank in range(degree)),
+        by_rank=tuple(whose.count(rank) for rank in range(reader.degree)),
     )
+
+
+def _micro_batches(
+    starts: list[int], owners: list[int] | None, size: int, degree: int
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """List the stream positions of each micro-batch of a step, and which rank has it.
+
+    starts   where each turn begins in the stream, and where the last one ends
+    owners   as of `_step` · size  samples of a micro-batch; 0: each turn is one
+    """
+    turns = [tuple(range(*span)) for span in pairwise(starts)]
+    given = [turn for turn, places in enumerate(turns) if places]
+    if not size:
+        whose = [owners[turn] if owners else at % degree for at, turn in enumerate(given)]
+        return [turns[turn] for turn in given], whose
+    if owners is None:
+        every = list(chain.from_iterable(turns))
+        cut = [tuple(every[at : at + size]) for at in range(0, len(every), size)]
+        return cut, [at % degree for at in range(len(cut))]
+    found, whose = list[tuple[int, ...]](), list[int]()
+    for rank in range(degree):
+        own = [at for turn in given if owners[turn] == rank for at in turns[turn]]
+        cuts = [tuple(own[at : at + size]) for at in range(0, len(own), size)]
+        found, whose = found + cuts, whose + [rank] * len(cuts)
+    return found, whose

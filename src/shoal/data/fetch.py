@@ -143,6 +143,10 @@ class Fetcher:
         self._block_start = 0
         self._block: tuple[int, ...] = ()
 
+    def reorder(self, order: Callable[..., Any]) -> None:
+        """Take another order of the samples from here on, as `order` of the start."""
+        self._order, self._block = order, ()
+
     def ids(self, start: int, stop: int) -> tuple[int, ...]:
         """Dataset indices of stream positions start … stop − 1, all of one epoch."""
         if start < self._block_start or stop > self._block_start + len(self._block):

@@ -49,8 +49,10 @@ def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
             samples = [data[place] for place in range(min(count, len(data)))]
         elif hasattr(data, "state_dict"):
             state = copy.deepcopy(data.state_dict())
-            samples = list(islice(iter(data), count))
-            data.load_state_dict(state)
+            try:
+                samples = list(islice(iter(data), count))
+            finally:
+                data.load_state_dict(state)
         else:
             raise ConfigError(
                 "data.source: can only be iterated, so no sample can be looked at without taking "

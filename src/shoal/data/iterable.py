@@ -165,8 +165,8 @@ class IterableLoader:
         batch = read.batch
         lost = told_and_lost(read.misread, self._read_again, self.tell)
         self._read_again += len(read.misread) - len(lost)
-        spans = [(one.start, one.stop) for one in batch.micro_batches]
-        kept, ids = what_is_left(lost, spans, batch.micro_batches, batch.sample_ids)
+        places = [one.positions for one in batch.micro_batches]
+        kept, ids = what_is_left(lost, places, batch.micro_batches, batch.sample_ids)
         return replace(batch, micro_batches=tuple(kept), sample_ids=ids, left_out=lost)
 
     def _end_epoch(self) -> None:

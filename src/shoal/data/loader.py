@@ -53,6 +53,8 @@ class Loader:
     `leaves_out`: those that fail at all four are left out, and the step names them.
 
     Takes   batch, samples per optimizer step over all ranks · micro_batch, samples per forward pass
+            turn, samples that a stream of sharded data gives at a time (0: a micro-batch), which
+            decide their order: a restored state has its own
             seed, of the order and of the samples' own draws · position, samples to begin at
             rank, degree: this rank's place among those that draw other micro-batches, or −1
             workers, processes that fetch ahead, at least a step; 0 fetches between steps
@@ -78,6 +80,7 @@ class Loader:
         workers: int = 0,
         collate: Collate | None = None,
         shuffle: bool = True,
+        turn: int = 0,
     ) -> None:
         check_numbers(batch, micro_batch, rank, degree, workers)
         self.samples = len(dataset)
@@ -89,9 +92,12 @@ class Loader:
         self.rank = rank
         self.degree = degree
         self.workers = workers
+        self.turn = turn or micro_batch
         # shards have an order of their own, in which each is read by few ranks
-        deal = getattr(dataset, "deal", None) if shuffle else None
-        order = deal(micro_batch, degree) if deal else getattr(dataset, "stream_order", None)
+        self._deal = getattr(dataset, "deal", None) if shuffle else None
+        order = getattr(dataset, "stream_order", None)
+        if self._deal:
+            order = self._deal(self.turn, degree)
         self._fetcher = Fetcher(dataset, self.samples, seed, shuffle, collate, order)
         self.tell: Callable[[str], None] | None = None
         self.leaves_out = False
@@ -125,7 +131,8 @@ class Loader:
 
     def _state_at(self, position: int) -> dict[str, Any]:
         left = {"left_out": [list(one) for one in self.left_out]} if self.left_out else {}
-        return {"position": position, "samples": self.samples, **left}
+        dealt = {"turn": self.turn} if self._deal else {}
+        return {"position": position, "samples": self.samples, **dealt, **left}
 
     def leave_out(self, start: int, stop: int) -> None:
         """Hand out none of the samples at positions start … stop − 1 of the stream from now on."""
@@ -149,6 +156,9 @@ class Loader:
                 f"data.source: has {self.samples} samples, the checkpoint was made with "
                 f"{state['samples']}: the order would be another; use the same data, or a new run"
             )
+        if self._deal and state.get("turn", self.turn) != self.turn:
+            self.turn = int(state["turn"])
+            self._fetcher.reorder(self._deal(self.turn, self.degree))
         self.position = int(state["position"])
         self.left_out = [(int(start), int(stop)) for start, stop in state.get("left_out", ())]
 
@@ -202,7 +212,8 @@ class Loader:
         if lost := self._lost():
             from shoal.data.misread import what_is_left
 
-            micro_batches, ids = what_is_left(lost, spans, micro_batches, ids)
+            places = [one.positions for one in micro_batches]
+            micro_batches, ids = what_is_left(lost, places, micro_batches, ids)
         return StepBatch(
             micro_batches=tuple(micro_batches),
             position=start,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, islice
@@ -228,13 +228,16 @@ def told_and_lost(
 
 def what_is_left(
     lost: Sequence[Misread],
-    spans: Sequence[tuple[int, int]],
+    positions: Sequence[Iterable[int]],
     micro_batches: Sequence[T],
     ids: Sequence[tuple[int, ...]],
 ) -> tuple[list[T], tuple[tuple[int, ...], ...]]:
-    """Micro-batches that hold a sample, and the indices of what they hold."""
+    """Micro-batches that hold a sample, and the indices of what they hold.
+
+    positions   of the samples of each micro-batch in the stream, the lost ones too
+    """
     gone = {one.position for one in lost}
-    places = [[position not in gone for position in range(*span)] for span in spans]
+    places = [[position not in gone for position in each] for each in positions]
     pairs = zip(ids, places, strict=True)
     kept = tuple(tuple(compress(own, held)) for own, held in pairs if any(held))
     return [*compress(micro_batches, map(any, places))], kept

@@ -33,13 +33,13 @@ class Answer:
     """What one rank read of a step.
 
     sizes     samples that each of its turns gave, by the turn's number
-    values    its micro-batches, joined, by the turn's number
+    values    its micro-batches, joined, in their order
     late      samples that could not be read at once: turn, place in it, and what `Late` says
     ended     streams in which a shard ended · places  the state of each stream's shard, or None
     """
 
     sizes: dict[int, int] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)
+    values: list[Any] = field(default_factory=list)
     ended: dict[int, Ended] = field(default_factory=dict)
     places: dict[str, Any] = field(default_factory=dict)
     late: list[tuple[int, int, int, str, bool]] = field(default_factory=list)
@@ -128,6 +128,7 @@ class ShardReader:
     shards   has `open(number, seed, epoch, streams)` and `has_places`
     rank, degree   this rank's place among those with other micro-batches
     whole    every rank reads all streams, and keeps micro-batches rank, rank + degree, …
+    micro_batch   samples that are joined, of as many turns as hold them; 0: each turn's own
     leaves_out   a sample that a disk or a connection refuses at every try is left out
     """
 
@@ -143,8 +144,9 @@ class ShardReader:
         collate: Collate | None,
         places: dict[str, Any],
         leaves_out: bool = False,
+        micro_batch: int = 0,
     ) -> None:
-        self.shards = shards
+        self.shards, self.micro_batch = shards, micro_batch
         self.leaves_out = leaves_out and not (whole and degree > 1)
         self.seed, self.epoch = seed, epoch
         self.rank, self.degree, self.whole = rank, degree, whole
@@ -179,24 +181,34 @@ class ShardReader:
 
     def _read(self, turns: Sequence[Turn]) -> Answer:
         answer = Answer()
-        index = 0
+        taken: list[tuple[int, list[Any]]] = []
         for turn, (stream, size) in enumerate(turns):
             if not self.owns(stream):
                 continue
             samples = self._take(stream, size)
             answer.sizes[turn] = len(samples)
+            if samples:
+                taken.append((stream, samples))
             if self.were_late:
                 from shoal.data.misread import told_apart
 
-                samples, late = told_apart(samples)
-                answer.late += [(turn, *one) for one in late]
-            if answer.sizes[turn] and (not self.whole or index % self.degree == self.rank):
-                answer.values[turn] = self._join(samples, stream) if samples else None
-            index += bool(answer.sizes[turn])
+                answer.late += [(turn, *one) for one in told_apart(samples)[1]]
+        for index, (stream, samples) in enumerate(self._cut(taken)):
+            if not self.whole or index % self.degree == self.rank:
+                answer.values.append(self._join(samples, stream))
         asked = {stream for stream, _ in turns} if turns else range(len(self._held))
         for stream in filter(self.owns, asked):
             self._look_ahead(stream, answer)
         return answer
+
+    def _cut(self, taken: list[tuple[int, list[Any]]]) -> list[tuple[int, list[Any]]]:
+        """The samples of each micro-batch, with the stream that its last one is of."""
+        if not self.micro_batch:
+            return taken
+        flat = [(stream, sample) for stream, samples in taken for sample in samples]
+        firsts = range(0, len(flat), self.micro_batch)
+        cuts = [flat[first : first + self.micro_batch] for first in firsts]
+        return [(cut[-1][0], [sample for _, sample in cut]) for cut in cuts]
 
     def _look_ahead(self, stream: int, answer: Answer) -> None:
         opened = self._opened.get(stream)
@@ -253,6 +265,13 @@ class ShardReader:
             seed_draws(self.seed, self.epoch, what)
 
     def _join(self, samples: list[Any], stream: int) -> Any:
+        """What collate makes of the samples that could be read; None where there are none."""
+        if self.were_late:
+            from shoal.data.misread import told_apart
+
+            samples = told_apart(samples)[0]
+        if not samples:
+            return None
         opened = self._opened.get(stream)
         at = (opened.number, opened.taken) if opened else self._held[stream][-1:]
         where = f"samples of stream {stream} (epoch {self.epoch})"

@@ -65,12 +65,12 @@ class TarSamples(Dataset[Any]):
         """The sample's number before a part was held out."""
         return int(self.only[index])
 
-    def deal(self, micro_batch: int, degree: int) -> StreamOrder:
+    def deal(self, turn: int, degree: int) -> StreamOrder:
         """The order in which a loader reads. Errors: ConfigError for a degree that does not fit."""
         check_degree(degree)
         bounds = np.concatenate(([0], np.cumsum(self.index["shard_samples"])))
         sizes = np.diff(np.searchsorted(self.only, bounds))
-        return StreamOrder(sizes.tolist(), micro_batch)
+        return StreamOrder(sizes.tolist(), turn)
 
     def key(self, number: int) -> str:
         """The name of sample `number` of all."""

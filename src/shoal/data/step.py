@@ -6,7 +6,7 @@ loader ── StepBatch ──> trainer          one per optimizer step, also on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,19 @@ class LoadedMicroBatch:
     index        its number in the step, over all ranks
     start, stop  its positions in the stream: start … stop − 1
     value        what collate made of the samples, e.g. (inputs, targets), samples along dim 0
+    apart        its positions where they lie apart, in turns of several streams; (): none between
     """
 
     index: int
     start: int
     stop: int
     value: Any
+    apart: tuple[int, ...] = ()
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The stream positions of its samples."""
+        return self.apart or range(self.start, self.stop)
 
 
 @dataclass(frozen=True)

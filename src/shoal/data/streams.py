@@ -5,13 +5,14 @@
     epoch e   the pieces in an order drawn by (seed, e), one after another: N samples in a row
     stream v  its v-th of 64 equal parts: samples ⌊v·N/64⌋ … ⌊(v+1)·N/64⌋ − 1 of that row
     within    blocks of BLOCK samples, each shuffled by (seed, e, v, block); blocks in their order
-    turn t    micro-batch t of the epoch takes the next samples of stream t mod 64; in the last
-              round, of streams that are a sample longer or shorter, one follows on the other
+    turn t    of the epoch takes the next samples of stream t mod 64; in the last round, of streams
+              that are a sample longer or shorter, one follows on the other
 
-Rank r of D runs micro-batches r, r + D, …: where D divides 64 a stream's turns are all one rank's.
-So a piece is read by one rank (by two where streams meet), front to back, whatever D is. The order
-does not know D: it follows from (seed, position, micro-batch), and one integer is still the
-loader's whole state.
+A turn is a micro-batch, where the user gives one: rank r of D runs turns r, r + D, …; else an
+eighth of the batch, whatever a pass takes: rank r of 2 runs turns 4r … 4r + 3 of every eight. Where
+D divides 64, or those 8, a stream's turns are all one rank's. So a piece is read by one rank (by
+two where streams meet), front to back. The order does not know D: it follows from (seed, position,
+turn), and position and turn are the loader's whole state.
 Source      virtual shards for elastic resume: MosaicML Streaming's "canonical nodes"; shuffling
             within a buffer: webdataset, `tf.data`
 """
@@ -50,31 +51,31 @@ def check_degree(degree: int) -> None:
 class StreamOrder:
     """Which sample of sharded data is at a position: `order(start, stop, seed)` gives indices.
 
-    sizes         samples of each shard; sample numbers run over the shards, one after another
-    micro_batch   samples of one turn
+    sizes   samples of each shard; sample numbers run over the shards, one after another
+    turn    samples of one turn
     """
 
-    def __init__(self, sizes: Sequence[int], micro_batch: int) -> None:
+    def __init__(self, sizes: Sequence[int], turn: int) -> None:
         self.samples = sum(sizes)
         most = max(1, self.samples // (STREAMS * PIECES))
         cut = [min(most, size - at) for size in sizes for at in range(0, size, most)]
         self.sizes = np.array(cut, dtype=np.int64)
-        self.micro_batch = micro_batch
+        self.turn = turn
         self._firsts = np.concatenate(([0], np.cumsum(self.sizes)[:-1]))
         bounds = np.arange(STREAMS + 1, dtype=np.int64) * self.samples // STREAMS
         self._starts, lengths = bounds[:-1], np.diff(bounds)
         self._rows: dict[tuple[int, int], tuple[Indices, Indices]] = {}
-        self._even = int(lengths.min()) // micro_batch  # rounds in which every turn is full
-        self._rest = self._last_turns(lengths - self._even * micro_batch)
+        self._even = int(lengths.min()) // turn  # rounds in which every turn is full
+        self._rest = self._last_turns(lengths - self._even * turn)
 
     def _last_turns(self, left: Indices) -> tuple[Indices, Indices]:
         """(stream, place in it) of the samples after the even rounds, one stream's after another's.
 
-        left   samples of each stream, at most one micro-batch
+        left   samples of each stream, at most one turn
         """
         streams = np.repeat(np.arange(STREAMS), left)
         before = np.repeat(np.cumsum(left) - left, left)
-        return streams, self._even * self.micro_batch + np.arange(len(streams)) - before
+        return streams, self._even * self.turn + np.arange(len(streams)) - before
 
     def _row(self, seed: int, epoch: int) -> tuple[Indices, Indices]:
         """The pieces as they lie in the epoch's row, and where each begins there."""
@@ -87,11 +88,11 @@ class StreamOrder:
 
     def streams(self, offsets: Indices) -> tuple[Indices, Indices]:
         """Stream of each of an epoch's positions, and the place in it before the shuffle."""
-        turns, within = np.divmod(offsets, self.micro_batch)
+        turns, within = np.divmod(offsets, self.turn)
         rounds, stream = np.divmod(turns, STREAMS)
-        place = rounds * self.micro_batch + within
+        place = rounds * self.turn + within
         late = np.flatnonzero(rounds >= self._even)
-        some = offsets[late] - self._even * self.micro_batch * STREAMS
+        some = offsets[late] - self._even * self.turn * STREAMS
         stream[late], place[late] = self._rest[0][some], self._rest[1][some]
         return stream, place
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from shoal.base.errors import PlanError
 from shoal.base.facts import MachineFacts, default_processes
 from shoal.base.layout import Layout
-from shoal.base.strategies import expand
 from shoal.base.units import bytes_text, count_text
 
 DDP_BELOW, FSDP_UP_TO = 1_000_000_000, 10_000_000_000
@@ -80,6 +79,8 @@ def by_size(processes: int, parameters: int | None, machine: MachineFacts) -> tu
     if not machine.gpus and machine.cores <= processes:
         aside = f" (on {machine.cores} cores one process may be as fast)"
     others = "single, zero1, zero2, fsdp" if chosen == "ddp" else "zero2"
+    from shoal.base.strategies import expand  # one process has no use for it
+
     return (
         expand(chosen, processes),
         f"auto: {size}{span}: {chosen} on {processes} processes; also possible: {others}{aside}",

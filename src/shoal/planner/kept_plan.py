@@ -11,7 +11,7 @@ from typing import Any
 from shoal.base.errors import ShoalError
 from shoal.base.lines import read_object
 from shoal.base.plan import Plan
-from shoal.planner.settle import goes_together, is_open, settle_batch
+from shoal.planner.settle import goes_together, is_open
 
 
 def kept_plan(folder: Path, processes: int) -> Plan | None:
@@ -36,15 +36,14 @@ def keep_choice(plan: Plan, asked: Mapping[str, Any], folder: Path) -> tuple[Pla
 
     A restart then goes on bit for bit.
 
-    plan    settled · asked  keys of [layout] that the user set, "strategy" among them
+    plan    with its layout · asked  keys of [layout] that the user set, "strategy" among them
     folder  of the run, whose plan.json is read (`kept_plan`)
-    Gives   (plan with that layout and its `why`, micro-batch and accumulation settled, True), or
-            (plan as it came, False) where there is no such choice, its stage is not the one asked
-            for, or the plan's policies do not go with it
-    Errors  ConfigError, PlanError as `settle_batch`
+    Gives   (plan with that layout and its `why`, True), its micro-batch and accumulation as they
+            were, or (plan as it came, False) where there is no such choice, its stage is not the
+            one asked for, or the plan's policies do not go with it
     """
     kept = kept_plan(folder, plan.layout.processes) if is_open(asked) else None
     if kept is None or kept.layout.zero != asked.get("zero", kept.layout.zero):
         return plan, False
     again = replace(plan, layout=kept.layout, why=kept.why)
-    return (settle_batch(again), True) if goes_together(again) else (plan, False)
+    return (again, True) if goes_together(again) else (plan, False)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shoal.base.batches import check_batch, default_micro_batch
+from shoal.base.batches import check_batch, share_of
 from shoal.base.errors import PlanError, ShoalError
 from shoal.base.facts import MachineFacts
 from shoal.base.layout import PIPELINES, STAGES, STRATEGIES, Layout
@@ -26,7 +26,12 @@ NAMED = ("zero", "threads", "schedule", "chunks", "servers", "updates", "stalene
 
 
 def settle(
-    plan: Plan, said: Words, processes: int, parameters: int | None, machine: MachineFacts
+    plan: Plan,
+    said: Words,
+    processes: int,
+    parameters: int | None,
+    machine: MachineFacts,
+    at_most: int = 0,
 ) -> Plan:
     """Fill in what a plan leaves open: layout, reason (`why`), micro-batch, accumulation.
 
@@ -36,15 +41,16 @@ def settle(
                  none is derived; a strategy's are. Neither: `auto` chooses by the field's guide
     parameters   elements of the model; None: its size is left out of account
     machine      whose memory `auto` looks at, on a CPU
+    at_most      as of `settle_batch`
     Gives        a new plan
     Errors       PlanError, ConfigError with the nearest legal choice
 
     >>> laptop = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     >>> plan = settle(Plan(Layout(), 16), {"tp": 2, "dp_replicate": 2}, 4, None, laptop)
     >>> plan.layout.text(), plan.micro_batch, plan.accumulate
-    ('ddp + tp (dp_replicate = 2, tp = 2)', 2, 4)
+    ('ddp + tp (dp_replicate = 2, tp = 2)', 8, 1)
     """
-    return settle_batch(settle_layout(plan, said, processes, parameters, machine))
+    return settle_batch(settle_layout(plan, said, processes, parameters, machine), at_most)
 
 
 def settle_layout(
@@ -171,23 +177,28 @@ def goes_together(plan: Plan) -> bool:
     return True
 
 
-def settle_batch(plan: Plan) -> Plan:
+def settle_batch(plan: Plan, at_most: int = 0) -> Plan:
     """Fill in micro-batch and accumulation of a plan that has its layout and its batch.
 
-    micro_batch   of the plan: a given one stays; 0: batch / gcd(batch, 8), whatever the layout
+    micro_batch   of the plan: a given one stays; 0: `usual_micro_batch` of the layout
     accumulate    batch / (micro_batch · data-parallel ranks), whatever the plan had
+    at_most       samples that a micro-batch which is left open may not exceed; 0: no bound
     Gives         a new plan
     Errors        ConfigError where the batch does not divide so; PlanError where the pipeline's
                   schedule cannot run so many micro-batches
     """
-    micro_batch = plan.micro_batch or default_micro_batch(plan.batch)
-    accumulate = check_batch(
-        plan.batch, micro_batch, plan.layout.data_degree, derived=not plan.micro_batch
-    )
-    if plan.layout.pp > 1:
+    layout, micro_batch = plan.layout, plan.micro_batch
+    if not micro_batch:
+        micro_batch = share_of(plan.batch, layout.data_degree)
+        if at_most or layout.pp > 1 or layout.threads > 1:
+            from shoal.planner.micro_batches import usual_micro_batch
+
+            micro_batch = usual_micro_batch(layout, plan.batch, at_most) or micro_batch
+    accumulate = check_batch(plan.batch, micro_batch, layout.data_degree)
+    if layout.pp > 1:
         from shoal.planner.schedules import check_micro_batches
 
-        check_micro_batches(plan.layout, plan.batch, micro_batch)
+        check_micro_batches(layout, plan.batch, micro_batch)
     return replace(plan, micro_batch=micro_batch, accumulate=accumulate)
 
 

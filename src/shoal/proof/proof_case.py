@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.base.batches import proof_batch
+from shoal.base.batches import proof_batch, turn_of
 from shoal.base.facts import this_machine
 from shoal.base.plan import Plan
 from shoal.base.policies import (
@@ -172,12 +172,15 @@ def case_of(
     plan, layout   as they are settled; default: as the configuration says
     """
     settled = words_of(plan.layout) if plan is not None else asked_layout(config.layout)
+    plan = plan or plan_of(config)
+    if not plan.micro_batch and plan.batch:
+        plan = replace(plan, micro_batch=turn_of(plan.batch))
     return ProofCase(
         lambda: build_model(config, source),
         import_loss(config.model),
         source.train,
         source.collate,
         settled if layout is None else layout,
-        plan or plan_of(config),
+        plan,
         ours=not config.model.build and family_of(config.model.name) in FAMILIES,
     )

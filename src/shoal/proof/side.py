@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.base.batches import turn_of
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.fabric import World
 from shoal.proof.by_blocks import cut_blocks, cuts_text
+from shoal.trainer.arguments import DEFAULT_BATCH
 from shoal.trainer.contract import BuildOptimizer, Loss
 from shoal.trainer.optimizer_guard import Length
 from shoal.trainer.parallelize import start_run
@@ -85,6 +87,8 @@ class Side:
     ) -> Run:
         """A run of this side over a freshly built, perturbed module.
 
+        Without a micro-batch all layouts and the one process have an eighth of the batch.
+
         build   gives a new module with the same weights at every call (it is called under
                 `torch.manual_seed`) · label  names the run where a trial has several
         Errors  as `shoal.parallelize`
@@ -102,7 +106,7 @@ class Side:
         plan = Plan(
             Layout(),
             batch or 0,
-            micro_batch or 0,
+            micro_batch or turn_of(batch or DEFAULT_BATCH),
             compute=self.precision,
             clip=self.clip,
             seed=self.seed,

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.base.errors import PlanError
+
 
 def copied_module(module: nn.Module, known: dict[int, Any] | None = None) -> nn.Module:
     """Copy a module deeply, with the values of tensors that it keeps from earlier passes.
@@ -36,6 +38,8 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
     Tensors that are plain attributes are copied so too, those inside of lists and dicts are not.
 
     device    "meta"; "cpu" while a FakeTensorMode is on, whose tensors have no data either
+    Errors    PlanError where a part copies itself as itself, say a teacher that is shared: its
+              weights and hooks would be the model's own
     """
     twins: dict[int, Any] = {}
     loose = [v for part in module.modules() for v in vars(part).values()]
@@ -48,6 +52,11 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         twins[id(tensor)] = twin
     copied = copied_module(module, twins)
+    own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
+    for one in (*copied.named_modules(), *copied.named_parameters(), *copied.named_buffers()):
+        if id(one[1]) in own:
+            name = one[0] or type(module).__name__
+            raise PlanError(f"model: {name} copies itself as itself, so no twin of it can be made")
     for part in copied.modules():
         part._forward_pre_hooks.clear()
         part._forward_hooks.clear()

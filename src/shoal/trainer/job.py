@@ -42,10 +42,12 @@ def open_run(
     *,
     folder: Path | None = None,
     total_steps: int = 0,
+    is_cut_by_user: bool = True,
 ) -> Run:
     """Start the run that a configuration describes, under a plan.
 
     plan, said   as `start_run` takes them · folder  where it writes
+    is_cut_by_user   the micro-batch is the user's word, not Shoal's choice
     Errors       PlanError, ConfigError when this layout cannot carry this model; on all ranks
     """
     search_here()  # torchrun's ranks do not look there for an optimizer of the user's own
@@ -61,7 +63,7 @@ def open_run(
         import_loss(config.model),
         plan,
         said,
-        given=("batch", "micro_batch"),
+        given=("batch", "micro_batch") if is_cut_by_user else ("batch",),
         length=Length(config.optimizer, total_steps),
         sample=partial(first_samples, source.train, source.collate),
         folder=folder,

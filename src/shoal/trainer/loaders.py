@@ -10,12 +10,13 @@ so does one that is made anew for each epoch, where it holds the same samples.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from shoal.base.batches import turn_of
 from shoal.base.errors import BugError, ConfigError
 from shoal.base.plan import Plan
 from shoal.data.dataset import is_indexed
@@ -50,24 +51,27 @@ class Feed:
     """The loaders of one run; `state` is what a checkpoint keeps: one entry per loader, JSON.
 
     notice   tells what all ranks find, by rank 0 · tell  what one rank finds, by that one
+    given    of "batch" and "micro_batch" those that the user fixed: a stream of sharded data gives
+             a micro-batch that was given at a time, else an eighth of the batch
     """
 
     def __init__(
         self,
         plan: Plan,
         world: World,
-        seed: int,
         notice: Callable[[str], None],
         tell: Callable[[str], None] | None = None,
+        given: Collection[str] = ("micro_batch",),
     ) -> None:
         self.tell = tell or notice
+        self.turn = plan.micro_batch if "micro_batch" in given else turn_of(plan.batch)
         self.plan = plan
         self.world = world
-        self.seed = seed
         self.notice = notice
         self.state: list[dict[str, Any]] = []
         self.loaders: list[AnyLoader] = []
         self.settings: list[tuple[Any, int, Any]] = []
+        self.choose: Callable[[Any, Any, int], None] | None = None
         self.opened_at: list[int] = []
         self.told_of_another = False
         self._own_under_way = False
@@ -100,10 +104,14 @@ class Feed:
         for known, (of, by, joined) in zip(self.loaders, self.settings, strict=True):
             if of is dataset and by == workers and joined is collate:
                 return known
+        if self.choose is not None:  # the micro-batch, by what a sample of these data takes
+            choose, self.choose = self.choose, None
+            choose(dataset, collate, workers)
         settings = {
             "batch": self.plan.batch,
             "workers": workers,
             "collate": collate,
+            "turn": self.turn,
             **self._share(),
         }
         loader = self._made(dataset, settings)
@@ -233,11 +241,14 @@ class Feed:
     def held_out(self, data: Any, workers: int, collate: Any, micro_batch: int = 0) -> MicroBatches:
         """As `validation`, for samples in any form: a dataset, a list, an iterable of samples.
 
-        micro_batch   samples per forward pass; 0: as in training
+        micro_batch   samples per forward pass; 0: as in training, fewer where ranks had none
         """
         from shoal.data.loader import Loader
 
-        micro_batch = micro_batch or self.plan.micro_batch
+        if not micro_batch:
+            micro_batch = self.plan.micro_batch
+            if is_indexed(data):
+                micro_batch = min(micro_batch, max(1, len(data) // self.plan.layout.data_degree))
         loader = open_loader(
             data,
             batch=micro_batch * self.plan.layout.data_degree,
@@ -251,7 +262,7 @@ class Feed:
     def _share(self) -> dict[str, Any]:
         return {
             "micro_batch": self.plan.micro_batch,
-            "seed": self.seed,
+            "seed": self.plan.seed,
             "rank": self.world.rank if self.world.rank < self.plan.layout.data_degree else -1,
             "degree": self.plan.layout.data_degree,
         }
@@ -303,8 +314,8 @@ def is_told(dataset: Any) -> bool:
 def open_loader(dataset: Any, **settings: Any) -> AnyLoader:
     """Make the loader for `dataset`: Loader if it is map-style, else IterableLoader.
 
-    Takes   settings: the keyword arguments of Loader; shuffle is for datasets with an index, and
-            otherwise dropped
+    Takes   settings: the keyword arguments of Loader; shuffle and turn are for datasets with an
+            index, and otherwise dropped
     Errors  ConfigError if it has neither an index and a length nor `__iter__`, if it is a
             DataLoader, which makes batches itself, and what the loader refuses
     """
@@ -321,7 +332,8 @@ def open_loader(dataset: Any, **settings: Any) -> AnyLoader:
     if hasattr(dataset, "__iter__"):
         from shoal.data.iterable import IterableLoader
 
-        settings.pop("shuffle", None)
+        for key in ("shuffle", "turn"):
+            settings.pop(key, None)
         return IterableLoader(dataset, **settings)
     has = "__getitem__ but no __len__" if hasattr(dataset, "__getitem__") else "neither"
     raise ConfigError(

@@ -27,7 +27,7 @@ from shoal.base.plan import Plan
 from shoal.base.policies import CompilePolicy
 from shoal.config.load import load
 from shoal.config.resolve import asked_layout, plan_of
-from shoal.config.save import is_derived
+from shoal.config.save import MICRO_BATCH, is_derived
 from shoal.config.sections import Config
 from shoal.data.sources import Source, open_source
 from shoal.fabric import World, start_world
@@ -41,6 +41,7 @@ from shoal.trainer.hub_files import keep_tokenizer
 from shoal.trainer.island_join import Joined, foresee_rounds, join
 from shoal.trainer.island_loop import STOPPED, train_rounds
 from shoal.trainer.job import import_object, open_run, steps_of
+from shoal.trainer.micro_batch_size import choose_micro_batch, is_left_open
 from shoal.trainer.oom import fitted, within_memory
 from shoal.trainer.opening import count_flops, describe
 from shoal.trainer.predict import (
@@ -101,17 +102,18 @@ def _prepare(
         measure_machine(world, cache_folder(), quick(world.device))
     # A layout that is left open is ranked by them, the run is foreseen by them: found once.
     facts: FindFacts = cache(partial(facts_of, config, source))
-    plan, said = choose(config, facts, world, folder)
+    plan, said = choose(config, facts, world, folder, is_open_size=is_left_open(folder))
+    plan, sized = choose_micro_batch(config, plan, facts, world, folder)
     plan = fitted(plan, config, folder)
     proven = prove(config, source, world, folder, plan, said)
     gc.collect()
     forget_peak(world.device)  # the proof's memory is not the run's
     held_bytes = held_now_bytes()
     with phase("set up"):
-        run = open_run(config, source, world, plan, said, folder=folder)
-    run.checks.cut_by_default = is_derived(folder / "run.toml", "train.micro_batch")
-    if proven and world.keeps:
-        run.recorder.events.emit("notice", text=proven)
+        given = not is_derived(folder / "run.toml", MICRO_BATCH)
+        run = open_run(config, source, world, plan, said, folder=folder, is_cut_by_user=given)
+    for line in filter(None, (sized, proven) if world.keeps else ()):
+        run.recorder.events.emit("notice", text=line)
     for path in config.train.on:
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)

@@ -149,7 +149,7 @@ class ModelChecks:
         notice: prints a line, by rank 0.
 
     Attributes:
-        cut_by_default: as above; `shoal train` sets it, which gives all its runs a micro-batch.
+        cut_by_default: as above, until it was looked at.
     """
 
     def __init__(
@@ -178,9 +178,11 @@ class ModelChecks:
         hooks = [name for name in hooked(self.program.parameters) if name not in self._hooked]
         for line in check_hooks(hooks, self.program):
             self.notice(line)
-        if self.cut_by_default and isinstance(batch, StepBatch):
+        plan = self.program.plan
+        is_cut = plan.micro_batch * plan.layout.data_degree < plan.batch
+        if self.cut_by_default and is_cut and isinstance(batch, StepBatch):
             from shoal.trainer.model_notices import batch_norm_line
 
             self.cut_by_default = False
-            if line := batch_norm_line(module, self.program.plan):
+            if line := batch_norm_line(module, plan):
                 self.notice(line)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,8 @@ import torch
 from shoal.base.errors import ClusterError, ConfigError
 from shoal.base.files import write_whole
 from shoal.base.lines import read_object
+from shoal.config.save import MICRO_BATCH, is_derived
+from shoal.planner.micro_batches import usual_micro_batch, with_micro_batch
 
 if TYPE_CHECKING:
     from shoal.base.plan import Plan
@@ -58,14 +59,18 @@ def smaller(micro_batch: int) -> int:
 def fitted(plan: Plan, config: Config, folder: Path) -> Plan:
     """The plan with the micro-batch that an earlier start of this run came down to.
 
-    A `train.micro_batch` that the user has changed since wins.
+    A `train.micro_batch` that the user has changed since wins. One that Shoal chose follows the
+    layout, and stays as small as it came down to.
     """
     told = read_object(folder / FILE)
     size = told.get("micro_batch")
-    if not isinstance(size, int) or told.get("asked") != config.train.micro_batch or size < 1:
+    if not isinstance(size, int) or size < 1:
         return plan
-    passes = plan.batch // (size * plan.layout.data_degree) if plan.accumulate else 0
-    return replace(plan, micro_batch=size, accumulate=passes)
+    if is_derived(folder / "run.toml", MICRO_BATCH):
+        return with_micro_batch(plan, usual_micro_batch(plan.layout, plan.batch, at_most=size))
+    if told.get("asked") != config.train.micro_batch:
+        return plan
+    return with_micro_batch(plan, size)
 
 
 @contextmanager
@@ -85,7 +90,9 @@ def within_memory(run: Run, config: Config, folder: Path) -> Iterator[None]:
         size = smaller(used)
         where = f"rank {run.world.rank}, step {run.step_count + 1}: {reason[0]}"
         if config.train.on_oom == "halve" and size:
-            asked = config.train.micro_batch
+            # One that Shoal chose is nobody's word: saying the same number later is another one.
+            chosen = is_derived(folder / "run.toml", MICRO_BATCH)
+            asked = None if chosen else config.train.micro_batch
             kept = {"asked": asked, "micro_batch": size, "was": used, "because": where}
             with suppress(OSError):  # then the next start meets the same again
                 write_whole(folder / FILE, json.dumps(kept))

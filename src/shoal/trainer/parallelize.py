@@ -14,11 +14,12 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from shoal.base.batches import turn_of
 from shoal.base.errors import ConfigError, ShoalError, UserError
 from shoal.base.facts import this_machine
 from shoal.base.layout import Layout
@@ -35,7 +36,7 @@ from shoal.parallel import precision as formats
 from shoal.parallel.compose import hand_to_policies, materialise, place, prepare, record, wrap
 from shoal.parallel.program import trainable
 from shoal.planner.buckets import plan_buckets
-from shoal.planner.settle import Words, leaves_open, settle, words_of
+from shoal.planner.settle import Words, leaves_open, settle, settle_batch, words_of
 from shoal.trainer.arguments import (
     DEFAULT_BATCH,
     ELSEWHERE,
@@ -59,6 +60,9 @@ from shoal.trainer.recorder import Recorder
 from shoal.trainer.run import Run
 from shoal.trainer.sample_forward import divides, look_at
 from shoal.trainer.whole_state import give_masters
+
+if TYPE_CHECKING:
+    from shoal.trainer.share_fits import ShareFits
 
 
 def parallelize(
@@ -97,8 +101,9 @@ def parallelize(
     plan         all that is said by words here, as one `shoal.Plan`, in their place
     batch        samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
                  micro-batches if only `micro_batch` is given
-    micro_batch  samples per forward pass on one rank; default: an eighth of `batch`, so that it
-                 does not depend on the layout; a batch of your own is cut only if this is given
+    micro_batch  samples per forward pass on one rank; default: a rank's whole share of `batch`, in
+                 a pipeline two passes for each stage; a batch of your own is cut only if this is
+                 given
     precision    auto, fp64, fp32, bf16, fp16: `compute` of [precision]
     schedule     a learning-rate schedule over `total_steps`; without it, lr is yours
     sample       tp, pp, cp: a batch of a few samples, or a function that gives one; what the model
@@ -216,13 +221,10 @@ def start_run(
     _agree(world, {"optimizer": settings_of(bound), "loss": _place_of(loss)})
     unheld = _unheld(module, parameters, bound)
     plan = _sized(plan, parameters)
+    share = None
     if said is not None:
-        chosen = None
-        if ranks_layouts and world.size > 1 and leaves_open(plan, said):
-            from shoal.trainer.rank_layouts import choose_for
-
-            chosen = choose_for(module, sample, loss, bound, plan, said, world)
-        plan = chosen or settle(plan, said, world.size, plan.parameters, this_machine())
+        asked = sample if ranks_layouts else None
+        plan, share = _chosen(module, bound, loss, plan, said, world, folder, sample=asked)
     hooks = hooked(parameters)
     if not module.training:  # from_pretrained gives models in evaluation mode
         module.train()
@@ -251,12 +253,59 @@ def start_run(
         ends += start_beside(plan, folder, recorder)
     program = replace(program, on_close=(*program.on_close, *ends))
     run = Run(program, bound, loss, recorder, length, given, unheld)
+    if share is not None:
+        run.feed.choose = lambda *data: share().choose(run, *data)
     if beside is not None and own:  # `shoal train` does so with its first step
         beside.compare_collectives()
     if folder is not None:
-        _keep_in(folder, run)
+        _keep_in(folder, run, is_chosen="micro_batch" not in given)
     trim_heap()
     return run
+
+
+def _chosen(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    plan: Plan,
+    said: Words,
+    world: World,
+    folder: Path | None,
+    *,
+    sample: Any,
+) -> tuple[Plan, Callable[[], ShareFits] | None]:
+    """Settle a plan whose layout is said in words, and how its batch is cut.
+
+    sample   as of `start_run`, where the planner may choose the layout by it
+    Gives    the plan, and who looks at its micro-batch with the first loader: None where the user
+             said it, an earlier start in the folder chose it, or it is an eighth at most
+    """
+    chosen, kept = None, 0
+    if sample is not None and world.size > 1 and leaves_open(plan, said):
+        from shoal.trainer.rank_layouts import choose_for
+
+        chosen = choose_for(module, sample, loss, optimizer, plan, said, world)
+    if not plan.micro_batch and folder is not None:
+        from shoal.trainer.same_again import kept_micro_batch
+
+        kept = kept_micro_batch(folder, world)
+    if kept and chosen:
+        chosen = settle_batch(replace(chosen, micro_batch=0), kept)
+    is_open = not (plan.micro_batch or kept or chosen)
+    plan = chosen or settle(plan, said, world.size, plan.parameters, this_machine(), kept)
+    if not is_open or plan.layout.pp > 1 or plan.micro_batch <= turn_of(plan.batch):
+        return plan, None
+
+    def look() -> ShareFits:
+        from shoal.trainer.share_fits import ShareFits
+
+        return ShareFits(module, optimizer, loss)
+
+    if plan.layout.zero < 3 and not plan.layout.is_derived:
+        return plan, look
+    share = look()
+    share.keep_twin()  # the module will hold parts
+    return plan, lambda: share
 
 
 def _sized(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> Plan:
@@ -287,8 +336,11 @@ def _unheld(
     return unheld, forgotten(module, unheld)
 
 
-def _keep_in(folder: Path, run: Run) -> None:
-    """Take a run's folder, and what a checkpoint tells besides of what is run."""
+def _keep_in(folder: Path, run: Run, *, is_chosen: bool) -> None:
+    """Take a run's folder, and what a checkpoint tells besides of what is run.
+
+    is_chosen   the micro-batch is no word of the user's
+    """
     from shoal.trainer.folder_lease import own
     from shoal.trainer.last_words import last_word
     from shoal.trainer.replaced_folder import RunFolderGuard
@@ -303,9 +355,10 @@ def _keep_in(folder: Path, run: Run) -> None:
         beside.tell_disk(run.world)
     run.saving.prepare()
     model_parts(run)  # refuses now what the first save could not write
-    if run.world.is_first:
-        from shoal.trainer.same_again import facts_of
+    from shoal.trainer.same_again import CHOSEN, facts_of
 
+    run.extra_record[CHOSEN] = is_chosen
+    if run.world.is_first:
         run.extra_record |= facts_of(run)
 
 

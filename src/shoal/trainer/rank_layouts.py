@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shoal.base.batches import default_micro_batch
 from shoal.base.cluster import Cluster
 from shoal.base.errors import ShoalError
 from shoal.base.estimate import Case, ModelFacts
@@ -36,7 +35,7 @@ from shoal.planner.case_settings import beside, state_bytes_of
 from shoal.planner.kept_plan import kept_plan
 from shoal.planner.measured import read_measured
 from shoal.planner.model_states import WIDTHS
-from shoal.planner.search import Candidate, search
+from shoal.planner.search import Candidate, fastest_micro_batch, search
 from shoal.planner.search_space import section_of, space_of
 from shoal.planner.settle import (
     Words,
@@ -61,11 +60,12 @@ class FindFacts(Protocol):
 
 @phase("plan")
 def choose(
-    config: Config, facts: FindFacts, world: World, folder: Path
+    config: Config, facts: FindFacts, world: World, folder: Path, *, is_open_size: bool = False
 ) -> tuple[Plan, Words | None]:
     """Take the plan that the start left in a run's folder, and choose its layout if that is open.
 
     facts    finds the model's, once they are needed (`facts_of`)
+    is_open_size   the micro-batch is chosen with the layout (`micro_batch_size.is_left_open`)
     Gives    (plan, None); where nothing can be ranked, the plan with the words from which the
              guide settles it
     """
@@ -76,6 +76,8 @@ def choose(
         return plan, None
     if world.size == 1:
         return open_plan, asked
+    if is_open_size:  # it follows the layout that is found best
+        plan = replace(plan, micro_batch=0)
     compute = formats.resolve(plan.compute, world.device)
     model = partial(facts, element_bytes=WIDTHS[compute])
     found = best_plan(model, plan, config.layout, beside(config), world)
@@ -152,16 +154,14 @@ def choose_for(
         element_bytes=WIDTHS[plan.compute],
         blocks=plan,
     )
+    return best_plan(model, plan, section_of(words), own_settings(module, optimizer), world)
+
+
+def own_settings(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what else a `Case` of a loop of one's own has (`case_settings.beside` of a run's)."""
     group = optimizer.param_groups[0]
     rule = OptimizerPolicy(name=type(optimizer).__name__, momentum=float(group.get("momentum", 0)))
-    further = {
-        "loss": "full",
-        "optimizer_bytes": state_bytes_of(rule),
-        "handed": handed(module),
-    }
-    micro_batch = plan.micro_batch or default_micro_batch(plan.batch)
-    settled = replace(plan, micro_batch=micro_batch)
-    return best_plan(model, settled, section_of(words), further, world)
+    return {"loss": "full", "optimizer_bytes": state_bytes_of(rule), "handed": handed(module)}
 
 
 def measured_here(processes: int, device: torch.device) -> Cluster | None:
@@ -191,8 +191,9 @@ def best_plan(
             candidates = startable(search(case, space))
             if not candidates:
                 return None
-            best = replace(plan, layout=candidates[0].case.layout, why=_why(candidates, world.size))
-            return settle_batch(best)
+            best, why = candidates[0].case, _why(candidates, world.size)
+            size = plan.micro_batch or fastest_micro_batch(best, measured=True)
+            return settle_batch(replace(plan, layout=best.layout, micro_batch=size, why=why))
         except ShoalError:
             return None
 

@@ -93,7 +93,7 @@ class Run:
         self.optimizer, self.loss = optimizer, loss
         self.step_count = self.first_key = 0
         plan = program.plan
-        self.feed = Feed(plan, program.data, plan.seed, recorder.notice, recorder.here)
+        self.feed = Feed(plan, program.data, recorder.notice, recorder.here, given)
         self.beside: Beside | None = None
         self.adjust: Callable[[], None] | None = None
         self.lr_step: int | None = None

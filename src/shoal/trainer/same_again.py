@@ -21,11 +21,14 @@ from typing import Any, Protocol
 
 import torch
 
+from shoal.base.batches import turn_of
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.base.made_with import user_code, versions
+from shoal.checkpoint.listing import find, read_manifest
 from shoal.config.differences import Difference, of_configurations, of_surroundings, refusal
 from shoal.data.dataset import digest_of, is_indexed
 from shoal.data.seeding import seeded_draws
+from shoal.fabric import World
 from shoal.optim.state import plain
 from shoal.parallel.program import Program
 from shoal.trainer.optimizer_guard import OptimizerGuard
@@ -35,6 +38,8 @@ STRICT = "SHOAL_RESUME"
 """Environment variable of `shoal train`: `strict` where a difference stops a resume."""
 LOOKS, LOOK_S, LOOK_AT_MOST_S = 16, 0.1, 5.0
 """Samples that are looked at, how long about, and how long another process is waited for."""
+CHOSEN = "micro_batch_chosen"
+"""In a checkpoint's record: the micro-batch is Shoal's choice, and follows the layout."""
 GOLDEN = 0.6180339887498949
 """Steps of this share of a whole meet every part of it early, whenever one stops."""
 
@@ -79,6 +84,27 @@ def facts_of(run: Compared) -> dict[str, Any]:
         for number, group in enumerate(run.optimizer.param_groups):
             settings[f"optimizer group {number}: lr as given"] = plain(group["lr"])
     return {"versions": versions(), "code": user_code(), "settings": settings}
+
+
+def kept_micro_batch(folder: Path, world: World) -> int:
+    """Return the micro-batch that an earlier start of a run in a folder chose; 0: none did.
+
+    Args:
+        folder: of the run; its newest checkpoint tells.
+        world: all ranks, of which rank 0 reads.
+    """
+    size = 0
+    if world.is_first:
+        for found in find(folder / "checkpoints"):
+            try:
+                record = read_manifest(found.path).record
+            except CheckpointError:
+                continue  # whoever restores it says what is wrong with it
+            size, batch = int(record.get("micro_batch", 0)), int(record.get("batch", 1))
+            # Before 0.2 nobody wrote down who chose; an eighth was the default.
+            size = size if record.get(CHOSEN, size == turn_of(batch)) else 0
+            break
+    return int(world.broadcast_json(size))
 
 
 def compare(run: Compared, record: Mapping[str, Any]) -> tuple[list[str], bool]:
@@ -149,7 +175,10 @@ def _differences(run: Compared, record: Mapping[str, Any]) -> list[Difference]:
     told |= {"precision": plan.compute, "seed": plan.seed}
     for key, value in told.items():
         if key in record and record[key] != value and key not in known:
-            found.append(Difference(key, record[key], value, changes=key != "layout"))
+            follows = key == "layout" or (
+                key == "micro_batch" and bool(record.get(CHOSEN)) and bool(own.get(CHOSEN))
+            )
+            found.append(Difference(key, record[key], value, changes=not follows))
     settings = record.get("settings")
     if now is None and isinstance(settings, dict):
         for key, value in own.get("settings", {}).items():

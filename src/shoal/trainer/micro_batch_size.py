@@ -1,0 +1,132 @@
+"""Chooses the micro-batch of a run at its first start, where the user leaves it open, and keeps it.
+
+Rank 0 looks at model and machine and tells the others. Of `shoal train` run.toml and plan.json hold
+the choice then, and later starts go on with it (`cli/start.py settle_portions`). A loop of one's
+own comes here only where its first loader does not see that a share fits (`share_fits.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.batches import turn_of
+from shoal.base.errors import PlanError, ShoalError, short
+from shoal.base.estimate import Case, ModelFacts
+from shoal.base.facts import this_machine
+from shoal.base.files import write_whole
+from shoal.base.lines import read_object
+from shoal.base.phases import phase
+from shoal.base.plan import Plan
+from shoal.config.save import MICRO_BATCH, is_derived, keep_derived
+from shoal.config.sections import Config
+from shoal.fabric import World
+from shoal.parallel import precision as formats
+from shoal.planner.case_settings import beside
+from shoal.planner.measured import this_cluster
+from shoal.planner.micro_batches import micro_batch_sizes, with_micro_batch
+from shoal.planner.model_states import WIDTHS
+from shoal.planner.search import fastest_micro_batch
+from shoal.trainer.rank_layouts import FindFacts, facts_by_sample, measured_here, own_settings
+from shoal.trainer.share_fits import ShareFits, take
+
+if TYPE_CHECKING:
+    from shoal.trainer.run import Run
+
+
+def is_left_open(folder: Path) -> bool:
+    """Tell whether a run's micro-batch is Shoal's to choose, and no start has chosen it yet."""
+    known = read_object(folder / "plan.json")
+    return is_derived(folder / "run.toml", MICRO_BATCH) and not known.get("sized")
+
+
+@phase("plan")
+def choose_micro_batch(
+    config: Config, plan: Plan, facts: FindFacts, world: World, folder: Path
+) -> tuple[Plan, str]:
+    """Choose the samples of a forward pass, once per run; all ranks call it.
+
+    Args:
+        config: the run's.
+        plan: with its layout, settled.
+        facts: finds the model's (`facts_of`), on rank 0.
+        world: all ranks, of which rank 0 chooses.
+        folder: of the run, whose run.toml and plan.json are written again.
+
+    Returns:
+        The plan with its micro-batch, and a line for the user, "" where all is as usual.
+    """
+    if not is_left_open(folder):
+        return plan, ""
+
+    said = "train.batch={} train.micro_batch={}"
+    plan, line = _told(plan, facts, lambda: beside(config), world, said)
+    if world.keeps:
+        keep_derived(folder / "run.toml", "train", micro_batch=plan.micro_batch)
+        known = read_object(folder / "plan.json") | {"sized": True}
+        write_whole(folder / "plan.json", plan.to_json(known))
+    return plan, line
+
+
+def choose_for_loop(run: Run, share: ShareFits, sample: Any) -> None:
+    """Choose the micro-batch of a loop of one's own; all ranks call it, and rank 0 looks.
+
+    Args:
+        run: whose plan, and whose loaders, have the choice afterwards.
+        share: what its first loader found out.
+        sample: a batch of few samples, on rank 0.
+    """
+    plan = run.plan
+
+    def facts(*, kernels: str, element_bytes: int) -> ModelFacts:
+        if share.why:
+            raise PlanError(share.why)
+        return facts_by_sample(
+            share.keep_twin(), sample, share.loss, plan.call,
+            kernels=kernels, element_bytes=element_bytes, blocks=plan,
+        )  # fmt: skip
+
+    def further() -> dict[str, Any]:
+        return {**own_settings(share.keep_twin(), share.optimizer), "handed": share.handed}
+
+    settled, line = _told(plan, facts, further, run.world, "batch={} and micro_batch={}")
+    take(run, settled)
+    if line:
+        run.recorder.notice(line)
+
+
+def _told(
+    plan: Plan, facts: FindFacts, further: Callable[[], Mapping[str, Any]], world: World, said: str
+) -> tuple[Plan, str]:
+    """What rank 0 chooses, on every rank: the plan with its micro-batch, and a line or "".
+
+    said   how the user writes a batch and a micro-batch
+    """
+    size, line = plan.micro_batch, ""
+    if world.is_first and plan.layout.threads == 1:
+        settled = replace(plan, compute=formats.resolve(plan.compute, world.device))
+        measured = measured_here(world.size, world.device)
+        cluster = measured or this_cluster(this_machine(), world.size)
+        try:
+            known = facts(kernels=cluster.device.kind, element_bytes=WIDTHS[settled.compute])
+            case = Case(known, cluster, settled, **further())
+            size = fastest_micro_batch(case, measured=measured is not None)
+        except Exception as failure:  # a user's code ran: whatever it raises, training goes on
+            size = next(iter(micro_batch_sizes(plan.layout, plan.batch, turn_of(plan.batch))), size)
+            if size < plan.micro_batch:
+                line = _uncounted(plan, size, failure, said)
+    size, line = world.broadcast_json([size, line])
+    return with_micro_batch(plan, size), line
+
+
+def _uncounted(plan: Plan, size: int, failure: Exception, said: str) -> str:
+    """The line for a model whose memory nobody can foresee."""
+    why = str(failure).partition("; ")[0].partition("\n")[0]
+    why = why if isinstance(failure, ShoalError) else f"{type(failure).__name__}: {why}"
+    return (
+        f"micro-batch: {size} samples, an eighth of the batch, since what a pass needs is not "
+        f"known ({short(why)}); faster where it fits; try: "
+        f"{said.format(plan.batch, plan.micro_batch)}"
+    )
