@@ -175,7 +175,7 @@ def _batch(
     """Returns samples per step, per forward pass, micro-batches per rank; the last two 0: any.
 
     On this machine the batch is what a run would settle. What else the user leaves open is the
-    plan's to choose; a batch that nobody gave is a usual one that what was given divides.
+    plan's to choose; a batch that is left open is a usual one that the given keys divide.
 
     here   the plan is for this machine
     """

@@ -265,7 +265,7 @@ class ShardReader:
             seed_draws(self.seed, self.epoch, what)
 
     def _join(self, samples: list[Any], stream: int) -> Any:
-        """What collate makes of the samples that could be read; None where there are none."""
+        """Join the samples that could be read by collate; None where there are none."""
         if self.were_late:
             from shoal.data.misread import told_apart
 

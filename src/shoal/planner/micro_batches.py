@@ -1,4 +1,4 @@
-"""What micro-batches a layout can run, and which it has where the user leaves that open.
+"""List the micro-batches that a layout can run, and choose one where the user leaves it open.
 
 The whole share of a data-parallel rank: every further pass costs what a pass costs apart from its
 samples (kernel starts, gathers of fsdp, messages of tp). In a pipeline a few passes for each stage,

@@ -198,7 +198,7 @@ def _rank_word(candidate: Candidate) -> str:
 
 
 def _strain(candidate: Candidate) -> tuple[int, int, int, int, float]:
-    """How much machinery a layout needs: axes, policies, depth, passes, then time."""
+    """Order layouts by the machinery they need: axes, policies, depth, passes, then time."""
     case = candidate.case
     layout = case.layout
     axes = sum(degree > 1 for degree in (*layout.degrees.values(), layout.ep))
@@ -359,7 +359,7 @@ def _data_splits(data: int, inside: int, pp: int, given: dict[str, int]) -> Iter
 
 
 def _micro_batches(case: Case, layout: Layout, space: SearchSpace) -> Iterator[int]:
-    """What divides a rank's share of a step, each well apart from the one before.
+    """Yield sizes that divide a rank's share of a step, each well apart from the one before.
 
     On a CPU the one that a run would have: forecasts of sizes err too much there to rank them.
     """

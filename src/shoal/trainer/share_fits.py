@@ -165,8 +165,9 @@ def kept_bytes(twin: nn.Module, inputs: Any, call: str) -> int:
     def shape_of(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        wide = first is not None and leaf.is_floating_point()
-        return leaf.to("meta", first.dtype if wide else None)  # type: ignore[union-attr]
+        if first is None or not leaf.is_floating_point():
+            return leaf.to("meta")
+        return leaf.to("meta", first.dtype)
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
         outputs = call_model(twin, pytree.tree_map(shape_of, inputs), call)
