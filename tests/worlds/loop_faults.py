@@ -208,6 +208,16 @@ def clipped_after_a_step(world: World, layout: str) -> None:
     run.step(part(world, layout, 1))
 
 
+@fault(SILENT, layouts=("zero1",), proof=("zero2", "fsdp", "tp"))
+def a_plain_loop_clips_once_the_run_is_closed(world: World, layout: str) -> float:
+    run = begin(world, layout)
+    run.step(part(world, layout))
+    parameters = list(run.model.parameters())
+    run.touched.close()
+    nn.utils.clip_grad_norm_(parameters, 0.001)
+    return 0.0
+
+
 @fault(SILENT, proof=("zero1", "zero2", "fsdp"))
 def norms_are_logged_between_the_halves(world: World, layout: str) -> float:
     run = begin(world, layout)

@@ -17,12 +17,9 @@ NO_GRADIENT = (0, 0)
 
 
 def marks_of(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
-    """Take the marks of some parameters; microseconds, no device is waited for."""
+    """Take the marks of some parameters; writes into a DTensor count there, not in its part."""
     found = [(id(p), p.grad) for p in parameters]
-    # Writes into a DTensor count there, and not in its part.
-    return {
-        key: NO_GRADIENT if g is None else (id(g), writes(g) + writes(here(g))) for key, g in found
-    }
+    return {k: NO_GRADIENT if g is None else (id(g), writes(g) + writes(here(g))) for k, g in found}
 
 
 def changed_since(marks: Marks, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

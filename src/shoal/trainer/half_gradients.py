@@ -130,6 +130,10 @@ class HalfGradients:
         self._over = True
         watch(self)
 
+    def leave(self) -> None:
+        """Another step begins, or the run is closed: gradients are somebody else's."""
+        WATCHED.discard(self)
+
     def asked(self, name: str, parameters: Sequence[Any]) -> None:
         """Refuse torch's clipping where it would change nothing."""
         if self._over:

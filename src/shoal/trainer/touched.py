@@ -56,7 +56,6 @@ class Touched:
     agreed            asks all ranks whether they say the same
     drift             looks at what nobody wrote
     weights_written   since then, beside the run · watching  False: whatever is done is meant
-    whole_step        nobody stands between the halves of the step under way
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Touched:
     ) -> None:
         self.program, self.optimizer, self.notice = program, optimizer, notice
         self._agreed, self.drift = agreed, drift
-        self.ours, self.watching, self.whole_step = False, True, False
+        self.ours, self.watching, self.whole_step = False, True, False  # whole: run.step's
         self.weights_written = self._uncounted = False
         self._told, self._step = False, 0
         self._halves: HalfGradients | None = None
@@ -96,6 +95,8 @@ class Touched:
     def before(self, step: int) -> None:
         """A step begins. Errors: ConfigError for gradients that nothing will ever use."""
         self._step = step
+        if self._halves is not None:
+            self._halves.leave()
         if not self.watching:
             return
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
@@ -232,9 +233,11 @@ class Touched:
             self.drift.take(step)
 
     def close(self) -> None:
-        """Leave the optimizer alone."""
+        """Leave the optimizer and the gradients alone."""
         self._hook.remove()
         _all.discard(self)
+        if self._halves is not None:
+            self._halves.leave()
 
     def _layers(self) -> int:
         return zlib.crc32("\n".join(layers_of(self.program.module)).encode())
