@@ -83,7 +83,7 @@ class TwoNodes:
         (folder / "meet").mkdir()
         self.disks = [folder / (f"disk{node}" if disks else "run") for node in (0, 1)]
         self.own, self.trouble, self.mine, self.folder = disks, trouble, mine, folder
-        self.lingers = -1
+        self.lingers, self.steps = -1, STEPS
         self.when = f"(step, rank) == ({TROUBLE_AT}, {mine})"
         self.watches: list[subprocess.Popen[str]] = []
         self.ranks: list[subprocess.Popen[bytes]] = []
@@ -107,7 +107,7 @@ class TwoNodes:
             environ = {**os.environ, PAGE_VARIABLE: paths[rank], "RANK": str(rank)}
             environ |= {"FOLDER": str(self.folder / "meet"), "WHEN": self.when}
             environ |= {"LINGERS": str(self.lingers)}
-            words = [sys.executable, "-c", RANKS.replace("STEPS", str(STEPS))]
+            words = [sys.executable, "-c", RANKS.replace("STEPS", str(self.steps))]
             self.ranks.append(subprocess.Popen(words, env=environ | {"TROUBLE": self.trouble}))
         nodes = [
             {"ranks": [rank], "pids": [self.ranks[rank].pid], "host": f"host{rank}"}
@@ -275,6 +275,7 @@ def test_ranks_of_two_nodes_are_compared_as_those_of_one(nodes: TwoNodes) -> Non
         SLOW + f"\nif step == 55:{DIFFER.replace(chr(10), chr(10) + ' ')}",
         "1",
     )
+    nodes.steps = 1000  # its ranks never get to their end before they are killed
     nodes.start()
     nodes.wait("self.told(event='slow_rank')")
     (slow,) = nodes.told(event="slow_rank")
