@@ -83,6 +83,7 @@ def test_a_communication_bottleneck_is_caused_detected_and_mended(tmp_path: Path
     assert fed <= 0.6 * starved, "on a machine that others use too, some waits stay"
 
 
+@pytest.mark.proof
 def test_an_imbalance_is_caused_detected_and_mended(tmp_path: Path, programs: Forks) -> None:
     uneven, even = told("Load imbalance", "uneven.py", tmp_path, wrong=True, programs=programs)
     assert re.search(r"rank 1 on \S+ is slow in data: \d", uneven), uneven
