@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.batches import turn_of
-from shoal.base.errors import PlanError, ShoalError, short
-from shoal.base.estimate import Case, ModelFacts
+from shoal.base.errors import ShoalError, short
+from shoal.base.estimate import Case
 from shoal.base.facts import this_machine
 from shoal.base.files import write_whole
 from shoal.base.lines import read_object
@@ -29,11 +29,10 @@ from shoal.planner.measured import this_cluster
 from shoal.planner.micro_batches import micro_batch_sizes, with_micro_batch
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.search import fastest_micro_batch
-from shoal.trainer.rank_layouts import FindFacts, facts_by_sample, measured_here, own_settings
-from shoal.trainer.share_fits import ShareFits, take
+from shoal.trainer.rank_layouts import FindFacts, measured_here
 
 if TYPE_CHECKING:
-    from shoal.trainer.run import Run
+    pass
 
 
 def is_left_open(folder: Path) -> bool:
@@ -62,7 +61,7 @@ def choose_micro_batch(
         return plan, ""
 
     said = "train.batch={} train.micro_batch={}"
-    plan, line = _told(plan, facts, lambda: beside(config), world, said)
+    plan, line = choose_size(plan, facts, lambda: beside(config), world, said)
     if world.keeps:
         keep_derived(folder / "run.toml", "train", micro_batch=plan.micro_batch)
         known = read_object(folder / "plan.json") | {"sized": True}
@@ -70,34 +69,7 @@ def choose_micro_batch(
     return plan, line
 
 
-def choose_for_loop(run: Run, share: ShareFits, sample: Any) -> None:
-    """Choose the micro-batch of a loop of one's own; all ranks call it, and rank 0 looks.
-
-    Args:
-        run: whose plan, and whose loaders, have the choice afterwards.
-        share: what its first loader found out.
-        sample: a batch of few samples, on rank 0.
-    """
-    plan = run.plan
-
-    def facts(*, kernels: str, element_bytes: int) -> ModelFacts:
-        if share.why:
-            raise PlanError(share.why)
-        return facts_by_sample(
-            share.keep_twin(), sample, share.loss, plan.call,
-            kernels=kernels, element_bytes=element_bytes, blocks=plan,
-        )  # fmt: skip
-
-    def further() -> dict[str, Any]:
-        return {**own_settings(share.keep_twin(), share.optimizer), "handed": share.handed}
-
-    settled, line = _told(plan, facts, further, run.world, "batch={} and micro_batch={}")
-    take(run, settled)
-    if line:
-        run.recorder.notice(line)
-
-
-def _told(
+def choose_size(
     plan: Plan, facts: FindFacts, further: Callable[[], Mapping[str, Any]], world: World, said: str
 ) -> tuple[Plan, str]:
     """What rank 0 chooses, on every rank: the plan with its micro-batch, and a line or "".

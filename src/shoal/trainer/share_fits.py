@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError
+from shoal.base.errors import ConfigError, PlanError
 from shoal.base.facts import this_machine
 from shoal.base.plan import Plan
 from shoal.data.dataset import Collate, is_indexed
@@ -26,6 +26,7 @@ from shoal.trainer._torch import pytree
 from shoal.trainer.contract import Loss, call_model, split_batch
 
 if TYPE_CHECKING:
+    from shoal.base.estimate import ModelFacts
     from shoal.trainer.run import Run
 
 EXAMPLES = 2
@@ -78,9 +79,31 @@ class ShareFits:
         if run.world.size > 1:
             fits = bool(run.world.broadcast_json(fits))
         if not fits:
-            from shoal.trainer.micro_batch_size import choose_for_loop
+            self._ask_planner(run, sample)
 
-            choose_for_loop(run, self, sample)
+    def _ask_planner(self, run: Run, sample: Any) -> None:
+        """Take the planner's choice; all ranks call it, and rank 0 has the sample."""
+        from shoal.trainer.micro_batch_size import choose_size
+        from shoal.trainer.rank_layouts import facts_by_sample, own_settings
+
+        plan = run.plan
+
+        def facts(*, kernels: str, element_bytes: int) -> ModelFacts:
+            if self.why:
+                raise PlanError(self.why)
+            return facts_by_sample(
+                self.keep_twin(), sample, self.loss, plan.call,
+                kernels=kernels, element_bytes=element_bytes, blocks=plan,
+            )  # fmt: skip
+
+        def further() -> dict[str, Any]:
+            return {**own_settings(self.keep_twin(), self.optimizer), "handed": self.handed}
+
+        said = "batch={} and micro_batch={}"
+        settled, line = choose_size(plan, facts, further, run.world, said)
+        take(run, settled)
+        if line:
+            run.recorder.notice(line)
 
     def _fits(self, plan: Plan, sample: Any, world: World) -> bool:
         """Tell whether a share leaves half of a rank's memory free, for all that is known here."""
