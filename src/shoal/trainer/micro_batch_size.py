@@ -72,7 +72,7 @@ def choose_micro_batch(
 def choose_size(
     plan: Plan, facts: FindFacts, further: Callable[[], Mapping[str, Any]], world: World, said: str
 ) -> tuple[Plan, str]:
-    """What rank 0 chooses, on every rank: the plan with its micro-batch, and a line or "".
+    """Choose on rank 0 and tell all ranks: the plan with its micro-batch, and a line or "".
 
     said   how the user writes a batch and a micro-batch
     """

@@ -1,4 +1,4 @@
-"""Whether a rank's whole share fits into one forward pass, seen when a first loader is opened.
+"""Check that a rank's whole share fits into one forward pass, when a first loader is opened.
 
 A loop of one's own says what its model is at `parallelize`, and what a sample is with its loader. A
 twin of the model without numbers runs two samples then, and the bytes that autograd keeps are
