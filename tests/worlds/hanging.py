@@ -64,6 +64,12 @@ class Once:
         self.passes = 0
 
     def __call__(self) -> None:
+        # Islands look at their data, in a process of its own, before they train on it.
+        if (
+            self.asked.get("island")
+            and not Path(os.environ["SHOAL_RUN_FOLDER"], "metrics.jsonl").exists()
+        ):
+            return
         self.passes += 1
         if not self.mine or self.asked["kind"] in SUMS or self.passes <= self.asked["after"]:
             return
