@@ -11,7 +11,7 @@ from torch import nn
 from trainer_small import Rows, pair, run_of
 
 from shoal.models.loss import token_loss
-from shoal.trainer import share_fits
+from shoal.trainer import share_fits, trial_passes
 from shoal.trainer.model_notices import auxiliary_loss_lines
 from shoal.trainer.recorder import Recorder
 
@@ -46,6 +46,7 @@ def lines(
     told: list[str] = []
     monkeypatch.setattr(share_fits, "is_small", lambda *_: False)
     monkeypatch.setattr(share_fits, "meta_twin", uncopied)
+    monkeypatch.setattr(trial_passes, "trial_passes", lambda *_: None)
     monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
     run = run_of(model, batch=16, **given)
     for part in run.model.modules():
@@ -146,6 +147,7 @@ def by_command(run: Any, *overrides: str, data: str) -> list[str]:
 
 
 NORMS = """
+import os
 import torch
 from torch import nn
 def build(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -153,6 +155,13 @@ def data(): return [(torch.randn(4), torch.tensor(i % 3)) for i in range(32)]
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self): return iter(data())
 def stream(): return Stream()
+HERE = os.getpid()
+class Alone(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        if os.getpid() != HERE:
+            raise RuntimeError("read elsewhere")
+        return iter(data())
+def alone(): return Alone()
 """
 
 
@@ -160,7 +169,8 @@ def stream(): return Stream()
     ("data", "overrides", "told"),
     [
         ("data", ["train.batch=16"], 0),  # one pass
-        ("stream", ["train.batch=16"], 1),  # of which no sample can be looked at: an eighth
+        ("stream", ["train.batch=16"], 0),  # of which a copy of the process takes some
+        ("alone", ["train.batch=16"], 1),  # of which no sample can be looked at: an eighth
         ("stream", ["train.batch=16", "train.micro_batch=2"], 0),
         ("stream", ["train.batch=16", "train.accumulate=4"], 0),
     ],

@@ -13,9 +13,10 @@ from torch import nn
 from trainer_small import Rows, run_of
 
 from shoal.base.errors import ConfigError
-from shoal.trainer import share_fits
+from shoal.trainer import share_fits, trial_passes
+from shoal.trainer.kept_bytes import kept_bytes
 from shoal.trainer.recorder import Recorder
-from shoal.trainer.share_fits import few_samples, is_small, kept_bytes
+from shoal.trainer.share_fits import few_samples, is_small
 
 
 class Opened(Rows):
@@ -71,38 +72,70 @@ class Itself(nn.Linear):
 
 
 class Draws(nn.Module):
-    """Holds what no twin can be made of: a generator, and a tensor in a list."""
+    """Holds what no twin can be made of: a generator, and a tensor in a list; it reads its numbers.
+
+    It counts its passes, and keeps a running mean.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.kept = nn.Linear(4, 2), [torch.zeros(2)]
-        self.rng = torch.Generator()
+        self.layer, self.norm, self.kept = nn.Linear(4, 2), nn.BatchNorm1d(4), [torch.zeros(2)]
+        self.rng, self.passes = torch.Generator(), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + self.kept[0] + torch.rand(2, generator=self.rng) * 0
+        self.passes += 1
+        x = self.norm(x + torch.rand(4, generator=self.rng))
+        return self.layer(x) + self.kept[0] * (2 if float(x.detach().sum()) > 0 else 1)
 
 
-@pytest.mark.parametrize("model", [nn.Sequential(Itself(4, 8), nn.Linear(8, 2)), Draws()], ids=str)
-def test_a_model_that_cannot_be_looked_at_is_left_alone(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+def trained(model: nn.Module, told: list[str]) -> tuple[list[int], list[int]]:
+    """Train an epoch of 16 samples: passes of the step, calls of the model's first layer."""
+    first = next(part for part in model.modules() if isinstance(part, nn.Linear))
+    ran: list[int] = []
+    first.register_forward_hook(lambda *_: ran.append(1))
+    before = [one.detach().clone() for one in model.state_dict().values()]
+    drawn = model.rng.get_state() if isinstance(model, Draws) else None
+    run = run_of(model, batch=16)
+    loader = run.loader(Rows(16))
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    if drawn is not None:
+        assert torch.equal(drawn, model.rng.get_state())
+        assert (model.passes, ran) == (0, [])
+    passes = []
+    for batch in loader:
+        passes.append(len(batch))
+        assert math.isfinite(run.step(batch).loss)
+    run.close()
+    return passes, ran
+
+
+MODELS = {"shared": lambda: nn.Sequential(Itself(4, 8), nn.Linear(8, 2)), "draws": Draws}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_that_shapes_cannot_run_is_tried_in_another_process(
+    model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights and hooks stay its own, it gets an eighth and one line, and trains."""
+    """Its weights, draws, counts and hooks stay its own, and its share is one pass."""
     told: list[str] = []
     monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
     monkeypatch.setattr(share_fits, "is_small", lambda *_: False)
-    ran: list[int] = []
-    first = next(part for part in model.modules() if isinstance(part, nn.Linear))
-    first.register_forward_hook(lambda *_: ran.append(1))
-    before = [weight.detach().clone() for weight in model.parameters()]
-    run = run_of(model, batch=16)
-    loader = run.loader(Rows(16))
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    for batch in loader:
-        assert len(batch) == 8
-        assert math.isfinite(run.step(batch).loss)
-    assert len(ran) == 8
-    run.close()
-    (line,) = told
+    passes, ran = trained(MODELS[model](), told)
+    assert (passes, len(ran), told) == ([1], 1, [])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_that_cannot_be_tried_is_left_alone(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets an eighth and one line, and trains."""
+    told: list[str] = []
+    monkeypatch.setattr(Recorder, "notice", lambda recorder, text: told.append(text))
+    monkeypatch.setattr(share_fits, "is_small", lambda *_: False)
+    monkeypatch.setattr(trial_passes, "trial_passes", lambda *_: None)
+    passes, ran = trained(MODELS[model](), told)
+    assert (passes, len(ran)) == ([8], 8)
+    (line,) = [one for one in told if one.startswith("micro-batch:")]
     assert line.startswith(
         "micro-batch: 2 samples, an eighth of the batch, since what a pass needs"
     )

@@ -95,15 +95,16 @@ class Uncounted(nn.Module):
         return out * 2 if float(out.detach().sum()) > 0 else out
 
 
-def uncounted(world: World, folder: str) -> dict[str, Any]:
+def uncounted(world: World, folder: str, layout: str) -> dict[str, Any]:
     """One step of such a model."""
     run = parallelize(
-        Uncounted, lambda p: torch.optim.SGD(p, lr=0.05), layout="ddp", batch=BATCH,
+        Uncounted, lambda p: torch.optim.SGD(p, lr=0.05), layout=layout, batch=BATCH,
         precision="fp64", folder=folder, world=start_world(),
     )  # fmt: skip
     batch = next(iter(run.loader(Numbers())))
     run.step(batch)
     run.close()
-    lines = Path(folder, "events.jsonl").read_text().splitlines()
+    events = Path(folder, "events.jsonl")
+    lines = events.read_text().splitlines() if events.exists() else []
     told = [json.loads(line).get("text", "") for line in lines]
     return {"passes": [len(batch)], "told": told}

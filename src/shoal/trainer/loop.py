@@ -40,7 +40,7 @@ from shoal.trainer.finish import finish
 from shoal.trainer.hub_files import keep_tokenizer
 from shoal.trainer.island_join import Joined, foresee_rounds, join
 from shoal.trainer.island_loop import STOPPED, train_rounds
-from shoal.trainer.job import import_object, open_run, steps_of
+from shoal.trainer.job import build_model, import_object, open_run, steps_of
 from shoal.trainer.micro_batch_size import choose_micro_batch, is_left_open
 from shoal.trainer.oom import fitted, within_memory
 from shoal.trainer.opening import count_flops, describe
@@ -56,6 +56,7 @@ from shoal.trainer.rank_layouts import choose
 from shoal.trainer.rewind import go_back
 from shoal.trainer.run import Run
 from shoal.trainer.stop_signals import ask_on_signals
+from shoal.trainer.trial_passes import trial_passes
 from shoal.trainer.validate import validator
 
 Prove = Callable[[Config, Source, World, Path, Plan, Words | None], str]
@@ -103,7 +104,9 @@ def _prepare(
     # A layout that is left open is ranked by them, the run is foreseen by them: found once.
     facts: FindFacts = cache(partial(facts_of, config, source))
     plan, said = choose(config, facts, world, folder, is_open_size=is_left_open(folder))
-    plan, sized = choose_micro_batch(config, plan, facts, world, folder)
+    make, call = partial(build_model, config, source), plan.call
+    trial = partial(trial_passes, make, source.train, source.collate, call)
+    plan, sized = choose_micro_batch(config, plan, facts, world, folder, trial)
     plan = fitted(plan, config, folder)
     proven = prove(config, source, world, folder, plan, said)
     gc.collect()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.base.batches import turn_of
 from shoal.base.errors import ShoalError, short
@@ -30,9 +30,7 @@ from shoal.planner.micro_batches import micro_batch_sizes, with_micro_batch
 from shoal.planner.model_states import WIDTHS
 from shoal.planner.search import fastest_micro_batch
 from shoal.trainer.rank_layouts import FindFacts, measured_here
-
-if TYPE_CHECKING:
-    pass
+from shoal.trainer.trial_passes import Trial
 
 
 def is_left_open(folder: Path) -> bool:
@@ -43,7 +41,7 @@ def is_left_open(folder: Path) -> bool:
 
 @phase("plan")
 def choose_micro_batch(
-    config: Config, plan: Plan, facts: FindFacts, world: World, folder: Path
+    config: Config, plan: Plan, facts: FindFacts, world: World, folder: Path, trial: Trial
 ) -> tuple[Plan, str]:
     """Choose the samples of a forward pass, once per run; all ranks call it.
 
@@ -53,6 +51,7 @@ def choose_micro_batch(
         facts: finds the model's (`facts_of`), on rank 0.
         world: all ranks, of which rank 0 chooses.
         folder: of the run, whose run.toml and plan.json are written again.
+        trial: measures a model that shapes alone cannot run.
 
     Returns:
         The plan with its micro-batch, and a line for the user, "" where all is as usual.
@@ -61,7 +60,7 @@ def choose_micro_batch(
         return plan, ""
 
     said = "train.batch={} train.micro_batch={}"
-    plan, line = choose_size(plan, facts, lambda: beside(config), world, said)
+    plan, line = choose_size(plan, facts, lambda: beside(config), world, said, trial)
     if world.keeps:
         keep_derived(folder / "run.toml", "train", micro_batch=plan.micro_batch)
         known = read_object(folder / "plan.json") | {"sized": True}
@@ -70,11 +69,22 @@ def choose_micro_batch(
 
 
 def choose_size(
-    plan: Plan, facts: FindFacts, further: Callable[[], Mapping[str, Any]], world: World, said: str
+    plan: Plan,
+    facts: FindFacts,
+    further: Callable[[], Mapping[str, Any]],
+    world: World,
+    said: str,
+    trial: Trial,
 ) -> tuple[Plan, str]:
     """Choose on rank 0 and tell all ranks: the plan with its micro-batch, and a line or "".
 
-    said   how the user writes a batch and a micro-batch
+    Args:
+        plan: with its layout.
+        facts: finds the model's.
+        further: settings of a `Case` beside plan and model.
+        world: all ranks.
+        said: how the user writes a batch and a micro-batch.
+        trial: measures a model of which there are no facts.
     """
     size, line = plan.micro_batch, ""
     if world.is_first and plan.layout.threads == 1:
@@ -86,8 +96,13 @@ def choose_size(
             case = Case(known, cluster, settled, **further())
             size = fastest_micro_batch(case, measured=measured is not None)
         except Exception as failure:  # a user's code ran: whatever it raises, training goes on
-            size = next(iter(micro_batch_sizes(plan.layout, plan.batch, turn_of(plan.batch))), size)
-            if size < plan.micro_batch:
+            tried, memory_bytes = trial(), cluster.device.memory_bytes
+            sizes = micro_batch_sizes(plan.layout, plan.batch)
+            size = tried.largest(sizes, memory_bytes) if tried else 0
+            if not size:
+                sizes = micro_batch_sizes(plan.layout, plan.batch, turn_of(plan.batch))
+                size = next(iter(sizes), plan.micro_batch)
+            if size < plan.micro_batch and not tried:
                 line = _uncounted(plan, size, failure, said)
     size, line = world.broadcast_json([size, line])
     return with_micro_batch(plan, size), line

@@ -200,7 +200,9 @@ def look_at(dataset: Any, workers: int) -> list[str]:
     return read_apart(_look, dataset, workers) if is_indexed(dataset) else []
 
 
-def read_apart(read: Callable[[Any], list[Any]], dataset: Any, workers: int) -> list[Any]:
+def read_apart(
+    read: Callable[[Any], list[Any]], dataset: Any, workers: int, at_most_s: float = LOOK_AT_MOST_S
+) -> list[Any]:
     """Return what `read` finds in a dataset, as JSON; [] where a process is needed and cannot be.
 
     Args:
@@ -208,6 +210,7 @@ def read_apart(read: Callable[[Any], list[Any]], dataset: Any, workers: int) -> 
         dataset: is read in this process.
         workers: processes that read it for the run. Above 0 one more reads it here too, since a
             dataset may open its files when it is first read, and workers must find them closed.
+        at_most_s: how long that other process is waited for.
     """
     if not workers:
         return read(dataset)
@@ -223,7 +226,7 @@ def read_apart(read: Callable[[Any], list[Any]], dataset: Any, workers: int) -> 
         finally:
             os._exit(0)
     os.close(sending)
-    until_s, told = time.monotonic() + LOOK_AT_MOST_S, b""
+    until_s, told = time.monotonic() + at_most_s, b""
     try:
         while select.select([receiving], [], [], max(0.0, until_s - time.monotonic()))[0]:
             if not (more := os.read(receiving, 2**16)):

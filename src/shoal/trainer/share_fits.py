@@ -9,6 +9,7 @@ accelerators, the planner looks closely (`micro_batch_size.py`).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +24,12 @@ from shoal.fabric import World
 from shoal.fabric.device import is_accelerator
 from shoal.trace.copies import meta_twin
 from shoal.trainer._torch import pytree
-from shoal.trainer.contract import Loss, call_model, split_batch
+from shoal.trainer.contract import Loss, split_batch
 
 if TYPE_CHECKING:
     from shoal.base.estimate import ModelFacts
     from shoal.trainer.run import Run
+    from shoal.trainer.trial_passes import PassBytes, Trial
 
 EXAMPLES = 2
 """Samples of the batch that the twin runs."""
@@ -37,6 +39,9 @@ FREE = 0.5
 
 STATE_BYTES = 16
 """Bytes of a weight with its gradient and Adam's states."""
+
+WHOLE = ("single", "ddp", "zero1", "zero2")
+"""Strategies under which every rank has the module as it was given."""
 
 
 class ShareFits:
@@ -79,9 +84,18 @@ class ShareFits:
         if run.world.size > 1:
             fits = bool(run.world.broadcast_json(fits))
         if not fits:
-            self._ask_planner(run, sample)
+            self._ask_planner(run, sample, partial(self._trial, run, dataset, collate))
 
-    def _ask_planner(self, run: Run, sample: Any) -> None:
+    def _trial(self, run: Run, dataset: Any, collate: Collate | None) -> PassBytes | None:
+        """Run the model in a copy of this process, while it is whole here and on the host."""
+        from shoal.trainer.trial_passes import trial_passes
+
+        devices = {parameter.device.type for parameter in run.model.parameters()}
+        if run.plan.layout.strategy not in WHOLE or devices != {"cpu"}:
+            return None
+        return trial_passes(lambda: run.model, dataset, collate, run.plan.call)
+
+    def _ask_planner(self, run: Run, sample: Any, trial: Trial) -> None:
         """Take the planner's choice; all ranks call it, and rank 0 has the sample."""
         from shoal.trainer.micro_batch_size import choose_size
         from shoal.trainer.rank_layouts import facts_by_sample, own_settings
@@ -100,13 +114,15 @@ class ShareFits:
             return {**own_settings(self.keep_twin(), self.optimizer), "handed": self.handed}
 
         said = "batch={} and micro_batch={}"
-        settled, line = choose_size(plan, facts, further, run.world, said)
+        settled, line = choose_size(plan, facts, further, run.world, said, trial)
         take(run, settled)
         if line:
             run.recorder.notice(line)
 
     def _fits(self, plan: Plan, sample: Any, world: World) -> bool:
         """Tell whether a share leaves half of a rank's memory free, for all that is known here."""
+        from shoal.trainer.kept_bytes import kept_bytes
+
         try:
             kept = kept_bytes(self.keep_twin(), split_batch(sample)[0], plan.call)
         except Exception:  # it does not run on shapes alone, as far as this look goes
@@ -163,41 +179,6 @@ def is_small(run: Run, sample: Any) -> bool:
     weights, layers = run.plan.parameters, sum(1 for _ in run.model.modules())
     values = run.plan.micro_batch * elements * (weights + elements * layers)
     return 32 * values <= FREE * this_machine().memory_bytes / run.world.local_size
-
-
-def kept_bytes(twin: nn.Module, inputs: Any, call: str) -> int:
-    """Count the bytes that autograd keeps of a forward pass, and what a loss makes of its outputs.
-
-    Args:
-        twin: a module on the meta device.
-        inputs: of a few samples; only shapes and types matter.
-        call: as `call_model`.
-
-    Raises:
-        Exception: whatever the module raises on tensors without numbers.
-    """
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[id(storage)] = storage
-        return tensor
-
-    first = next(twin.parameters(), None)
-
-    def shape_of(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if first is None or not leaf.is_floating_point():
-            return leaf.to("meta")
-        return leaf.to("meta", first.dtype)
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
-        outputs = call_model(twin, pytree.tree_map(shape_of, inputs), call)
-    for weight in (*twin.parameters(), *twin.buffers()):
-        kept.pop(id(weight.untyped_storage()), None)
-    ends = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    return sum(one.nbytes() for one in kept.values()) + 3 * sum(leaf.nbytes for leaf in ends)
 
 
 def take(run: Run, plan: Plan) -> None:
