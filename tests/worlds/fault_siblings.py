@@ -6,6 +6,7 @@ Each is tried by `make proof PART=faults`. Add yours below, as there: named, or 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ import loop_faults
 from loop_faults import CHANGED, DROPPED, FOUR, SILENT, WRITTEN, Branch, fault, part, passes
 from mistakes import DATA, begin, net, off_by, sgd, whole
 from shoal.fabric import World
+from shoal.planner.micro_batches import with_micro_batch
+from shoal.trainer.run import Run
+from shoal.trainer.share_fits import ShareFits, take
 
 FIRST = len(loop_faults.ROWS)
 attempt = loop_faults.attempt
@@ -244,6 +248,11 @@ class Normed(nn.Module):
         return self.head(self.norm(self.first(x)))
 
 
+def kept_eighth(chooser: ShareFits, run: Run, *_: Any) -> None:
+    """The micro-batch of a share that does not fit, or that other ranks have chosen."""
+    take(run, with_micro_batch(run.plan, run.plan.batch // 8))
+
+
 def by_a_loader(world: World, layout: str, norm: nn.Module, **more: Any) -> None:
     run = begin(world, layout, Normed(norm), batch=32, **more)
     for batch in run.loader(DATA):
@@ -252,16 +261,25 @@ def by_a_loader(world: World, layout: str, norm: nn.Module, **more: Any) -> None
 
 @fault("model: norm is a BatchNorm, whose statistics are those of a micro-batch",
        proof=("ddp", "zero2", "fsdp", "single"))  # fmt: skip
+@patch.object(ShareFits, "choose", kept_eighth)
 def batch_norm_of_a_loader(world: World, layout: str) -> None:
     by_a_loader(world, layout, nn.BatchNorm1d(8, affine=False))
 
 
+@fault(SILENT, proof=("ddp", "zero2", "fsdp", "single"))
+def batch_norm_of_a_whole_share(world: World, layout: str) -> float:
+    by_a_loader(world, layout, nn.BatchNorm1d(8, affine=False))
+    return 0.0
+
+
 @fault("model: norm is a BatchNorm, whose statistics are those of a micro-batch", proof=("ddp",))
+@patch.object(ShareFits, "choose", kept_eighth)
 def batch_norm_without_running_statistics(world: World, layout: str) -> None:
     by_a_loader(world, layout, nn.BatchNorm1d(8, track_running_stats=False))
 
 
 @fault("model: norm.1 is a BatchNorm", proof=("ddp", "fsdp"))
+@patch.object(ShareFits, "choose", kept_eighth)
 def batch_norm_inside_of_a_block(world: World, layout: str) -> None:
     norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
     by_a_loader(world, layout, norm)
