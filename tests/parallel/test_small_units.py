@@ -38,8 +38,8 @@ def blocks(count: int, elements: int) -> list[Placement]:
     ],
 )
 def test_many_small_blocks_are_told(plan: Plan, count: int, seconds: str) -> None:
-    assert small_units_line(plan, blocks(300, 272), LAPTOP) == (
-        f"layout.strategy = fsdp: 300 blocks of 1.1 KiB take {count} collectives a micro-batch, "
+    assert small_units_line(plan, blocks(300, 8192), LAPTOP) == (
+        f"layout.strategy = fsdp: 300 blocks of 32.0 KiB take {count} collectives a micro-batch, "
         f"whose latency alone is about {seconds}; try: layout.strategy=zero2, or layout.blocks=NAME "
         f"of larger parts"
     )
@@ -49,7 +49,7 @@ def test_many_small_blocks_are_told(plan: Plan, count: int, seconds: str) -> Non
     ("count", "elements", "more"),
     [
         (300, 2**20, {}),  # 4 MiB each: bytes cost more than latency
-        (300, 272, {"layout": Layout(dp_replicate=2)}),  # nothing is gathered
+        (300, 8192, {"layout": Layout(dp_replicate=2)}),  # nothing is gathered
     ],
 )
 def test_others_get_no_line(count: int, elements: int, more: dict[str, Any]) -> None:
@@ -58,4 +58,4 @@ def test_others_get_no_line(count: int, elements: int, more: dict[str, Any]) -> 
 
 def test_ranks_on_several_machines_wait_for_the_network() -> None:
     far = replace(LAPTOP, nodes=2, per_node=1, across=Link("net", 1e-3, 1e9))
-    assert "about 900.0 ms" in small_units_line(FSDP, blocks(300, 272), far)
+    assert "about 900.0 ms" in small_units_line(FSDP, blocks(300, 8192), far)

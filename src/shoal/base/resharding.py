@@ -1,10 +1,34 @@
-"""Where fsdp's gathered blocks lie between their passes: on all ranks, whole, or in each node."""
+"""What fsdp gathers at once, and where it lies between a block's passes."""
 
 from __future__ import annotations
 
 import math
 
 from shoal.base.errors import PlanError
+
+MANY_BLOCKS = 32
+"""Fewer blocks wait for too little time to speak of, whatever their size."""
+
+FEW_ELEMENTS = 2**20
+"""Weights of all blocks that nobody minds to have whole for a pass: 4 MiB of fp32."""
+
+
+def gathered_together(blocks: int, elements: float, names_blocks: bool) -> bool:
+    """Tell whether fsdp gathers all blocks of a model at once, with what is in no block.
+
+    Many small blocks wait for each other's messages longer than they send: 300 of 272 weights took
+    14 times the step of ddp on two ranks. The rule looks at the model alone, so all ranks, the
+    planner and later starts find the same.
+
+    Args:
+        blocks: of the model, without experts.
+        elements: weights of all of them, before they are cut.
+        names_blocks: the user says what the blocks are, so they stay.
+
+    >>> gathered_together(300, 300 * 272, False), gathered_together(12, 12 * 272, False)
+    (True, False)
+    """
+    return blocks >= MANY_BLOCKS and elements <= FEW_ELEMENTS and not names_blocks
 
 
 def kept_over(reshard: str, shards: int, per_node: int, apart: int = 1) -> int:

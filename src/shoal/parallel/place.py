@@ -139,6 +139,8 @@ def called_of(record: Record) -> Called:
 
 def _gathered(rows: Rows, module: nn.Module, plan: Plan, called: Called) -> Rows:
     """Say with which block each tensor is gathered under zero 3; experts have their own units."""
+    from shoal.base.resharding import gathered_together
+
     names = {id(p): name for name, p in module.named_parameters()}
     found = dict(rows)
     units = gathered_blocks(module, plan)
@@ -153,6 +155,10 @@ def _gathered(rows: Rows, module: nn.Module, plan: Plan, called: Called) -> Rows
             partly = times > 1 and len(row.stages) > 1
             if row.data == "rows" and not row.is_expert and not partly:
                 found[row.name] = replace(row, unit=unit, calls=times)
+    dealt = [row for row in found.values() if row.unit and not row.is_expert]
+    blocks, elements = len({row.unit for row in dealt}), sum(row.elements for row in dealt)
+    if gathered_together(blocks, elements, plan.names_blocks):
+        found |= {row.name: replace(row, unit="", calls=1) for row in dealt}
     return found
 
 

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.base.estimate import Case
+from shoal.base.resharding import gathered_together
 from shoal.planner.buckets import BUCKET_BYTES
 from shoal.planner.collectives import NOTHING, Cost, Group, all_gather, all_reduce, group_of
 from shoal.planner.model_states import Elements, shard_counts
@@ -137,14 +138,15 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
     known = case.cluster.calibration.efficiency
     gather, scatter = known.get("all_gather", 1.0), known.get("reduce_scatter", 1.0)
     each_time = 1 if case.plan.defer_sync else case.accumulate
+    if _together(case, blocks, block):
+        outside, blocks, block = whole.dense, 0.0, Elements(0.0, 0.0)
     if layout.servers:
         from shoal.planner.servers import pulled, pushed
 
-        size = sum(whole)
         return Sync(
-            gradients=pushed(case, groups.dense, size * element),
+            gradients=pushed(case, groups.dense, sum(whole) * element),
             last_share=last,
-            update=pulled(case, groups.dense, size * narrow),
+            update=pulled(case, groups.dense, sum(whole) * narrow),
             suffix=suffix,
         )
     if layout.zero < 3:
@@ -179,6 +181,13 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
         scatters=each_time,
         suffix=suffix,
     )
+
+
+def _together(case: Case, blocks: float, block: Elements) -> bool:
+    """Tell whether zero 3 gathers all blocks of a rank at once (`gathered_together`)."""
+    if case.framework != "shoal" or case.layout.zero < 3 or block.experts:
+        return False
+    return gathered_together(round(blocks), blocks * block.dense, case.plan.names_blocks)
 
 
 def _with_tables(case: Case, group: Group, elements: float, sent: int, wide: int) -> Sync:

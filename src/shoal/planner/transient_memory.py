@@ -157,7 +157,10 @@ def gathered_elements(case: Case, stage: Stage) -> tuple[list[float], float]:
         root += root_share(unit) * one * count
     apart = gathered_apart(case, stage)
     shares_left = [1 - root_share(unit) for unit, _ in stage.units]
-    return [sum(shares_left[k] * ones[k] * n for k, n in group) for group in apart], root
+    blocks = [sum(shares_left[k] * ones[k] * n for k, n in group) for group in apart]
+    if resharding.gathered_together(len(blocks), sum(blocks), case.plan.names_blocks):
+        return [], root + sum(blocks)
+    return blocks, root
 
 
 def gathered_apart(case: Case, stage: Stage) -> list[list[tuple[int, float]]]:

@@ -34,6 +34,7 @@ Key = tuple[str, str]
 """What a tensor is (weight, a key of the optimizer's state, average), and of which parameter."""
 
 
+@torch.no_grad()  # else torch gives the part a history, which takes longer than most looks at it
 def here(tensor: Any) -> torch.Tensor:
     """The part of a tensor that is on this rank."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor

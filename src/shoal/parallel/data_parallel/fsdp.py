@@ -41,12 +41,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import BugError, PlanError
-from shoal.base.resharding import kept_over
+from shoal.base.resharding import MANY_BLOCKS, gathered_together, kept_over
 from shoal.base.units import bytes_text
 from shoal.fabric import World
 from shoal.fabric.axes import mesh
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.fabric.world import holds_groups
+from shoal.machine.heap import MOST_BYTES, map_blocks_from
 from shoal.machine.memory import read_ahead, trim_heap
 from shoal.parallel._torch import forget_forwards, forget_groups, keep_among, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import dealt_out, reduced_format
@@ -54,11 +55,12 @@ from shoal.parallel.mmap_init import is_mapped, mmap_init, own_rows, settle
 from shoal.parallel.program import Local, Program, frozen, trainable
 from shoal.parallel.rewritten import watch_units
 from shoal.parallel.unit_log import LoggedGather, LoggedScatter, UnitLog
+from shoal.trace.blocks import gathered_blocks
 from shoal.trace.copies import meta_twin
 from shoal.trace.stand_in import StandIn
 
-MANY_UNITS = 32
-"""Fewer blocks wait for too little time to speak of, whatever their size."""
+GIVEN_BACK_BYTES = 2**22
+"""Larger blocks of a CPU's heap are given back when they are freed, while passes run."""
 
 
 def apply(program: Program) -> Program:
@@ -72,16 +74,17 @@ def apply(program: Program) -> Program:
     units = [module.get_submodule(name) for name in _units(program)]
     program.notices.extend(_at_once(program, units) + _scalars(program) + _small(program, units))
     scatter = ScatterGradients(world.traffic, layout.dp_replicate)
-    scatters = [scatter]
     detours = []
     log = UnitLog(world)
     comms = _UnitComms(program, layout.degrees, axes, scatter, log)
+    gathers, scatters = [comms.gather], [scatter]
     if layout.ep > 1 and layout.expert_shard > 1:  # on ranks without experts too: all log alike
         scatters.append(ScatterGradients(world.traffic, layout.expert_replicate))
         among = ["expert_replicate"] if layout.expert_replicate > 1 else []
         over = [*among, "expert_shard"]
         own = [name for name in program.parameters if program.is_expert(name)]
         of_experts = _UnitComms(program, layout.expert_degrees, over, scatters[1], log)
+        gathers.append(of_experts.gather)
         for part in _experts(program, own):
             detours += _wrap(program, [part], of_experts)
     detours += _wrap(program, [*units, module], comms)
@@ -89,7 +92,7 @@ def apply(program: Program) -> Program:
     detours += watch_units(shards, program)
     parameters = trainable(module)
     undealt = _undealt(program)
-    reducer = ShardedGradients(module, parameters, scatters, log, plan.defer_sync, undealt)
+    reducer = ShardedGradients(module, parameters, gathers, scatters, log, plan.defer_sync, undealt)
     paths = {id(part): path for path, part in module.named_modules()}
     detours += [hook for shard in shards for hook in reducer.watch(shard, paths[id(shard)])]
     still = frozen(module)
@@ -142,8 +145,15 @@ def _undealt(program: Program) -> list[tuple[tuple[str, ...], World]]:
 
 
 def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
-    """The line for a model that fsdp cannot gather block by block: it costs what it should save."""
+    """The line for a model that fsdp cannot gather block by block: it costs what it should save.
+
+    Blocks that are gathered together because they are small (`gathered_together`) cost nothing.
+    """
     if units:
+        return []
+    blocks = gathered_blocks(program.module, program.plan).values()
+    elements = sum(p.numel() for block in blocks for p in block.parameters())
+    if gathered_together(len(blocks), elements, program.plan.names_blocks):
         return []
     name = program.plan.layout.strategy
     size_bytes = sum(
@@ -158,7 +168,7 @@ def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
 
 def _small(program: Program, units: list[nn.Module]) -> list[str]:
     """The line for many blocks that are too small, which `small_units` writes."""
-    if len(units) < MANY_UNITS:
+    if len(units) < MANY_BLOCKS:
         return []
     from shoal.parallel.data_parallel.small_units import cluster_of, small_units_line
 
@@ -350,13 +360,16 @@ class ShardedGradients:
         self,
         module: nn.Module,
         parameters: dict[str, nn.Parameter],
+        gathers: list[GatherParameters],
         scatters: list[ScatterGradients],
         log: UnitLog,
         defer_sync: bool,
         undealt: Sequence[tuple[tuple[str, ...], World]],
     ) -> None:
         self.module, self.parameters, self.undealt = module, parameters, undealt
-        self.scatters, self.log, self.defer_sync = scatters, log, defer_sync
+        self.gathers, self.scatters = gathers, scatters
+        self.on_host = any(p.device.type == "cpu" for p in parameters.values())
+        self.log, self.defer_sync = log, defer_sync
         self.norms: list[torch.Tensor] = []
         self.local: dict[str, Local] = {}
         self.dealt: frozenset[str] = frozenset()
@@ -401,6 +414,8 @@ class ShardedGradients:
 
     def begin(self, rounds: int) -> None:
         """No gradients."""
+        if self.on_host:  # what is gathered, and whole gradients, must not stay in the heap
+            map_blocks_from(GIVEN_BACK_BYTES)
         for parameter in self.parameters.values():
             parameter.grad = None
         for local in self.local.values():
@@ -422,8 +437,14 @@ class ShardedGradients:
 
     def finish(self) -> None:
         """Hand each local tensor its gradient; what a pipeline kept gathered is let go."""
+        if self.on_host:  # the optimizer's own tensors are taken and freed one after another
+            map_blocks_from(MOST_BYTES)
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
+        for gather in self.gathers:
+            gather.drop()
+        for scatter in self.scatters:
+            scatter.drop()
         for name, local in self.local.items():
             gradient = self.parameters[name].grad
             if gradient is None:
@@ -479,6 +500,7 @@ class ShardedGradients:
         return note
 
 
+@torch.no_grad()  # else torch makes a view with a history: half of a step of small blocks
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
