@@ -59,8 +59,9 @@ def main() -> None:
             row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             rows.append({"dim": dim, "program": name, "runs": runs, **row})
             print(
-                f"{dim:5} {name:40} resident {row['resident_mib']:6.0f}  peak {row['peak_mib']:6.0f}"
-                f" MiB  step {row['step_s'] * 1e3:7.1f} ms  cpu {row['cpu_s'] * 1e3:7.1f} ms"
+                f"{dim:5} {name:40} resident {row['resident_mib']:6.0f}  peak "
+                f"{row['peak_mib']:6.0f} MiB  step {row['step_s'] * 1e3:7.1f} ms"
+                f"  cpu {row['cpu_s'] * 1e3:7.1f} ms"
                 f"  faults {row['faults']:8.0f}",
                 flush=True,
             )
@@ -142,7 +143,8 @@ def _program(name: str, model: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     if name == "ddp":
-        trained: nn.Module = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        wrap = nn.parallel.DistributedDataParallel
+        trained: nn.Module = wrap(model, gradient_as_bucket_view=True)
     else:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

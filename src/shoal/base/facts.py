@@ -7,6 +7,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+FREE = 0.5
+"""Share of a rank's memory that stays free where nobody foresees what a pass needs."""
+
+STATE_BYTES = 16
+"""Bytes of a weight with its gradient and Adam's states."""
+
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 """Is there where Linux gives huge pages to who asks for them."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.facts import this_machine
+from shoal.base.facts import FREE, STATE_BYTES, this_machine
 from shoal.base.plan import Plan
 from shoal.data.dataset import Collate, is_indexed
 from shoal.data.first_look import first_samples
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = 2
 """Samples of the batch that the twin runs."""
-
-FREE = 0.5
-"""Share of a rank's memory that has to stay free, else the planner looks."""
-
-STATE_BYTES = 16
-"""Bytes of a weight with its gradient and Adam's states."""
 
 WHOLE = ("single", "ddp", "zero1", "zero2")
 """Strategies under which every rank has the module as it was given."""

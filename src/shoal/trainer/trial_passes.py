@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shoal.base.facts import this_machine
+from shoal.base.facts import FREE, STATE_BYTES, this_machine
 from shoal.data.dataset import Collate, is_indexed, join
 from shoal.trainer.contract import split_batch
 from shoal.trainer.kept_bytes import kept_bytes
 from shoal.trainer.same_again import read_apart
-from shoal.trainer.share_fits import FREE, STATE_BYTES
 
 SAMPLES = (2, 4)
 """Of the two passes: what a sample needs is their difference."""
