@@ -8,13 +8,12 @@ from typing import Any
 from torch import nn
 
 from shoal.base.layout import Layout
+from shoal.base.plan import Plan
 from shoal.parallel.data_parallel.fsdp import _at_once
 
 
 def said(module: nn.Module, units: list[nn.Module]) -> list[str]:
-    program: Any = SimpleNamespace(
-        plan=SimpleNamespace(layout=Layout(dp_shard=2, zero=3)), module=module
-    )
+    program: Any = SimpleNamespace(plan=Plan(Layout(dp_shard=2, zero=3), 8), module=module)
     return _at_once(program, units)
 
 
@@ -27,3 +26,9 @@ def test_a_root_without_weights_is_no_reason_for_a_line() -> None:
 def test_layers_without_blocks_are_one_piece() -> None:
     (line,) = said(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), [])
     assert "so 120 B are gathered at once" in line
+
+
+def test_small_blocks_that_are_gathered_together_need_no_line() -> None:
+    small = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(32)])
+    assert not said(small, [])
+    assert said(small[:31], [])
