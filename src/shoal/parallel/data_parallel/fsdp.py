@@ -47,7 +47,6 @@ from shoal.fabric import World
 from shoal.fabric.axes import mesh
 from shoal.fabric.sharding import GatherParameters, ScatterGradients
 from shoal.fabric.world import holds_groups
-from shoal.machine.heap import MOST_BYTES, map_blocks_from
 from shoal.machine.memory import read_ahead, trim_heap
 from shoal.parallel._torch import forget_forwards, forget_groups, keep_among, pytree, send_unused
 from shoal.parallel.data_parallel.buckets import dealt_out, reduced_format
@@ -58,9 +57,6 @@ from shoal.parallel.unit_log import LoggedGather, LoggedScatter, UnitLog
 from shoal.trace.blocks import gathered_blocks
 from shoal.trace.copies import meta_twin
 from shoal.trace.stand_in import StandIn
-
-GIVEN_BACK_BYTES = 2**22
-"""Larger blocks of a CPU's heap are given back when they are freed, while passes run."""
 
 
 def apply(program: Program) -> Program:
@@ -77,14 +73,13 @@ def apply(program: Program) -> Program:
     detours = []
     log = UnitLog(world)
     comms = _UnitComms(program, layout.degrees, axes, scatter, log)
-    gathers, scatters = [comms.gather], [scatter]
+    scatters = [scatter]
     if layout.ep > 1 and layout.expert_shard > 1:  # on ranks without experts too: all log alike
         scatters.append(ScatterGradients(world.traffic, layout.expert_replicate))
         among = ["expert_replicate"] if layout.expert_replicate > 1 else []
         over = [*among, "expert_shard"]
         own = [name for name in program.parameters if program.is_expert(name)]
         of_experts = _UnitComms(program, layout.expert_degrees, over, scatters[1], log)
-        gathers.append(of_experts.gather)
         for part in _experts(program, own):
             detours += _wrap(program, [part], of_experts)
     detours += _wrap(program, [*units, module], comms)
@@ -92,7 +87,7 @@ def apply(program: Program) -> Program:
     detours += watch_units(shards, program)
     parameters = trainable(module)
     undealt = _undealt(program)
-    reducer = ShardedGradients(module, parameters, gathers, scatters, log, plan.defer_sync, undealt)
+    reducer = ShardedGradients(module, parameters, scatters, log, plan.defer_sync, undealt)
     paths = {id(part): path for path, part in module.named_modules()}
     detours += [hook for shard in shards for hook in reducer.watch(shard, paths[id(shard)])]
     still = frozen(module)
@@ -360,15 +355,13 @@ class ShardedGradients:
         self,
         module: nn.Module,
         parameters: dict[str, nn.Parameter],
-        gathers: list[GatherParameters],
         scatters: list[ScatterGradients],
         log: UnitLog,
         defer_sync: bool,
         undealt: Sequence[tuple[tuple[str, ...], World]],
     ) -> None:
         self.module, self.parameters, self.undealt = module, parameters, undealt
-        self.gathers, self.scatters = gathers, scatters
-        self.on_host = any(p.device.type == "cpu" for p in parameters.values())
+        self.scatters = scatters
         self.log, self.defer_sync = log, defer_sync
         self.norms: list[torch.Tensor] = []
         self.local: dict[str, Local] = {}
@@ -414,8 +407,6 @@ class ShardedGradients:
 
     def begin(self, rounds: int) -> None:
         """No gradients."""
-        if self.on_host:  # what is gathered, and whole gradients, must not stay in the heap
-            map_blocks_from(GIVEN_BACK_BYTES)
         for parameter in self.parameters.values():
             parameter.grad = None
         for local in self.local.values():
@@ -437,14 +428,8 @@ class ShardedGradients:
 
     def finish(self) -> None:
         """Hand each local tensor its gradient; what a pipeline kept gathered is let go."""
-        if self.on_host:  # the optimizer's own tensors are taken and freed one after another
-            map_blocks_from(MOST_BYTES)
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
-        for gather in self.gathers:
-            gather.drop()
-        for scatter in self.scatters:
-            scatter.drop()
         for name, local in self.local.items():
             gradient = self.parameters[name].grad
             if gradient is None:

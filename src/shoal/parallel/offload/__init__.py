@@ -16,8 +16,9 @@ Copies run on streams of their own, beside computing (lane.py).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -25,13 +26,15 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.base.plan import Plan
-from shoal.machine.heap import map_blocks_from
 from shoal.machine.memory import trim_heap
 from shoal.parallel.mmap_init import LEAST_BYTES, is_mapped, mapped, mmap_init
 from shoal.parallel.offload.activations import Activations
 from shoal.parallel.offload.optimizer_state import keep_in_files, stream_state
 from shoal.parallel.program import Program
 from shoal.planner.offload import piece_bytes
+
+M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 
 
 def check_here(plan: Plan, device: torch.device) -> None:
@@ -82,10 +85,7 @@ def apply(program: Program) -> Program:
     plan, device = program.plan, program.world.device
     check(plan, device)
     if plan.states_in_files:
-        # Each block then costs a system call and its pages anew. Where states lie in files 180 of
-        # 405 MiB of a process were blocks that gradients had left.
-        map_blocks_from(LEAST_BYTES, for_good=True)
-        trim_heap()
+        _return_large_blocks()
         return program
     if device.type == "cpu":
         if plan.offload != "none":
@@ -162,6 +162,18 @@ def _keep_gradient_in_file() -> Callable[[nn.Parameter], None]:
         parameter.grad = kept[0].copy_(gradient)
 
     return move
+
+
+def _return_large_blocks() -> None:
+    """Let the C heap return blocks of `LEAST_BYTES` and more when they are freed.
+
+    Each then costs a system call and its pages anew. Where states lie in files 180 of 405 MiB of a
+    process were blocks that gradients had left.
+    Source   mallopt(3): M_MMAP_THRESHOLD, which no longer grows once it is set
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LEAST_BYTES)
+    trim_heap()
 
 
 def _all(*calls: Callable[[], None]) -> Callable[[], None]:
