@@ -1,4 +1,4 @@
-"""What fsdp gathers at once, and where it lies between a block's passes."""
+"""Decide what fsdp gathers at once, and where it lies between a block's passes."""
 
 from __future__ import annotations
 

@@ -70,10 +70,10 @@ def apply(program: Program) -> Program:
     units = [module.get_submodule(name) for name in _units(program)]
     program.notices.extend(_at_once(program, units) + _scalars(program) + _small(program, units))
     scatter = ScatterGradients(world.traffic, layout.dp_replicate)
+    scatters = [scatter]
     detours = []
     log = UnitLog(world)
     comms = _UnitComms(program, layout.degrees, axes, scatter, log)
-    scatters = [scatter]
     if layout.ep > 1 and layout.expert_shard > 1:  # on ranks without experts too: all log alike
         scatters.append(ScatterGradients(world.traffic, layout.expert_replicate))
         among = ["expert_replicate"] if layout.expert_replicate > 1 else []
@@ -361,8 +361,7 @@ class ShardedGradients:
         undealt: Sequence[tuple[tuple[str, ...], World]],
     ) -> None:
         self.module, self.parameters, self.undealt = module, parameters, undealt
-        self.scatters = scatters
-        self.log, self.defer_sync = log, defer_sync
+        self.scatters, self.log, self.defer_sync = scatters, log, defer_sync
         self.norms: list[torch.Tensor] = []
         self.local: dict[str, Local] = {}
         self.dealt: frozenset[str] = frozenset()
@@ -485,7 +484,7 @@ class ShardedGradients:
         return note
 
 
-@torch.no_grad()  # else torch makes a view with a history: half of a step of small blocks
+@torch.no_grad()  # else torch makes a view with a history: a seventh of a step of small blocks
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
