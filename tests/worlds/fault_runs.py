@@ -32,6 +32,8 @@ def command(
         shutil.copy(HERE / name, folder)
     place = (asked or {}).get("place", "")
     told = {"rank": 1, "after": AFTER.get(place, 0), **(asked or {"place": ""})}
+    # Who has saved by then goes on from that save.
+    told.setdefault("saved", place in AFTER and told["after"] >= AFTER[place])
     for name in ("hang.json", "fault.json"):
         (folder / name).write_text(json.dumps(told))
     if not any(word.startswith("layout.") for word in arguments):

@@ -8,6 +8,7 @@
     place  data, when a sample is read · forward, which only layouts have that leave the model whole
     rank   of its run (RANK) · island  its folder's name, if there are islands
     after  samples or passes of this rank
+    saved  it waits until a checkpoint is complete: on a busy machine steps are faster than saves
 
            swap     its two sums over ranks change places, in every forward pass
            extra    it makes one more, of the same shape, in every forward pass
@@ -74,11 +75,22 @@ class Once:
         if not self.mine or self.asked["kind"] in SUMS or self.passes <= self.asked["after"]:
             return
         self.mine = False
+        if self.asked.get("saved"):
+            wait_for_a_checkpoint()
         try:
             os.close(os.open("hung", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
         HANGS[self.asked["kind"]]()
+
+
+def wait_for_a_checkpoint(deadline_s: float = 30.0) -> None:
+    until_s = time.monotonic() + deadline_s
+    folder = Path(os.environ["SHOAL_RUN_FOLDER"], "checkpoints")
+    while not list(folder.glob("step-*/manifest.json")):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"no complete checkpoint after {deadline_s:.0f} s")
+        time.sleep(0.005)
 
 
 def loop() -> None:

@@ -128,7 +128,7 @@ def test_a_process_that_leaves_quietly_has_not_come_to_its_end(tmp_path: Path) -
 
 def test_2_the_launcher_is_killed(tmp_path: Path, unbroken: list[Any]) -> None:
     run = command(tmp_path, None)
-    run.wait_for(lambda: run.steps() >= 9)
+    run.wait_for(lambda: run.steps() >= 9 and find(run.run / "checkpoints") != [])
     run.process.kill()
     run.process.wait(timeout=10)
     until_s = time.monotonic() + 2

@@ -105,7 +105,7 @@ def test_an_all_reduce_that_adds_wrongly_ends_the_start(worlds) -> None:
 
 
 FLIPPER = '''
-import gc, os
+import gc, os, time
 from pathlib import Path
 import torch, toy
 
@@ -114,6 +114,9 @@ def flip(event):
     mark = Path("flipped")
     if event["event"] == "step" and (event["step"], event["rank"]) == (7, 1) and not mark.exists():
         mark.touch()
+        kept, until_s = Path("runs/run/checkpoints/step-6/manifest.json"), time.monotonic() + 30
+        while not kept.exists() and time.monotonic() < until_s:  # its save goes on beside training
+            time.sleep(0.005)
         module = next(one for one in gc.get_objects() if type(one) is toy.Toy)
         raw = module.net[4].weight.detach().reshape(-1).view(torch.uint8).numpy()
         raw[4 * 11 + 2] ^= 1 << 6
