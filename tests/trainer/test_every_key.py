@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -513,13 +513,25 @@ def figures(candidate: Candidate) -> Any:
     return time.parts, time.bytes, memory.parts, memory.peak_bytes
 
 
-def alike(one: Any, other: Any) -> bool:
+def premises(candidate: Candidate) -> Any:
+    """What the figures are made of: the model, the machine, the layout and the sizes."""
+    plan = candidate.case.plan
+    return candidate.case.model, candidate.case.cluster, plan.layout, plan.batch, plan.micro_batch
+
+
+def alike(one: Any, other: Any, within: float = 1e-12) -> bool:
     """Whether two plans foresee the same, up to the order in which terms were added."""
+    if is_dataclass(one):
+        return type(one) is type(other) and alike(vars(one), vars(other), within)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+        equal = one.keys() == other.keys()
+        return equal and all(alike(one[key], other[key], within) for key in one)
     if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return bool(one == pytest.approx(other, rel=1e-12, abs=0))
+        equal = len(one) == len(other)
+        return equal and all(alike(*both, within) for both in zip(one, other, strict=True))
+    if isinstance(one, float):
+        return bool(one == pytest.approx(other, rel=within, abs=0))
+    return bool(one == other)
 
 
 def pair(key: str) -> tuple[list[str], list[str]]:
@@ -543,10 +555,13 @@ def test_every_key_is_foreseen_or_says_why_not() -> None:
         machines = machines_of(given)
         found = [planned(words, machines) for words in (given, without)]
         changed = not alike(*map(figures, found))
-        assert changed != bool(reason(NOT_FORESEEN, key)), key
+        if changed and alike(*map(premises, found)):
+            # Of traced models, after a whole lane, one unit in the last place of a fact was seen
+            # to differ; what is left of a difference (`1 - gone / whole`) makes more of it.
+            changed = not alike(*map(figures, found), within=1e-6)
+        facts = "\n".join(f"{figures(one)}\n{premises(one)}" for one in found)
+        assert changed != bool(reason(NOT_FORESEEN, key)), f"{key}\n{facts}"
         if not changed and figures(found[0]) != figures(found[1]):
-            # Seen once in some twenty whole runs, of a model that was traced, never alone.
-            facts = "\n".join(f"{figures(one)}\n{one.case.model}" for one in found)
             warnings.warn(f"{key}: the same plan to rounding only:\n{facts}", stacklevel=1)
 
 
