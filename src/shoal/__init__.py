@@ -10,6 +10,7 @@ Names load when they are first used, so that the command line answers without im
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.1"
@@ -50,6 +51,13 @@ if TYPE_CHECKING:
     from shoal.trainer.plan_ahead import plan as plan
     from shoal.trainer.run import Run as Run
     from shoal.trainer.step import StepResult as StepResult
+
+
+if os.environ.get("WORLD_SIZE", "1") != "1":  # a script's rank, before its model is built
+    from shoal.base.facts import host_memory_variables
+
+    for _variable, _value in host_memory_variables().items():
+        os.environ.setdefault(_variable, _value)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.fabric.sharding import GatherParameters, SpareBuffer
+from shoal.fabric.traffic import Traffic
 from shoal.fabric.uneven_collectives import PendingSum, all_gather_parts, reduce_scatter
 
 WAIT = timedelta(seconds=30)
@@ -146,3 +148,39 @@ def test_what_was_received_is_given_back_with_the_sum() -> None:
     kept = received.untyped_storage()
     assert PendingSum(None, received, None).result().tolist() == [3.0, 5.0, 7.0]
     assert kept.nbytes() == 0
+
+
+def test_buffers_of_one_size_take_turns_and_others_are_given_back() -> None:
+    spare = SpareBuffer()
+    first = spare.take(4, torch.float32)
+    spare.give(first)
+    assert first.untyped_storage().nbytes() == 0, "nobody knows yet that more of its size will come"
+    second = spare.take(4, torch.float32)
+    spare.give(second)
+    assert spare.take(4, torch.float32).data_ptr() == second.data_ptr()
+    assert spare.take(4, torch.float32).data_ptr() != second.data_ptr()
+    spare.give(second)
+    assert spare.take(8, torch.float32).numel() == 8
+    assert spare.take(4, torch.float64).dtype == torch.float64
+    spare.drop()
+    assert second.untyped_storage().nbytes() == 0
+
+
+def test_a_gathered_buffer_is_taken_again_once_nobody_holds_it() -> None:
+    gather, cpu = GatherParameters(Traffic()), torch.device("cpu")
+
+    def take(size: int) -> torch.Tensor:
+        return gather.allocate([size], dtype=torch.float32, device=cpu)
+
+    root = take(100)
+    first, held = take(8), take(8)
+    view = held.view(2, 4)
+    place = held.data_ptr()
+    del held
+    assert take(8).data_ptr() != place, "a view holds it"
+    del view
+    again = take(8)
+    assert again.data_ptr() == place
+    assert len({root.data_ptr(), first.data_ptr(), again.data_ptr()}) == 3
+    gather.drop()
+    assert again.numel() == 8

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from shoal.base import facts
 from shoal.base.facts import usable_cores
 from shoal.fabric.process_info import find_place
 from shoal.launch import supervise
@@ -161,3 +162,30 @@ def test_what_the_user_set_is_kept(tmp_path: Path) -> None:
     assert environ["OMP_NUM_THREADS"] == "5"
     assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert environ["SHOAL_STORE"] == "here"
+
+
+def test_ranks_ask_for_huge_pages_where_nobody_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Workers by their environment; a script's ranks when they import shoal."""
+    name, there = "THP_MEM_ALLOC_ENABLE", tmp_path / "enabled"
+    monkeypatch.setattr(facts, "HUGE_PAGES", there)
+    assert name not in shared_environment({}, 2), "Linux gives none here"
+    there.touch()
+    assert shared_environment({}, 2)[name] == "1"
+    assert shared_environment({name: "0"}, 2)[name] == "0"
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        return
+    program = f"import os, shoal; print(os.environ.get({name!r}))"
+    outside = {k: v for k, v in os.environ.items() if k not in (name, "WORLD_SIZE")}
+    for more, said in (
+        ({"WORLD_SIZE": "2"}, "1"),
+        ({"WORLD_SIZE": "2", name: "0"}, "0"),
+        ({"WORLD_SIZE": "1"}, "None"),
+        ({}, "None"),
+    ):
+        told = subprocess.run(
+            [sys.executable, "-c", program], env={**outside, **more},
+            capture_output=True, text=True, timeout=60, check=True,
+        ).stdout  # fmt: skip
+        assert told.strip() == said

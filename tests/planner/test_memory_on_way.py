@@ -112,11 +112,16 @@ def test_fsdp_on_gloo_block_by_block() -> None:
     found = sharded_on_gloo(given := case("fsdp", batch=4), cut(given, 0))
     assert found.loss == MIB
     assert found.root == 2.5 * MIB
-    gather, work, send, onward = found.blocks
+    gather, work, send, onward, third, last = found.blocks
     assert (gather.gathered, gather.sent) == (MIB + 12 * MIB, 0.0)  # parameters, flat, gloo's copy
     assert (work.gathered, work.works) == (MIB + 8 * MIB, True)
     assert (send.gathered, send.sent) == (MIB + 4 * MIB, 10 * MIB)  # sent, received, the sum
     assert (onward.gathered, onward.sent) == (MIB + 12 * MIB, 4 * MIB)
+    # parameters, flat; gradients, and the memory of what was sent and received before
+    assert (third.gathered, third.sent, third.through) == (MIB + 8 * MIB, 12 * MIB, 3)
+    assert last == third._replace(through=4)
+    fresh = sharded_on_gloo(alone := case("fsdp", batch=2), cut(alone, 0)).blocks
+    assert [one.sent for one in fresh[-2:]] == [12 * MIB + 2 * sums * MIB for sums in (2, 3)]
 
 
 def turns_of(given: Case) -> list[tuple[float, float, float]]:

@@ -133,6 +133,13 @@ def test_a_prediction_adds_up(digits) -> None:
     assert sum(said["time"].values()) == pytest.approx(said["step_s"])
     # 2(n−1)/n times 4 bytes per parameter
     assert said["sent_bytes"] == pytest.approx(4 * facts.trainable)
+    # A save beside training copies this rank's half of weights and AdamW's two states.
+    copied = 4 * 3 * facts.trainable / 2
+    case = case_of(config, plan, facts, cluster)
+    saving = prediction(case, saves=True)["peak_memory_bytes"]
+    assert saving == pytest.approx(sum(said["memory"].values()) + copied, rel=0.01)
+    on_gpu = replace(case, cluster=replace(cluster, device=replace(cluster.device, kind="gpu")))
+    assert len({prediction(on_gpu, saves=s)["peak_memory_bytes"] for s in (False, True)}) == 1
 
 
 def test_an_own_loop_gets_the_answer_of_the_command(digits, tmp_path: Path) -> None:

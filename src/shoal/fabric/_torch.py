@@ -27,6 +27,13 @@ def fused_optimizer_devices() -> list[str]:
     return list(_get_fused_kernels_supported_devices())
 
 
+def is_unshared(tensor: torch.Tensor) -> bool:
+    """Tell whether nothing but this one tensor holds its memory, a view or a collective neither."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    # The second use is the storage that is asked here.
+    return count is not None and count(tensor.untyped_storage()._cdata) == 2
+
+
 KNOCK = 1
 """The tag of what nobody fetches; collectives have tags of their own."""
 

@@ -8,7 +8,7 @@ arrives first. NCCL has both collectives; its own are used, in one call where pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,15 @@ from shoal.fabric._torch import all_gather_single
 from shoal.fabric.device import is_accelerator
 
 
+def let_go(tensor: torch.Tensor) -> None:
+    """Give back the memory of a tensor that owns its storage, and that nobody reads any more.
+
+    A thread of gloo holds what it sent and received until it runs again, after `wait` has returned;
+    on busy cores that is several milliseconds, in which the next buffers come on top.
+    """
+    tensor.untyped_storage().resize_(0)
+
+
 @dataclass
 class PendingSum:
     """A reduce-scatter under way; `result(out=None)` waits and gives this rank's part of the sum.
@@ -25,11 +34,13 @@ class PendingSum:
     With `out` that is overwritten with it and returned. To be called once: it may free what came.
     received   [ranks, own part], or [1, own part] where the backend has summed already
     source     what is being sent; held until the work is done
+    give_back  takes `received` when it was read; default: its memory is freed
     """
 
     work: dist.Work | None
     received: torch.Tensor
     source: torch.Tensor | None
+    give_back: Callable[[torch.Tensor], None] = let_go
 
     def result(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Wait, then give this rank's part of the sum; `out` is overwritten with it if given."""
@@ -44,23 +55,23 @@ class PendingSum:
             summed = torch.sum(self.received, 0)
         else:  # in the format that is kept, though what travelled may be narrower
             summed = torch.sum(self.received, 0, dtype=out.dtype, out=out)
-        let_go(self.received)
+        self.give_back(self.received)
         return summed
 
 
-def let_go(tensor: torch.Tensor) -> None:
-    """Give back the memory of a tensor that owns its storage, and that nobody reads any more.
-
-    A thread of gloo holds what it sent and received until it runs again, after `wait` has returned;
-    on busy cores that is several milliseconds, in which the next buffers come on top.
-    """
-    tensor.untyped_storage().resize_(0)
-
-
 def reduce_scatter(
-    tensor: torch.Tensor, cuts: Sequence[int], rank: int, group: dist.ProcessGroup
+    tensor: torch.Tensor,
+    cuts: Sequence[int],
+    rank: int,
+    group: dist.ProcessGroup,
+    into: torch.Tensor | None = None,
+    give_back: Callable[[torch.Tensor], None] = let_go,
 ) -> PendingSum:
     """Begin a reduce-scatter; rank r gets the elements from cuts[r] to cuts[r + 1].
+
+    into       on a CPU: memory for what arrives, as many elements as all ranks want of this one's
+               part; default: new memory
+    give_back  takes it when the sum was read
 
     Source: measured in docs/lab-log.md; pairwise all-to-all, Thakur et al. 2005
     """
@@ -73,9 +84,9 @@ def reduce_scatter(
         else:
             work = dist.reduce_scatter(out, list(tensor.split(sizes)), group=group, async_op=True)
         return PendingSum(work, out.unsqueeze(0), tensor)
-    received = tensor.new_empty(ranks * mine)
+    received = tensor.new_empty(ranks * mine) if into is None else into
     work = dist.all_to_all_single(received, tensor, [mine] * ranks, sizes, group, async_op=True)
-    return PendingSum(work, received.view(ranks, mine), tensor)
+    return PendingSum(work, received.view(ranks, mine), tensor, give_back)
 
 
 def all_gather_parts(

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.base.errors import ClusterError
-from shoal.base.facts import usable_cores
+from shoal.base.facts import host_memory_variables, usable_cores
 from shoal.base.folder_owner import FolderOwner
 from shoal.base.systems import loopback
 from shoal.base.watch_page import PAGE_VARIABLE
@@ -96,6 +96,7 @@ def shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str
         "PYTHONUNBUFFERED": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # its own stack traces would hide the line that counts
         "PYTHONFAULTHANDLER": "1",
+        **host_memory_variables(),
     }
     # What workers print goes into files of ours, whatever the terminal speaks.
     return {**defaults, **base, "PYTHONIOENCODING": "utf-8:backslashreplace"}

@@ -7,7 +7,8 @@
     dualpipe     without data ranks gradients lie apart: a bucket is filled from them, and summed
     zero1, 2     after the update every rank's part of the weights travels to all others
     zero3        the next block is gathered ahead; gradients that were sent stay until the next are;
-                 on gloo a block's gather has a copy inside gloo, flat bytes and parameters
+                 on gloo a block's gather has a copy inside gloo, flat bytes and parameters, and
+                 the memory of what was gathered, sent and received is kept for the next block
 
 gloo (CPU) receives from every rank before it adds up: as much as was sent. NCCL receives the sum of
 the rank's own part. Source: shoal.parallel.data_parallel.buckets, zero;
@@ -262,12 +263,23 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
         moments.append(
             Moment(held + width * 3 * block, head + reduced * block * (1 + first_sum), through=1)
         )
+        # Blocks of one size take turns with the memory of what is gathered, sent and received: it
+        # lies beside a block's parameters and gradients from the third one's backward on.
+        moments += [
+            Moment(
+                held + width * 2 * block,
+                head + wide * block + reduced * block * (2 + first_sum * sent),
+                through=sent + 1,
+            )
+            for sent in sorted({2, len(sizes) - 1})
+        ]
     if often := _called_often(case, stage):
-        # Its gradient waits in the graph for all its calls, each of which sends what it has.
+        # Its gradient waits in the graph for all its calls, each of which sends what it has; two
+        # gathers' memory is kept meanwhile.
         moments.append(
             Moment(
-                held + width * often,
-                head + (wide + reduced * (1 + own + first_sum)) * often,
+                held + width * 3 * often,
+                head + (wide + reduced * (2 + own)) * often,
                 works=True,
             )
         )

@@ -144,17 +144,28 @@ class Learner:
             note_run(self.machine, self.compute, share)
 
 
-def prediction(case: Case, travel: Travel | None = None) -> dict[str, Any]:
-    """What is foreseen, as plan.json keeps it; bytes are those of the rank that sends most.
+def prediction(case: Case, travel: Travel | None = None, *, saves: bool = False) -> dict[str, Any]:
+    """Predict step time, memory and bytes of a run, as plan.json keeps them.
 
-    travel   what the divided model makes travel, where that is known
+    Args:
+        case: the run.
+        travel: what the divided model sends, where that is known; of the rank that sends most.
+        saves: whether the run saves before its last step; on a CPU the copy that is written beside
+            training lies in the memory that the run measures.
+
+    Returns:
+        The prediction; seconds and bytes.
     """
     memory, time = predict_run(case), predict_time(case)
+    peak_bytes = memory.most_bytes
+    if saves and case.cluster.device.kind == "cpu":
+        saving = [one.device_bytes for one in memory.instants if one.name == "saving"]
+        peak_bytes = max(peak_bytes, *saving)
     sent = busiest(case, travel).total_bytes if travel else sum(time.bytes.values())
     return {
         "step_s": time.step_s,
         "time": time.parts,
-        "peak_memory_bytes": memory.most_bytes,
+        "peak_memory_bytes": peak_bytes,
         "instants": [asdict(one) for one in memory.instants],
         "allocated_bytes": memory.allocated_bytes,
         "memory": memory.parts,
@@ -181,6 +192,8 @@ def foresee(
         return {"reason": "dp: threads of one process are not foreseen"}
     try:
         known = facts(kernels=cluster.device.kind, element_bytes=width)
-        return prediction(case_of(config, plan, known, cluster), travel() if travel else None)
+        case = case_of(config, plan, known, cluster)
+        saves = 0 < config.checkpoint.every < config.train.steps
+        return prediction(case, travel() if travel else None, saves=saves)
     except ShoalError as failure:
         return {"reason": str(failure)}

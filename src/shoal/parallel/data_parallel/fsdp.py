@@ -70,16 +70,17 @@ def apply(program: Program) -> Program:
     units = [module.get_submodule(name) for name in _units(program)]
     program.notices.extend(_at_once(program, units) + _scalars(program) + _small(program, units))
     scatter = ScatterGradients(world.traffic, layout.dp_replicate)
-    scatters = [scatter]
     detours = []
     log = UnitLog(world)
     comms = _UnitComms(program, layout.degrees, axes, scatter, log)
+    gathers, scatters = [comms.gather], [scatter]
     if layout.ep > 1 and layout.expert_shard > 1:  # on ranks without experts too: all log alike
         scatters.append(ScatterGradients(world.traffic, layout.expert_replicate))
         among = ["expert_replicate"] if layout.expert_replicate > 1 else []
         over = [*among, "expert_shard"]
         own = [name for name in program.parameters if program.is_expert(name)]
         of_experts = _UnitComms(program, layout.expert_degrees, over, scatters[1], log)
+        gathers.append(of_experts.gather)
         for part in _experts(program, own):
             detours += _wrap(program, [part], of_experts)
     detours += _wrap(program, [*units, module], comms)
@@ -87,19 +88,16 @@ def apply(program: Program) -> Program:
     detours += watch_units(shards, program)
     parameters = trainable(module)
     undealt = _undealt(program)
-    reducer = ShardedGradients(module, parameters, scatters, log, plan.defer_sync, undealt)
+    reducer = ShardedGradients(module, parameters, gathers, scatters, log, plan.defer_sync, undealt)
     paths = {id(part): path for path, part in module.named_modules()}
     detours += [hook for shard in shards for hook in reducer.watch(shard, paths[id(shard)])]
+    detours.append(module.register_forward_hook(reducer.drop_gathered))
     still = frozen(module)
     parts = {
         name: (_local(p).detach(), program.rows[name].kept(program.at, layout))
         for name, p in {**parameters, **still}.items()
     }
-    local = {
-        name: Local(nn.Parameter(parts[name][0]), parts[name][1])
-        for name, p in parameters.items()
-        if parts[name][0].numel() or not p.numel()
-    }
+    local = _stepped(parameters, parts)
     reducer.local, reducer.dealt = local, dealt_out(program)
 
     def reshard() -> None:
@@ -120,6 +118,17 @@ def apply(program: Program) -> Program:
         on_evaluated=(*program.on_evaluated, reshard),
         on_close=(*program.on_close, *(d.remove for d in detours), reducer.close),
     )
+
+
+def _stepped(
+    parameters: dict[str, nn.Parameter], parts: dict[str, tuple[torch.Tensor, Any]]
+) -> dict[str, Local]:
+    """Return what the optimizer steps on this rank: its parts that have elements."""
+    return {
+        name: Local(nn.Parameter(parts[name][0]), parts[name][1])
+        for name, parameter in parameters.items()
+        if parts[name][0].numel() or not parameter.numel()
+    }
 
 
 def _lay_out(program: Program) -> None:
@@ -355,13 +364,15 @@ class ShardedGradients:
         self,
         module: nn.Module,
         parameters: dict[str, nn.Parameter],
+        gathers: list[GatherParameters],
         scatters: list[ScatterGradients],
         log: UnitLog,
         defer_sync: bool,
         undealt: Sequence[tuple[tuple[str, ...], World]],
     ) -> None:
         self.module, self.parameters, self.undealt = module, parameters, undealt
-        self.scatters, self.log, self.defer_sync = scatters, log, defer_sync
+        self.gathers, self.scatters = gathers, scatters
+        self.log, self.defer_sync = log, defer_sync
         self.norms: list[torch.Tensor] = []
         self.local: dict[str, Local] = {}
         self.dealt: frozenset[str] = frozenset()
@@ -420,8 +431,16 @@ class ShardedGradients:
         if self.defer_sync and isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last or not once)
 
+    def drop_gathered(self, *_: object) -> None:
+        """Give back the memory of gathers: at the loss most activations are there."""
+        for gather in self.gathers:
+            gather.drop()
+
     def passed(self, counted: bool) -> None:
         """The backward pass has sent everything."""
+        self.drop_gathered()
+        for scatter in self.scatters:
+            scatter.drop()
         self.seen |= self.fresh if counted else self.fresh & self.dealt
         self.fresh = set()
 
