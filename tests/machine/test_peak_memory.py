@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from shoal.machine import memory
 from shoal.machine.memory import forget_peak, peak_memory_bytes
 
 CPU = torch.device("cpu")
@@ -26,3 +27,16 @@ def test_what_is_over_is_forgotten() -> None:
     del held
     forget_peak(CPU)
     assert peak_memory_bytes(CPU) < high + 128 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident peaks can be reset on Linux only")
+def test_a_reading_may_serve_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "FRESH_S", 60.0)
+    forget_peak(CPU)
+    before = peak_memory_bytes(CPU, fresh=False)
+    held = torch.ones(256 * MIB, dtype=torch.uint8)
+    assert peak_memory_bytes(CPU, fresh=False) == before
+    assert peak_memory_bytes(CPU) >= before + 128 * MIB
+    del held
+    forget_peak(CPU)
+    assert peak_memory_bytes(CPU, fresh=False) < before + 128 * MIB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,10 +18,10 @@ class Masks(nn.Module):
 
     def __init__(self, seen: list) -> None:
         super().__init__()
-        self.seen = seen
+        self.seen, self.rate = seen, 0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = F.dropout(torch.ones(64), 0.5, self.training)
+        mask = F.dropout(torch.ones(64), self.rate, self.training)
         self.seen.append((mask > 0).tolist())
         return x * mask[: x.shape[-1]]
 
@@ -134,6 +135,88 @@ def test_the_users_generator_is_left_alone() -> None:
     with pytest.raises(ValueError, match="by chance"):
         run.step(batch())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def set_rate(model: nn.Module, rate: float) -> None:
+    for part in model.modules():
+        if isinstance(part, Masks):
+            part.rate = rate
+
+
+def hooks(model: Stack) -> int:
+    return sum(len(b._forward_pre_hooks) + len(b._forward_hooks) for b in model.blocks)
+
+
+def test_blocks_without_a_draw_are_keyed_from_the_first_draw_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A rate that a schedule raises from 0 draws nothing at first; torch skips such a dropout."""
+    model = Stack()
+    set_rate(model, 0.0)
+    run = run_of(model)
+    assert hooks(model) == 4
+    run.step(batch())
+    assert hooks(model) == 0
+    run.step(batch())
+    assert "random numbers" not in caplog.text
+    set_rate(model, 0.5)
+    run.step(batch())
+    assert "step 3: the model drew random numbers for the first time" in caplog.text
+    assert hooks(model) == 4
+    run.step(batch())
+    assert caplog.text.count("random numbers") == 1
+    expected = masks(Stack(), steps=4)
+    for ours, theirs in zip(model.seen, expected, strict=True):
+        assert ours[12:] == theirs[12:], "step 4"
+
+
+@pytest.mark.parametrize("where", ["block", "before", "last"])
+def test_a_model_that_draws_somewhere_stays_keyed(where: str) -> None:
+    model = Stack(waste=3 if where == "before" else 0)
+    set_rate(model, 0.0)
+    if where == "block":
+        model.blocks[1][1].rate = 0.5
+    if where == "last":
+        model.last.rate = 0.5
+    run = run_of(model)
+    for _ in range(3):
+        run.step(batch())
+    assert hooks(model) == 4
+
+
+class Scaled(nn.Module):
+    """Scales by what `numpy.random` draws, if it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.draws, self.seen = nn.Linear(4, 4), True, list[float]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.draws:
+            self.seen.append(float(np.random.rand()))
+        return self.linear(x) * (self.seen[-1] if self.draws else 1.0)
+
+
+def test_numpy_is_keyed_where_it_is_drawn_from(caplog: pytest.LogCaptureFixture) -> None:
+    always, later = Scaled(), Scaled()
+    run = run_of(always)
+    for _ in range(4):
+        run.step(batch())
+    later.draws = False
+    np.random.seed(9)
+    np.random.randn()  # its second value waits
+    state = np.random.get_state()
+    run = run_of(later)
+    run.step(batch())
+    run.step(batch())
+    assert "random numbers" not in caplog.text
+    assert repr(np.random.get_state()) == repr(state), "the user's stream is left alone"
+    later.draws = True
+    run.step(batch())
+    assert caplog.text.count("step 3: the model drew random numbers") == 1
+    run.step(batch())
+    assert later.seen[-4:] == always.seen[-4:]
+    assert later.seen[:4] != always.seen[8:12]
 
 
 def test_building_a_model_leaves_the_users_generator_alone() -> None:

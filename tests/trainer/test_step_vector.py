@@ -9,7 +9,8 @@ from trainer_small import linear, pair, run_of
 
 from shoal.base.errors import BugError
 from shoal.trainer.free_passes import FreePasses
-from shoal.trainer.step_vector import StepVector, same_on_all_ranks, zero_sum_term
+from shoal.trainer.served_server import _same_on_all_ranks
+from shoal.trainer.step_vector import StepVector, zero_sum_term
 
 RANKS = 3
 
@@ -46,7 +47,7 @@ def test_a_name_has_one_entry() -> None:
 
 
 def test_what_is_the_same_on_all_ranks_needs_no_message() -> None:
-    numbers = same_on_all_ranks(2, {"lr": [0.5], "late": [1.0, 2.0]}, {"unreadable": [3.0]})
+    numbers = _same_on_all_ranks(2, {"lr": [0.5], "late": [1.0, 2.0]}, {"unreadable": [3.0]})
     assert numbers.row("lr") == [0.5, 0.5]
     assert numbers.rows("late") == [[1.0, 1.0], [2.0, 2.0]]
     assert numbers.sums("unreadable") == [3.0]

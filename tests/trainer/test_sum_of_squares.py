@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -22,5 +24,22 @@ def test_any_shape_and_nothing() -> None:
     assert float(sum_of_squares([])) == 0.0
     odd = torch.ones(3, 5, 7).transpose(0, 2)
     assert float(sum_of_squares([odd, torch.tensor(2.0), torch.empty(0)])) == pytest.approx(105 + 4)
-    assert torch.isnan(sum_of_squares([torch.tensor([float("nan")])]))
-    assert sum_of_squares([torch.ones(9000, dtype=torch.float64)]).dtype == torch.float64
+    assert math.isnan(sum_of_squares([torch.tensor([float("nan")])]))
+    wide = torch.full((9000,), 1 + 2.0**-40, dtype=torch.float64)
+    assert sum_of_squares([wide]) == pytest.approx(9000 * (1 + 2.0**-40) ** 2, rel=1e-15)
+
+
+def test_terms_are_added_in_the_order_of_the_tensors() -> None:
+    """Bits of a norm are those of the releases before, which added one tensor after another."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (5, 4096, 9000, 1, 4095, 8192)
+    for kind in (torch.float32, torch.bfloat16, torch.float64):
+        tensors = [torch.randn(size, generator=generator).to(kind) for size in sizes]
+        expected = torch.zeros((), dtype=torch.float64)
+        for flat in tensors:
+            whole = len(flat) // 4096 * 4096
+            if whole:
+                rows = torch.linalg.vector_norm(flat[:whole].view(-1, 4096), dim=1)
+                expected += rows.double().square().sum()
+            expected += torch.linalg.vector_norm(flat[whole:]).double().square()
+        assert sum_of_squares(tensors) == expected.item()

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.data.dataset import digest_of
-from shoal.trainer.brought import CHANCE_BITS, LOOKS, information
+from shoal.trainer.brought import CHANCE_BITS, LOOKS
+from shoal.trainer.own_loaders import information
 from shoal.trainer.run import Run
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,11 +34,12 @@ Key = tuple[str, str]
 """What a tensor is (weight, a key of the optimizer's state, average), and of which parameter."""
 
 
-@torch.no_grad()  # else torch gives the part a history, which takes longer than most looks at it
 def here(tensor: Any) -> torch.Tensor:
-    """The part of a tensor that is on this rank."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    """Return the part of a tensor that is on this rank."""
+    if not hasattr(tensor, "to_local"):
+        return cast(torch.Tensor, tensor)
+    with torch.no_grad():  # else torch gives the part a history, which takes longer than most looks
+        return cast(torch.Tensor, tensor.to_local())
 
 
 def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:

@@ -13,25 +13,13 @@ each other, in a few hundred bytes, how many samples they hold and a hash of the
 
 from __future__ import annotations
 
-import gc
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
-
 from shoal.base.errors import ConfigError
-from shoal.data.dataset import digest_of, identity_of
+from shoal.data.dataset import digest_of
 from shoal.data.step import StepBatch
 from shoal.parallel.program import Program
-from shoal.trainer._torch import LoaderIterator, pytree
 from shoal.trainer.contract import batch_length
 
 LOOKS = 3
@@ -96,12 +84,16 @@ class Brought:
             "place": self.program.data.rank,
             "samples": 0 if loaded else batch_length(batch),
             "hash": digest_of(values),
-            "bits": 0.0 if loaded else information(batch),
+            "bits": 0.0,
             "probe": list(batch.probe) if loaded else [],
             "loaders": [],
         }
-        if not loaded and self.looks == 1 and self.program.data.size > 1:
-            told["loaders"] = _whole_loaders(told["samples"])
+        if not loaded and self.program.data.size > 1:
+            from shoal.trainer.own_loaders import information, whole_loaders
+
+            told["bits"] = information(batch)
+            if self.looks == 1:
+                told["loaders"] = whole_loaders(told["samples"])
         return told
 
     def _check_probes(self, told: Sequence[dict[str, Any]]) -> None:
@@ -172,53 +164,3 @@ class Brought:
 
 def _shown(probe: Sequence[Any]) -> str:
     return ", ".join(map(str, probe)) or "nothing"
-
-
-def information(batch: Any) -> float:
-    """Bits that the values of a batch could tell apart, at most: numbers × log2 of unlike ones."""
-    bits = 0.0
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            leaf = torch.as_tensor(leaf)
-        if isinstance(leaf, torch.Tensor) and leaf.numel():
-            some = leaf.detach().reshape(-1)[:4096]
-            bits += some.numel() * math.log2(max(1, some.unique().numel()))
-    return bits
-
-
-def _with_subclasses(kind: type) -> list[type]:
-    """Return a class and all that inherit from it."""
-    children: list[type] = kind.__subclasses__()
-    return [kind, *(found for one in children for found in _with_subclasses(one))]
-
-
-def _whole_loaders(samples: int) -> list[list[Any]]:
-    """DataLoaders that are being iterated, each over a dataset it does not deal to ranks.
-
-    samples   of the batch in hand: those of other sizes did not make it
-    Gives     [name of the sampler, length and hashes of two samples of the dataset], each
-    """
-    found = []
-    kinds = {id(kind) for kind in _with_subclasses(LoaderIterator)}
-    for one in [each for each in gc.get_objects() if id(type(each)) in kinds]:
-        if not one._num_yielded:
-            continue
-        entry = whole_data(one._index_sampler, one._dataset)
-        if entry is not None and one._index_sampler.batch_size >= samples:
-            found.append(entry)
-    return found
-
-
-def whole_data(batches: Any, dataset: Any) -> list[Any] | None:
-    """What tells whether ranks read the same data, for a loader that knows nothing of ranks.
-
-    batches   its batch sampler
-    Gives     [name of the sampler, length, hashes of samples, …]; None where the sampler may deal
-    """
-    sampler = batches.sampler if type(batches) is BatchSampler else None
-    if type(sampler) not in (RandomSampler, SequentialSampler, SubsetRandomSampler):
-        return None
-    chosen = list(getattr(sampler, "indices", []))
-    entry = identity_of(dataset)
-    some = [len(chosen), digest_of(list(map(int, chosen[:64] + chosen[-64:])))]
-    return None if entry is None else [type(sampler).__name__, *entry, *some]

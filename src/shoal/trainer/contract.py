@@ -238,6 +238,9 @@ def batch_length(batch: Any) -> int:
 
     Errors   ConfigError for a batch without a tensor
     """
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(first, torch.Tensor) and first.ndim > 0:
+        return first.shape[0]
     for leaf in pytree.tree_leaves(_plain(batch)):
         if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0:
             return int(leaf.shape[0])

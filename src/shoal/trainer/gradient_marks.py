@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from shoal.parallel._torch import writes
@@ -18,15 +19,20 @@ NO_GRADIENT = (0, 0)
 
 def marks_of(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
     """Take the marks of some parameters; writes into a DTensor count there, not in its part."""
-    found = [(id(p), p.grad) for p in parameters]
-    return {k: NO_GRADIENT if g is None else (id(g), writes(g) + writes(here(g))) for k, g in found}
+    return {id(p): _mark(p.grad) for p in parameters}
 
 
 def changed_since(marks: Marks, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Return those with a mark whose gradient is another one, was written, or is gone since."""
-    known = [p for p in parameters if id(p) in marks]
-    now = marks_of(known)
-    return [p for p in known if now[id(p)] != marks[id(p)]]
+    return [p for p in parameters if id(p) in marks and _mark(p.grad) != marks[id(p)]]
+
+
+def _mark(gradient: torch.Tensor | None) -> tuple[int, int]:
+    if gradient is None:
+        return NO_GRADIENT
+    part = here(gradient)
+    counted = writes(gradient)
+    return id(gradient), counted if part is gradient else counted + writes(part)
 
 
 def any_nonzero(parameters: Sequence[nn.Parameter]) -> bool:

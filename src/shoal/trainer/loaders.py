@@ -22,7 +22,6 @@ from shoal.base.plan import Plan
 from shoal.data.dataset import is_indexed
 from shoal.data.step import StepBatch
 from shoal.fabric import World
-from shoal.trainer.brought import whole_data
 
 if TYPE_CHECKING:  # steps over batches of one's own do without
     from shoal.config.differences import Difference
@@ -178,6 +177,8 @@ class Feed:
         if isinstance(data, IterableDataset) or (is_indexed(data) and not isinstance(data, list)):
             return self.open(data, workers, collate)
         _refuse_collate("run.steps", data, collate)
+        from shoal.trainer.own_loaders import whole_data
+
         entry = whole_data(getattr(data, "batch_sampler", None), getattr(data, "dataset", None))
         told = self.world.gather_json(entry) if self.world.size > 1 else []
         if told and entry is not None and all(one == entry for one in told):

@@ -37,7 +37,14 @@ _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def enter_run(module: nn.Module, program: Program) -> Program:
-    """Mark a module as one that a run trains, until the program is closed."""
+    """Mark a module as one that a run trains, until the program is closed.
+
+    Its `state_dict()` is that of the weights that are stepped, wherever they lie.
+    """
+    if program.parts or program.cuts or any(p.is_meta for p in module.parameters()):
+        from shoal.trainer.whole_state import give_masters
+
+        program = give_masters(program)
     _in_a_run.add(module)
     leave = functools.partial(_in_a_run.discard, module)
     return replace(program, on_close=(*program.on_close, leave))

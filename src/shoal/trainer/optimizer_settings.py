@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from shoal.base.errors import ConfigError
 from shoal.fabric import World
 from shoal.optim.state import inner_optimizers
 from shoal.parallel._torch import writes
@@ -178,54 +177,11 @@ class OptimizerSettingsCheck:
 
     def _refuse(self, step: int) -> None:
         """Raise for the first number that differs; every rank calls it."""
-        now, used = list(map(list, self._settings())), self._used_values
-        told = self.world.gather_json([now, used])
-        for place, when in enumerate(("", f" at the update of step {step - 1}")):
-            for number, ranks in enumerate(self.stepped):
-                values = {
-                    rank: dict(map(tuple, one[place][number]))
-                    for rank, one in enumerate(told)
-                    if number < len(one[place])
-                }
-                keys = dict.fromkeys(key for one in values.values() for key in one)
-                for key in keys:
-                    shown = {
-                        rank: _shown(one[key]) if key in one else "not there"
-                        for rank, one in values.items()
-                        if key in SETTINGS or rank in ranks
-                    }
-                    if len(set(shown.values())) > 1:
-                        several = len(self.stepped) > 1
-                        raise ConfigError(_line(key, number if several else None, shown, when))
-        raise ConfigError(
-            f"step {step}: the optimizer's settings differ between ranks; try: the same change of "
-            f"optimizer.param_groups on every rank"
-        )
+        from shoal.trainer.touched_told import refuse_unlike_settings
+
+        told = self.world.gather_json([list(map(list, self._settings())), self._used_values])
+        refuse_unlike_settings(step, told, self.stepped, SETTINGS)
 
 
 FIXED = (float, int, bool, str, tuple, type(None))
 """Classes whose objects keep their values."""
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return f"({', '.join(map(_shown, value))})"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _line(key: str, number: int | None, shown: Mapping[int, str], when: str) -> str:
-    """The line for one setting that differs; number  of its group, where there are several."""
-    from shoal.base.unlike_ranks import values_text
-
-    told = values_text(shown)
-    group = "" if number is None else f" of group {number}"
-    if key == "lr":
-        return (
-            f"optimizer: the learning rate{group if number else ''} is {told}{when}: a scheduler "
-            f"follows what only its own rank has seen; try: scheduler.step(result.loss), which "
-            f"all ranks share"
-        )
-    return (
-        f"optimizer: {key}{group} is {told}{when}: each rank would step by numbers of its own; "
-        f"try: the same change of optimizer.param_groups on every rank"
-    )

@@ -59,7 +59,6 @@ from shoal.trainer.rebind_optimizer import cut_for, hand_over
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.run import Run
 from shoal.trainer.sample_forward import divides, look_at
-from shoal.trainer.whole_state import give_masters
 
 if TYPE_CHECKING:
     from shoal.trainer.share_fits import ShareFits
@@ -243,7 +242,7 @@ def start_run(
     program.notices.extend(notices + lines + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
     del parameters, hooks  # under zero 3 whole ones, and with the last of them their files go
-    program = enter_run(module, give_masters(program))
+    program = enter_run(module, program)
     program = hand_to_policies(program, bound)
     recorder = Recorder(folder, world)
     ends: list[Callable[[], None]] = [] if beside is None else [beside.leave]

@@ -93,6 +93,11 @@ class Recorder:
             self.events.emit("notice", text=text)
         self.warn(text)
 
+    def tell(self, notices: list[str]) -> None:
+        """Give a list's lines to the user, and empty it."""
+        while notices:
+            self.notice(notices.pop(0))
+
     def here(self, text: str) -> None:
         """One line on what happened to this rank: an event, and through `logging`."""
         text = f"rank {self.world.rank}: {text}" if self.world.size > 1 else text

@@ -49,7 +49,6 @@ from shoal.trainer.step_guards import entries_of, guards_of
 from shoal.trainer.suspicions import FirstStep
 from shoal.trainer.touched import Touched
 from shoal.trainer.untrained_weights import UntrainedWeights
-from shoal.trainer.whole_state import check_averaged, full_state
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.checkpoint.lease import RunLease
@@ -139,7 +138,7 @@ class Run:
         self.touched = Touched(program, optimizer, recorder.notice, self.meeting.agreed, drift)
         self.guards = guards_of(program, self.guard.settings, self.touched, self.untrained)
         self.program = count_forwards(program, self.meeting)
-        self._tell()
+        self.recorder.tell(self.program.notices)
 
     def hear(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
         """Call hooks with every event and every step's row from now on, in this process.
@@ -209,9 +208,8 @@ class Run:
         Errors   ConfigError for a loss that returns a mean; TrainingError after too many
                  non-finite steps in a row
         """
-        self.touched.whole_step = True
-        self.forward_backward(batch)
-        return self.update()
+        self._run_passes(batch, whole_step=True)
+        return self._update()
 
     def steps(self, data: Any, *, workers: int = 0, collate: Any = None) -> Iterator[StepResult]:
         """`step` over one epoch of a dataset, split over ranks here, or over this rank's batches.
@@ -229,7 +227,11 @@ class Run:
     @together("run.forward_backward")
     def forward_backward(self, batch: Any) -> None:
         """The first half of `step`: gradients of the loss sum, summed over ranks, in `.grad`."""
+        self._run_passes(batch)
+
+    def _run_passes(self, batch: Any, *, whole_step: bool = False) -> None:
         micro_batches, rounds, spare = self._begin(batch)
+        self.touched.whole_step = whole_step
         seen = self.guard.state_checked
         first = None if seen else FirstStep(self.loss, self.program, micro_batches)
         with self._looking(len(micro_batches)):
@@ -299,8 +301,7 @@ class Run:
 
     def _passes(self, name: str, near: str) -> OwnPasses:
         if self._own is None:
-            loop = "loops over run.micro_batches(batch)"
-            raise ConfigError(f"run.{name} is for {loop}; try: {near}")
+            raise ConfigError(f"run.{name} is for loops over run.micro_batches(batch); try: {near}")
         return self._own
 
     def _note(self, result: Any, outputs: Any, targets: Any) -> None:
@@ -364,7 +365,7 @@ class Run:
         return Flags(
             stop=self._stop_wanted or "stop" in wanted, save="save" in wanted,
             save_failed=self._saving is not None and self._saving.failed(),
-            peak_memory_bytes=peak_memory_bytes(self.world.device),
+            peak_memory_bytes=peak_memory_bytes(self.world.device, fresh=self.step_count < 8),
             by_rank=by_rank,
             sums={"unreadable": [lost_of(self._batch)], **sums},
             measured=measured.told() if measured else None,
@@ -388,6 +389,9 @@ class Run:
     @together("run.update")
     def update(self) -> StepResult:
         """The second half: mean gradient, clipping, optimizer step; or a skip, on all ranks."""
+        return self._update()
+
+    def _update(self) -> StepResult:
         if (own := self._own or self.free) is not None:
             self._own = self.free = None
             self._ran(own.finish(), own.spare)
@@ -401,7 +405,7 @@ class Run:
                 self.program, self.optimizer, tally, clip=self.plan.clip, scale=self.scale,
                 watch=self.guard.watch, adjust=self.adjust, spikes=self.spikes,
             )  # fmt: skip
-        self._tell()
+        self.recorder.tell(self.program.notices)
         if not done.skipped:
             self.guard.check_update()
             if self.average is not None:
@@ -417,8 +421,7 @@ class Run:
         row, samples = row_of(result, tally, self._batch, self._data_wait_s, extras)
         self.recorder.step(row, samples=samples)
         batch, self._batch = self._batch, None
-        emit = self.recorder.events.emit
-        self.skips.note(result.step, done, tally, batch, self.loss_scale, self.world, emit)
+        self.skips.note(result.step, done, tally, batch, self.loss_scale, self.recorder)
         if tally.save:
             self.recorder.wanted.discard("save")
             self.save(wait=False)
@@ -539,6 +542,8 @@ class Run:
                  `shoal checkpoint export`
         Errors   ConfigError for an average that is not kept, or of no step yet
         """
+        from shoal.trainer.whole_state import check_averaged, full_state
+
         if average:
             check_averaged(self.average)
         with self._averaged() if average else nullcontext():
@@ -584,17 +589,12 @@ class Run:
             self.lease.release()
 
     def _averaged(self) -> AbstractContextManager[None]:
-        """The averaged weights in the place of the weights, where there are any."""
-        if self.average is None or not self.average.updates:
-            return nullcontext()
-        return self.average.swapped(reducer_of(self.program).publish)
+        if (average := self.average) is not None and average.updates:
+            return average.swapped(reducer_of(self.program).publish)
+        return nullcontext()
 
     def _folder(self, folder: str | Path | None) -> Path:
         chosen = Path(folder) if folder is not None else self.recorder.folder
         if chosen is None:
             raise ConfigError('no run folder; try: shoal.parallelize(…, folder="runs/x")')
         return chosen
-
-    def _tell(self) -> None:
-        while self.program.notices:
-            self.recorder.notice(self.program.notices.pop(0))

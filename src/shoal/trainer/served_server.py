@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from shoal.trainer.predict import cluster_here, facts_of, foresee, held_now_byte
 from shoal.trainer.run import Run
 from shoal.trainer.served import Arrived, Brought, Line, Orders, Parcel, Reading
 from shoal.trainer.step import Tally, reducer_of
-from shoal.trainer.step_vector import same_on_all_ranks
+from shoal.trainer.step_vector import StepNumbers, StepVector
 from shoal.trainer.validate import validator
 
 STOPPED = 143
@@ -198,7 +198,7 @@ class Server:
             used=list(head.used),
             micro_batches=[head.ran if rank == worker else 0 for rank in ranks],
             peak_memory_bytes=[self.peaks.get(rank, 0) for rank in ranks],
-            numbers=same_on_all_ranks(size, flags.by_rank, sums),
+            numbers=_same_on_all_ranks(size, flags.by_rank, sums),
             measured=[],
             unnamed=False,
         )
@@ -411,3 +411,21 @@ class Server:
             f"staleness: {told['mean']:.2f} steps in the mean, {told['largest']} at most "
             f"({bound}); gradients by {each}"
         )
+
+
+def _same_on_all_ranks(
+    ranks: int, by_rank: Mapping[str, Sequence[float]], sums: Mapping[str, Sequence[float]]
+) -> StepNumbers:
+    """Return the numbers of a step in which every rank has the same; nothing is sent.
+
+    Args:
+        ranks: how many have them.
+        by_rank: entries that each rank has.
+        sums: entries that are sums over ranks already.
+    """
+    vector = StepVector(ranks, 0)
+    for name, values in by_rank.items():
+        vector.add_sums(name, [value for value in values for _ in range(ranks)])
+    for name, values in sums.items():
+        vector.add_sums(name, values)
+    return vector.summed(vector.values)

@@ -23,18 +23,18 @@ be found is in the window too.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import TrainingError
-from shoal.base.events import Emit
-from shoal.fabric import World
 from shoal.trainer.step import Tally, Updated
 
 if TYPE_CHECKING:
     from shoal.trainer.loss_scale import LossScale
+    from shoal.trainer.recorder import Recorder
 
 
 WINDOW, LEAST, DEVIATIONS, SOONER = 128, 16, 8.0, 30.0
@@ -60,10 +60,10 @@ class Skips:
         tally: Tally,
         batch: Any,
         scale: LossScale | None,
-        world: World,
-        emit: Emit,
+        recorder: Recorder,
     ) -> None:
         """A step is over, whatever it did; every rank calls it. Errors as of `skip`, `lose`."""
+        world, emit = recorder.world, recorder.events.emit
         if count := int(sum(tally.numbers.sums("unreadable"))):
             from shoal.trainer.left_out import lose
 
@@ -113,7 +113,7 @@ class Spikes:
 
     def __init__(self, mode: str) -> None:
         self.mode, self.skips = mode, mode in ("skip", "rewind")
-        self.known = {name: deque[float](maxlen=WINDOW) for name in FLOORS}
+        self.known = {name: _Window() for name in FLOORS}
 
     def judge(self, loss: float, norm: float) -> str:
         """Why a step leaps out, in words; "" for one that does not, which is known from then on."""
@@ -123,30 +123,32 @@ class Spikes:
         found = [text for name, value in values.items() if (text := self._leap(name, value))]
         if not (found and self.skips):
             for name, value in values.items():
-                self.known[name].append(value)
+                self.known[name].add(value)
         return ", ".join(found)
 
     def state(self) -> dict[str, Any]:
         """What decides, as JSON; {} where nothing depends on it."""
         if not self.skips:
             return {}
-        return {"spikes": {name: list(values) for name, values in self.known.items()}}
+        return {"spikes": {name: list(window.values) for name, window in self.known.items()}}
 
     def load(self, record: dict[str, Any]) -> None:
         """Go on from a checkpoint's record."""
-        for name, values in self.known.items():
-            values.clear()
-            values.extend(map(float, record.get("spikes", {}).get(name, ())))
+        for name in FLOORS:
+            self.known[name] = _Window(map(float, record.get("spikes", {}).get(name, ())))
 
     def _leap(self, name: str, value: float) -> str:
-        known = self.known[name]
+        known = self.known[name].values
         if not known:
             return ""
-        middle, deviation = spread(known, FLOORS[name])
+        middle = self.known[name].median()
         if len(known) < LEAST:
             if not 0 < SOONER * middle < value:
                 return ""
             return f"{name} {value:.4g} is {value / middle:.0f} times {middle:.4g}, the usual one"
+        if value <= middle + DEVIATIONS * FLOORS[name] * abs(middle):
+            return ""  # no deviation is smaller
+        middle, deviation = spread(known, FLOORS[name])
         if not deviation or not value > middle + DEVIATIONS * deviation:
             return ""
         far = min((value - middle) / deviation, 1e9)
@@ -154,6 +156,36 @@ class Spikes:
             f"{name} {value:.4g} is {far:.0f} deviations above {middle:.4g}, the median of the "
             f"last {len(known)} steps"
         )
+
+
+class _Window:
+    """The last values of a series, and the same in order.
+
+    >>> window = _Window([3.0, 1.0, 2.0])
+    >>> window.add(10.0)
+    >>> window.median(), list(window.values)
+    (2.5, [3.0, 1.0, 2.0, 10.0])
+    """
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self.values = deque[float](maxlen=WINDOW)
+        self._ordered: list[float] = []
+        for value in values:
+            self.add(value)
+
+    def add(self, value: float) -> None:
+        """Append a finite value; the oldest one goes."""
+        if len(self.values) == WINDOW:
+            del self._ordered[bisect_left(self._ordered, self.values[0])]
+        self.values.append(value)
+        insort(self._ordered, value)
+
+    def median(self) -> float:
+        """Return the middle one, or the mean of the middle two."""
+        half = len(self._ordered) // 2
+        if len(self._ordered) % 2:
+            return self._ordered[half]
+        return (self._ordered[half - 1] + self._ordered[half]) / 2
 
 
 def spread(values: Collection[float], floor: float) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Protocol
 
 import torch
@@ -157,7 +158,9 @@ def sum_up(program: Program, sums: torch.Tensor, ran: int, flags: Flags) -> Tall
     phases.part(phases.SUM)
     reducer = reducer_of(program)
     reducer.finish()
-    used, norms = reducer.used(), reducer.local_norms()  # before others' gradients come in
+    # Before others' gradients come in; alone the sum itself says whether it is finite.
+    alone = program.world.size == 1 and not is_accelerator(program.world.device)
+    used, norms = reducer.used(), [] if alone else reducer.local_norms()
     if program.shared:
         from shoal.parallel.data_parallel.shared import sum_shared
 
@@ -188,9 +191,6 @@ def _tally(
     ran   micro-batches of this rank that count
     """
     world, reducer = program.world, reducer_of(program)
-    magnitude = sums.abs().sum()
-    for norm in norms:
-        magnitude = magnitude + norm.to(torch.float64)
     here = {name for name, used in zip(program.parameters, used_here, strict=True) if used}
     vector = StepVector(world.size, world.rank)
     lies = vector.add_sums("loss_and_count", [0.0, 0.0])
@@ -206,13 +206,25 @@ def _tally(
         vector.add_sums(name, values)
     vector.add_sums("used", [float(name in here) for name in program.names])
     vector.add_rest("measured")
-    # All that the host knows goes to the device in one copy, and nobody waits for it.
-    sent = numbers_on(world.device, vector.values)
-    # A rank whose loss is not finite must not turn the sums of the others into NaN.
-    sent[lies] = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
-    sent[square.start] = _squares(program, reducer)
-    finite = torch.stack([torch.isfinite(magnitude), torch.isfinite(sums.sum())])
-    sent[broken] = (~finite).double()
+    square_sum = _squares(program, reducer)
+    if is_accelerator(world.device):
+        # All that the host knows goes to the device in one copy, and nobody waits for it.
+        sent = numbers_on(world.device, vector.values)
+        # A rank whose loss is not finite must not turn the sums of the others into NaN.
+        sent[lies] = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
+        sent[square.start] = square_sum
+        magnitude = sums.abs().sum() + sum(norm.double() for norm in norms)
+        finite = torch.stack([torch.isfinite(magnitude), torch.isfinite(sums.sum())])
+        sent[broken] = (~finite).double()
+    else:
+        numbers = sums.tolist()
+        vector.values[lies] = [float(program.speaks * (x if isfinite(x) else 0.0)) for x in numbers]
+        vector.values[square.start] = float(square_sum)
+        loss_broken = not all(map(isfinite, numbers))
+        own = sum(norm.item() for norm in norms) if world.size > 1 else float(square_sum)
+        is_broken = loss_broken or not isfinite(own)
+        vector.values[broken] = [float(is_broken), float(loss_broken)]
+        sent = torch.tensor(vector.values, dtype=torch.float64)
     if flags.measured is not None:
         sent = torch.cat((sent, flags.measured))
     world.all_reduce(sent)
@@ -243,8 +255,8 @@ def _tally_of(numbers: StepNumbers) -> Tally:
     )
 
 
-def _squares(program: Program, reducer: Reducer) -> torch.Tensor:
-    """This rank's share of the squared norm of the whole gradient: every element counts once."""
+def _squares(program: Program, reducer: Reducer) -> torch.Tensor | float:
+    """Return this rank's share of the whole gradient's squared norm: every element counts once."""
     held = reducer.sums()
     if program.world.size == 1 and held and held[0].device != program.world.device:
         # They left the device, where they were measured: the host would add up in another order.
@@ -253,29 +265,39 @@ def _squares(program: Program, reducer: Reducer) -> torch.Tensor:
     for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
         by_copies.setdefault(program.copies_of_sum[name], []).append(tensor)
     shares = [sum_of_squares(tensors) / copies for copies, tensors in by_copies.items()]
-    return sum(shares, torch.zeros((), dtype=torch.float64))
+    return sum(shares)
 
 
-def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Σ x² over all elements of all tensors, float64, without dims.
+def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
+    """Return Σ x² over all elements of all tensors, in float64; a tensor if they are on a device.
 
     On a CPU torch adds a tensor's squares up in few running sums of its own format: 3.5M fp32
     elements in one buffer lose 7e-5 of their norm (random ones) to 3e-4 (a gradient), other layouts
     lose less, so they would clip differently. Rows of 4096 lose 5e-9, in no more time.
     """
     if not tensors:
-        return torch.zeros((), dtype=torch.float64)
+        return 0.0
     if is_accelerator(tensors[0].device):
         norms = torch._foreach_norm(list(tensors))
         return torch.stack([n.to(torch.float64) for n in norms]).square().sum()
-    total = torch.zeros((), dtype=torch.float64)
+    terms: list[float | None] = []  # in the order of the tensors; None: the next of `ends`
+    ends: list[torch.Tensor] = []
     for tensor in tensors:
         flat = tensor.reshape(-1)
         whole = flat.numel() // NORM_ROW * NORM_ROW
         if whole:
             rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
-            total += rows.double().square().sum()
-        total += torch.linalg.vector_norm(flat[whole:]).double().square()
+            terms.append(rows.double().square().sum().item())
+        if whole < flat.numel():
+            ends.append(flat[whole:] if whole else flat)
+            terms.append(None)
+    end_norms = iter(torch._foreach_norm(ends) if ends else ())
+    total = 0.0
+    for term in terms:
+        if term is None:
+            norm = next(end_norms).item()
+            term = norm * norm
+        total += term
     return total
 
 

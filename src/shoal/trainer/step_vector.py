@@ -99,24 +99,6 @@ class StepVector:
         return lies
 
 
-def same_on_all_ranks(
-    ranks: int, by_rank: Mapping[str, Sequence[float]], sums: Mapping[str, Sequence[float]]
-) -> StepNumbers:
-    """Return the numbers of a step in which every rank has the same; nothing is sent.
-
-    Args:
-        ranks: how many have them.
-        by_rank: entries that each rank has.
-        sums: entries that are sums over ranks already.
-    """
-    vector = StepVector(ranks, 0)
-    for name, values in by_rank.items():
-        vector.add_sums(name, [value for value in values for _ in range(ranks)])
-    for name, values in sums.items():
-        vector.add_sums(name, values)
-    return vector.summed(vector.values)
-
-
 HASH_BITS, SUM_BITS = 26, 52
 """Bits of what is compared by a zero sum · of all terms together: float64 adds them exactly."""
 

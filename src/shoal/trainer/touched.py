@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.base.policies import OffloadPolicy
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer._torch import step_hooks
@@ -54,6 +53,7 @@ class Touched:
     """What one run's weights and gradients looked like when its last step ended.
 
     agreed            asks all ranks whether they say the same
+    whole_step        no code of the user's runs between the passes of this step and its update
     drift             looks at what nobody wrote
     weights_written   since then, beside the run · watching  False: whatever is done is meant
     """
@@ -94,7 +94,7 @@ class Touched:
 
     def before(self, step: int) -> None:
         """A step begins. Errors: ConfigError for gradients that nothing will ever use."""
-        self._step = step
+        self._step, self.whole_step = step, False
         if self._halves is not None:
             self._halves.leave()
         if not self.watching:
@@ -109,12 +109,18 @@ class Touched:
             from shoal.trainer.touched_told import refuse_other_parts
 
             refuse_other_parts(self._held, held)
-        if self._closely and self._trains() != self._training:
-            self._check_trains(step)
+        if self._closely and (trains := self._trains()) != self._training:
+            self._training = trains
+            if self.program.plan.layout.zero == 3:  # else the step's all-reduce finds it
+                from shoal.trainer.touched_told import refuse_other_trained
+
+                refuse_other_trained(step, trains, self._agreed)
         now = self._of_weights()
         self.weights_written = now != self._weights
         if self.weights_written:
-            self._check_memory(now)
+            from shoal.trainer.touched_told import refuse_other_memory
+
+            refuse_other_memory(self.program, self._weights, now)
         self._uncounted = False
         if not self.weights_written and is_read(step):  # `.data` leaves no trace in the counters
             self.weights_written = self._uncounted = fingerprint(self.pieces) != self._bits
@@ -124,7 +130,8 @@ class Touched:
 
         Errors: ConfigError where nothing is left of them
         """
-        self.whole_step = False
+        if self.whole_step:  # nothing of the user's has run since
+            return
         regraded = self._regraded() if self.watching else []
         changed = self._halves is not None and self._halves.close()
         if regraded:
@@ -169,10 +176,10 @@ class Touched:
         """
         copied = self.program.plan.layout.zero < 3
         reads = copied and (self.weights_written or is_read(step))
-        program = self.program
-        held = [p for name, p in program.parameters.items() if not program.is_expert(name)]
-        weights = held if reads else []
-        read = float(fingerprint(weights, whole=self.weights_written)) if reads else 0.0
+        program, read = self.program, 0.0
+        if reads:
+            held = [p for name, p in program.parameters.items() if not program.is_expert(name)]
+            read = float(fingerprint(held, whole=self.weights_written))
         return {
             "weights_written": [UNCOUNTED if self._uncounted else float(self.weights_written)],
             "weights": [read],
@@ -210,6 +217,8 @@ class Touched:
         following   the step that comes next, if weights may have moved
         """
         self._under_way = False
+        if self.whole_step and not following:
+            return  # the update follows at once
         if following:
             self._closely = following <= CLOSELY or is_read(following)
         self._weights = self._of_weights()
@@ -221,7 +230,7 @@ class Touched:
             self._halves = self._halves or HalfGradients(self.program)
             if following:
                 self._halves.rest()
-            elif not self.whole_step:
+            else:
                 self._halves.open(self._step)
         for one in list(_all):
             one._gradients = marks_of(one.looked_at)
@@ -265,45 +274,6 @@ class Touched:
 
     def _regraded(self) -> list[nn.Parameter]:
         return changed_since(self._gradients, self.graded)
-
-    def _check_trains(self, step: int) -> None:
-        """Errors: ConfigError where ranks would send each other gradients of unlike parameters."""
-        self._training = self._trains()
-        if self.program.plan.layout.zero < 3:
-            return  # found by what ranks say in the step's all-reduce
-        if not self._agreed(f"step {step} trains {self._training}"):
-            raise ConfigError(
-                f"step {step}: this rank trains {self._training} parameters, and others do not: "
-                f"requires_grad_() was called on some ranks only; try: on every rank, or "
-                f"before shoal.parallelize"
-            )
-
-    def _check_memory(self, now: Counters) -> None:
-        """Errors: ConfigError where what was done to a weight would be lost, or break a layout."""
-        program, before = self.program, self._weights
-        for name, parameter in program.parameters.items():
-            here, there = now.get(id(parameter)), before.get(id(parameter))
-            if here == there or here is None or there is None:
-                continue
-            moved = (
-                here[1] != there[1]
-                and program.plan.layout.zero
-                and not program.plan.asks(OffloadPolicy)
-            )
-            if moved or here[2] != there[2]:
-                raise ConfigError(
-                    f"{name} lies in other memory than when shoal.parallelize was called, which "
-                    f"the layout knows nothing of (by model.half(), model.to(…), or by setting "
-                    f".data): try: do it before shoal.parallelize; formats: precision=…"
-                )
-            one = program.local.get(name)
-            master = id(one.parameter) if one is not None else 0
-            if name in program.parts and (not master or now[master] == before[master]):
-                raise ConfigError(
-                    f"{name} was changed beside the run, but it is a {program.plan.compute} copy "
-                    f"that the next update makes anew from its fp32 master; try: change "
-                    f"weights before shoal.parallelize, or run.model.load_state_dict(…)"
-                )
 
     def _stepped(self, *_what: object) -> None:
         if self.watching and not self.ours:

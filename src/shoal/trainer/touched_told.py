@@ -6,15 +6,20 @@ what all of them said, and comes to the same words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from shoal.base.errors import ConfigError
+from shoal.base.policies import OffloadPolicy
+from shoal.base.unlike_ranks import values_text
 from shoal.parallel.program import Program
 from shoal.trainer.drift import Drift
 from shoal.trainer.drift_told import one_element_differs
 from shoal.trainer.module_guard import refuse_unlike
 from shoal.trainer.step_vector import StepNumbers
+
+Written = Mapping[int, tuple[int, ...]]
+"""Which tensor; how often it was written, where its memory is, bytes of an element."""
 
 
 class Touching(Protocol):
@@ -82,4 +87,110 @@ def refuse_other_parts(before: Mapping[str, object], now: Mapping[str, object]) 
         f"model: {name} {what} since shoal.parallelize was called, so the optimizer does not step "
         f"what is there now, and nothing sums its gradient over ranks; try: change or tie "
         f"layers before shoal.parallelize"
+    )
+
+
+def refuse_other_trained(step: int, trained: int, agreed: Callable[[str], bool]) -> None:
+    """Raise ConfigError where ranks would send each other gradients of unlike parameters.
+
+    Args:
+        step: the one that begins.
+        trained: how many parameters this rank trains now.
+        agreed: asks all ranks whether they say the same.
+    """
+    if not agreed(f"step {step} trains {trained}"):
+        raise ConfigError(
+            f"step {step}: this rank trains {trained} parameters, and others do not: "
+            f"requires_grad_() was called on some ranks only; try: on every rank, or "
+            f"before shoal.parallelize"
+        )
+
+
+def refuse_other_memory(program: Program, before: Written, now: Written) -> None:
+    """Raise ConfigError where what was done to a weight would be lost, or break a layout.
+
+    Args:
+        program: whose weights they are.
+        before, now: by id of a weight: its count of writes, its address, bytes of an element.
+    """
+    for name, parameter in program.parameters.items():
+        here, there = now.get(id(parameter)), before.get(id(parameter))
+        if here == there or here is None or there is None:
+            continue
+        moved = (
+            here[1] != there[1]
+            and program.plan.layout.zero
+            and not program.plan.asks(OffloadPolicy)
+        )
+        if moved or here[2] != there[2]:
+            raise ConfigError(
+                f"{name} lies in other memory than when shoal.parallelize was called, which "
+                f"the layout knows nothing of (by model.half(), model.to(…), or by setting "
+                f".data): try: do it before shoal.parallelize; formats: precision=…"
+            )
+        one = program.local.get(name)
+        master = id(one.parameter) if one is not None else 0
+        if name in program.parts and (not master or now[master] == before[master]):
+            raise ConfigError(
+                f"{name} was changed beside the run, but it is a {program.plan.compute} copy "
+                f"that the next update makes anew from its fp32 master; try: change "
+                f"weights before shoal.parallelize, or run.model.load_state_dict(…)"
+            )
+
+
+def refuse_unlike_settings(
+    step: int,
+    told: Sequence[Sequence[Any]],
+    stepped: Sequence[Collection[int]],
+    kept: Collection[str],
+) -> None:
+    """Raise ConfigError for the first setting of the optimizer that differs; every rank calls it.
+
+    Args:
+        step: the one that is compared.
+        told: by rank: the settings of each group now, and at the last update.
+        stepped: by group: the ranks that step it.
+        kept: keys that every rank has.
+    """
+    for place, when in enumerate(("", f" at the update of step {step - 1}")):
+        for number, ranks in enumerate(stepped):
+            values = {
+                rank: dict(map(tuple, one[place][number]))
+                for rank, one in enumerate(told)
+                if number < len(one[place])
+            }
+            for key in dict.fromkeys(key for one in values.values() for key in one):
+                shown = {
+                    rank: _shown(one[key]) if key in one else "not there"
+                    for rank, one in values.items()
+                    if key in kept or rank in ranks
+                }
+                if len(set(shown.values())) > 1:
+                    several = len(stepped) > 1
+                    raise ConfigError(_line(key, number if several else None, shown, when))
+    raise ConfigError(
+        f"step {step}: the optimizer's settings differ between ranks; try: the same change of "
+        f"optimizer.param_groups on every rank"
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _line(key: str, number: int | None, shown: Mapping[int, str], when: str) -> str:
+    """The line for one setting that differs; number  of its group, where there are several."""
+    told = values_text(shown)
+    group = "" if number is None else f" of group {number}"
+    if key == "lr":
+        return (
+            f"optimizer: the learning rate{group if number else ''} is {told}{when}: a scheduler "
+            f"follows what only its own rank has seen; try: scheduler.step(result.loss), which "
+            f"all ranks share"
+        )
+    return (
+        f"optimizer: {key}{group} is {told}{when}: each rank would step by numbers of its own; "
+        f"try: the same change of optimizer.param_groups on every rank"
     )
