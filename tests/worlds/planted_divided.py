@@ -215,7 +215,8 @@ def own_norm() -> Iterator[None]:
         told = right(program, *rest)
         if program.world.size == 1:
             return told
-        square = stepping._squares(program, stepping.reducer_of(program)).reshape(1)
+        found = stepping._squares(program, stepping.reducer_of(program))
+        square = torch.tensor([float(found)], dtype=torch.float64)
         program.tensor.all_reduce(square)
         return replace(told, norm=float(square) ** 0.5)
 

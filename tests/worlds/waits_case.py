@@ -160,7 +160,9 @@ def steps(
     found = []
     for number in range(1, count + 1):
         waits = Waits(world.device)
-        with waits if number > 2 else nullcontext():
+        # The sums of a step are made as on a device: the host's own are read one by one.
+        on_device = patch("shoal.trainer.step.is_accelerator", return_value=True)
+        with on_device, waits if number > 2 else nullcontext():
             if own_loop:
                 written_out(run, batch)
             else:

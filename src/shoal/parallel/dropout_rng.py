@@ -11,9 +11,9 @@ training steps the user's own generator state is left as it was.
 `random` and `numpy.random` are keyed once per micro-batch: some models draw masks from them, and
 ranks that share a sample would each hide something else.
 
-A model that draws nothing in its first micro-batches is not keyed block by block any more: hooks of
-300 small blocks took a third of a step. Should it draw later, its blocks are keyed from the next
-micro-batch on, and a line says so. `numpy.random` is left alone in the same way.
+Blocks of a model that draws nothing in its first micro-batches are not keyed: hooks of 300 small
+ones took a third of a step. Should it draw later, they are keyed from the next micro-batch on, and
+a line says so. `numpy.random` is left alone in the same way.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from math import inf
 
 import numpy as np
 import torch
@@ -49,49 +49,39 @@ def key(seed: int, step: int, micro_batch: int, block: str) -> int:
 
 def apply(program: Program, seed: int) -> Program:
     """Key every micro-batch of the program, and every block inside it, by `seed`."""
-    keyed = _Keyed(seed, program.world.device, program)
+    # Not the program itself: the weights that it has now may be whole.
+    keyed = _Keyed(seed, program.world.device, program.module)
+    keyed.blocks, keyed.notices = program.blocks, program.notices
     keyed.hook_blocks()
     layout = program.plan.layout
     if layout.threads > 1 or layout.processes > layout.data_degree:
         # Replicas have hooks of their own; no rank runs a whole micro-batch.
-        keyed.to_watch, keyed.numpy.watched = 0, FOR_EVER
-    hooks: list[RemovableHandle] = []
-    if layout.processes > 1 and program.pipe.size == 1:  # a trace has replaced them
-        hooks += _refuse_replaced(program.module)
+        keyed.to_watch, keyed.numpy.watched = 0, inf
+    traced = layout.processes == 1 or program.pipe.size > 1  # a trace has replaced them
+    hooks = () if traced else _refuse_replaced(program.module)
 
     def remove() -> None:
         for hook in (*keyed.hooks, *hooks):
             hook.remove()
 
-    return replace(
-        program,
-        on_begin=(*program.on_begin, keyed.begin),
-        keyed=keyed,
-        on_close=(*program.on_close, remove),
-    )
+    begin, close = (*program.on_begin, keyed.begin), (*program.on_close, remove)
+    return replace(program, on_begin=begin, keyed=keyed, on_close=close)
 
 
 WATCHED = 4
 """Micro-batches without a draw after which a model's blocks are not keyed one by one."""
 
-FOR_EVER = -1
-"""In the place of a count of micro-batches: it is keyed in all that follow."""
-
 FIRST_DRAW = (
-    "step {}: the model drew random numbers for the first time after micro-batches without any; "
-    "those of this step may depend on the layout, later ones do not"
+    "step {}: the model drew random numbers for the first time; this step's may hang on the layout"
 )
 
 
 class _NumpyDraws:
-    """Keys `numpy.random` in micro-batches, unless nothing drew from it in the first ones.
-
-    Its state takes 75 µs to read and write, and 1 µs to compare.
-    """
+    """Keys `numpy.random` unless nothing drew: 75 µs to read and write it, and 1 to compare."""
 
     def __init__(self) -> None:
-        self.watched, self._seen = WATCHED, b""
-        self._kept: Any = None
+        self.watched: float = WATCHED
+        self._kept, self._seen = np.random.get_state(), b""
 
     def enter(self, number: int) -> None:
         """Begin a micro-batch."""
@@ -105,17 +95,14 @@ class _NumpyDraws:
         drew, keyed = self._state() != self._seen, self.watched != 0
         if keyed:
             np.random.set_state(self._kept)
-        if drew:
-            self.watched = FOR_EVER
-        elif self.watched > 0:
-            self.watched -= 1
+        self.watched = inf if drew else max(0, self.watched - 1)
         return drew and not keyed
 
     def _state(self) -> bytes:
         """The 624 words and the place of the Mersenne Twister, as they lie in memory."""
         bits = np.random.mtrand._rand._bit_generator
-        is_twister = isinstance(bits, np.random.MT19937)
-        return ctypes.string_at(bits.ctypes.state_address, 4 * 625) if is_twister else b""
+        size = 4 * 625 if isinstance(bits, np.random.MT19937) else 0
+        return ctypes.string_at(bits.ctypes.state_address, size)
 
 
 class _Keyed:
@@ -126,7 +113,7 @@ class _Keyed:
     recomputes; a pipeline comes back to a micro-batch after it ran others, so each has its own.
     """
 
-    def __init__(self, seed: int, device: torch.device, program: Program | None = None) -> None:
+    def __init__(self, seed: int, device: torch.device, module: nn.Module | None = None) -> None:
         self.seed, self.device = seed, device
         self.at: tuple[int, int] | None = None
         self.beside(False)
@@ -134,7 +121,9 @@ class _Keyed:
         self.arrived: dict[tuple[str, int], int] = {}
         self.arrivals: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         self.inside: dict[str, list[int]] = {}
-        self.program, self.to_watch = program, WATCHED if program else 0
+        self.module, self.to_watch = module, WATCHED if module is not None else 0
+        self.blocks: Sequence[str] = ()
+        self.notices: list[str] = []
         self.hooks: list[RemovableHandle] = []
         self.quiet = self._drew = False
         self.numpy = _NumpyDraws()
@@ -149,14 +138,14 @@ class _Keyed:
 
     def hook_blocks(self) -> None:
         """Key every block of the module from the next pass on."""
-        if (program := self.program) is None:
+        if self.module is None:
             return
-        for name in program.blocks:
-            block = program.module.get_submodule(name)
+        for name in self.blocks:
+            block = self.module.get_submodule(name)
             # Objects and no closures: a replica's hooks ask keys of its own.
             self.hooks.append(block.register_forward_pre_hook(partial(self.enter, name)))
             self.hooks.append(block.register_forward_hook(partial(self.leave, name)))
-        self.hooks.append(program.module.register_forward_pre_hook(self.again))
+        self.hooks.append(self.module.register_forward_pre_hook(self.again))
 
     def beside(self, others: bool) -> None:
         """Passes of other devices run at the same time: the host's generators are nobody's then."""
@@ -229,18 +218,18 @@ class _Keyed:
             self.at = None
             if self.host:
                 random.setstate(python)
-                if self.numpy.leave() and self.program:
-                    self.program.notices.append(FIRST_DRAW.format(step + 1))
+                if self.numpy.leave():
+                    self.notices.append(FIRST_DRAW.format(step + 1))
             for generator, state in zip(self.generators, kept, strict=True):
                 generator.set_state(state)
 
     def _look(self, step: int) -> None:
         """A micro-batch is over: key blocks one by one only if something draws."""
         moved = self._moved()
-        if self.quiet and moved and self.program:
+        if self.quiet and moved:
             self.quiet = False
             self.hook_blocks()
-            self.program.notices.append(FIRST_DRAW.format(step + 1))
+            self.notices.append(FIRST_DRAW.format(step + 1))
         elif self.to_watch:
             self._drew |= moved
             self.to_watch = 0 if self._drew else self.to_watch - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +36,9 @@ Key = tuple[str, str]
 
 def here(tensor: Any) -> torch.Tensor:
     """Return the part of a tensor that is on this rank."""
-    if not hasattr(tensor, "to_local"):
-        return cast(torch.Tensor, tensor)
     with torch.no_grad():  # else torch gives the part a history, which takes longer than most looks
-        return cast(torch.Tensor, tensor.to_local())
+        part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:

@@ -48,11 +48,11 @@ class Carried:
         # The tensors themselves are kept for two steps: a freed one's id may be another's soon.
         self._before = self._left = _written(states_of(self.module)) if self.looks else {}
 
-    def looking(self, step: int, micro_batches: int) -> AbstractContextManager[None]:
-        """Around the passes of a step; tells a line behind the second."""
+    def looking(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
+        """Return what stands around passes of the first two steps; a line follows the second."""
         if not self.looks or step > 2 or (self.alone and micro_batches < 2):
             self._before = self._left = {}
-            return nullcontext()
+            return None
         return self._first() if step == 1 else self._second()
 
     @contextmanager

@@ -30,9 +30,9 @@ def changed_since(marks: Marks, parameters: Sequence[nn.Parameter]) -> list[nn.P
 def _mark(gradient: torch.Tensor | None) -> tuple[int, int]:
     if gradient is None:
         return NO_GRADIENT
-    part = here(gradient)
-    counted = writes(gradient)
-    return id(gradient), counted if part is gradient else counted + writes(part)
+    if not hasattr(gradient, "to_local"):
+        return id(gradient), writes(gradient)
+    return id(gradient), writes(gradient) + writes(here(gradient))
 
 
 def any_nonzero(parameters: Sequence[nn.Parameter]) -> bool:

@@ -7,8 +7,8 @@ belongs to one of them (its numbers, its generators' keys, its sums) is kept her
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from shoal.base import phases
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
 from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
+from shoal.trainer.step_guards import all_around
 
 JOINING = -1
 """Number of a pass that only joins the others' collectives; its loss weighs nothing."""
@@ -66,13 +67,10 @@ class MicroBatch:
                 phases.part(phases.PASSES)
         self.__dict__.pop("parts", None)  # inputs of passes that are over need no memory
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """Generators and buffers are keyed to this micro-batch inside."""
-        with ExitStack() as around:
-            for enter in (*filter(None, [self.program.keyed]), *self.program.around):
-                around.enter_context(enter(self.step, self.index))
-            yield
+        rules = (*filter(None, [self.program.keyed]), *self.program.around)
+        return all_around(*(enter(self.step, self.index) for enter in rules))
 
     @cached_property
     def parts(self) -> tuple[Any, Any]:

@@ -177,7 +177,7 @@ class OptimizerSettingsCheck:
 
     def _refuse(self, step: int) -> None:
         """Raise for the first number that differs; every rank calls it."""
-        from shoal.trainer.touched_told import refuse_unlike_settings
+        from shoal.trainer.unlike_settings import refuse_unlike_settings
 
         told = self.world.gather_json([list(map(list, self._settings())), self._used_values])
         refuse_unlike_settings(step, told, self.stepped, SETTINGS)

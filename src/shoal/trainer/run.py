@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ from shoal.trainer.step import (
     row_of,
     update,
 )
-from shoal.trainer.step_guards import entries_of, guards_of
+from shoal.trainer.step_guards import all_around, entries_of, guards_of
 from shoal.trainer.suspicions import FirstStep
 from shoal.trainer.touched import Touched
 from shoal.trainer.untrained_weights import UntrainedWeights
@@ -350,13 +350,11 @@ class Run:
         self._batch, self._own, self.free = batch, None, None
         self.touched.before(self.step_count + 1)
 
-    @contextmanager
-    def _looking(self, micro_batches: int) -> Iterator[None]:
+    def _looking(self, micro_batches: int) -> AbstractContextManager[None]:
         """Around the passes of a step: what is looked at in a run's first ones."""
-        rewritten = nullcontext() if self._weights_seen else refuse_rewritten(self.program)
+        rewritten = None if self._weights_seen else refuse_rewritten(self.program)
         carried = self._carried.looking(self.step_count + 1, micro_batches)
-        with rewritten, carried, self.untrained.looking():
-            yield
+        return all_around(rewritten, carried, self.untrained.looking())
 
     def flags(self) -> Flags:
         """What this rank has to say to the others after its passes."""

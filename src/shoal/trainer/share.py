@@ -29,12 +29,10 @@ def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any
 
 def _is_pair(batch: Any) -> bool:
     """Tell whether a batch is two tensors of as many samples, the usual (inputs, targets)."""
-    return (
-        type(batch) is tuple
-        and len(batch) == 2
-        and all(isinstance(one, torch.Tensor) and one.ndim > 0 for one in batch)
-        and 0 < batch[0].shape[0] == batch[1].shape[0]
-    )
+    if type(batch) is not tuple or len(batch) != 2:
+        return False
+    sizes = [len(one) if isinstance(one, torch.Tensor) and one.ndim else 0 for one in batch]
+    return 0 < sizes[0] == sizes[1]
 
 
 def lost_of(batch: Any) -> float:

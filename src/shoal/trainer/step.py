@@ -284,11 +284,12 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
     ends: list[torch.Tensor] = []
     for tensor in tensors:
         flat = tensor.reshape(-1)
-        whole = flat.numel() // NORM_ROW * NORM_ROW
+        count = flat.numel()
+        whole = count // NORM_ROW * NORM_ROW
         if whole:
             rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
             terms.append(rows.double().square().sum().item())
-        if whole < flat.numel():
+        if whole < count:
             ends.append(flat[whole:] if whole else flat)
             terms.append(None)
     end_norms = iter(torch._foreach_norm(ends) if ends else ())

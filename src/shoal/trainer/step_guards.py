@@ -5,8 +5,9 @@ A guard adds entries of its own to the step's vector (`step_vector.py`), and rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
 
 from shoal.parallel.program import Program
 from shoal.trainer.step_vector import StepNumbers
@@ -23,6 +24,22 @@ class StepGuard(Protocol):
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """Compare, before the update. Raises: ShoalError, the same on all ranks."""
+
+
+def all_around(*contexts: AbstractContextManager[Any] | None) -> AbstractContextManager[None]:
+    """Return one context that enters those that are there, in this order."""
+    due = [one for one in contexts if one is not None]
+    if len(due) < 2:
+        return due[0] if due else nullcontext()
+    return _entered(due)
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
 
 
 def guards_of(program: Program, *others: StepGuard) -> list[StepGuard]:

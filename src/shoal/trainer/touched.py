@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # steps that nobody writes out do without
 Holders = dict[str, tuple[int, int]]
 """Name of a parameter → which layer holds it; which object it is, 0 where that changes."""
 
-Counters = dict[int, tuple[int, ...]]
-"""Which tensor; how often it was written, and where its memory is."""
+Counters = dict[int, tuple[int, int, torch.dtype]]
+"""Which tensor; how often it was written, where its memory is, and its format."""
 
 SAME_ON_ALL = ("weights_written", "training_mode")
 SAME_IN_GROUPS = ("weights", "trainable", "layers")
@@ -270,7 +270,7 @@ class Touched:
 
     def _of_weights(self) -> Counters:
         some = self.pieces if self._closely else _few(self.pieces)
-        return {id(p): (writes(p), p.data_ptr(), p.element_size()) for p in some}
+        return {id(p): (writes(p), p.data_ptr(), p.dtype) for p in some}
 
     def _regraded(self) -> list[nn.Parameter]:
         return changed_since(self._gradients, self.graded)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -111,15 +111,12 @@ class UntrainedWeights:
                 f"is; try: requires_grad_(False) on it, if that is meant"
             )
 
-    @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Stand around the passes of a step; only the first is looked at."""
+    def looking(self) -> AbstractContextManager[None] | None:
+        """Return what stands around the passes of the first step; None in later ones."""
         if self.steps or not self.looks or not self.never:
-            yield
-            return
+            return None
         self._look = _Look(self.program)  # a step that failed is made again
-        with self._look.installed():
-            yield
+        return self._look.installed()
 
 
 class _Look:
