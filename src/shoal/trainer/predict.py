@@ -193,7 +193,7 @@ def foresee(
     try:
         known = facts(kernels=cluster.device.kind, element_bytes=width)
         case = case_of(config, plan, known, cluster)
-        saves = 0 < config.checkpoint.every < config.train.steps
+        saves = config.checkpoint.every < config.train.steps  # 0: five times, and at the end
         return prediction(case, travel() if travel else None, saves=saves)
     except ShoalError as failure:
         return {"reason": str(failure)}
