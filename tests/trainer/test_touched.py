@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import shoal
+from shoal.fabric import start_world
 from shoal.machine.memory import trim_heap
 from shoal.trainer.bit_sums import LOOKED_AT, SURE, fingerprint
 
@@ -49,3 +51,30 @@ def test_of_large_weights_some_elements_are_read_unless_all_are_wanted() -> None
     assert fingerprint([weight], whole=True) != whole
     weight[0, 2] = 1.0
     assert fingerprint([weight]) != before
+
+
+def test_a_step_that_failed_leaves_the_halves_watched(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of a user's runs within `run.step`, so it is not looked at; later halves are."""
+    module = torch.nn.Linear(2, 2)
+    right = [lambda y, t: (y - t) ** 2]
+    run = shoal.parallelize(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), lambda y, t: right[0](y, t),
+        world=start_world({}),
+    )  # fmt: skip
+    batch = (torch.ones(4, 2), torch.zeros(4, 2))
+    run.step(batch)
+    kept = right[0]
+
+    def fails(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        raise ValueError("by chance")
+
+    right[0] = fails
+    with pytest.raises(ValueError, match="by chance"):
+        run.step(batch)
+    right[0] = kept
+    run.forward_backward(batch)
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+    run.update()
+    assert "gradients were changed between run.forward_backward and run.update" in caplog.text
