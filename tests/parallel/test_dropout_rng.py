@@ -143,80 +143,85 @@ def set_rate(model: nn.Module, rate: float) -> None:
             part.rate = rate
 
 
-def hooks(model: Stack) -> int:
-    return sum(len(b._forward_pre_hooks) + len(b._forward_hooks) for b in model.blocks)
-
-
-def test_blocks_without_a_draw_are_keyed_from_the_first_draw_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize("first", [2, 4])
+def test_a_first_draw_that_comes_late_is_keyed(first: int) -> None:
     """A rate that a schedule raises from 0 draws nothing at first; torch skips such a dropout."""
     model = Stack()
     set_rate(model, 0.0)
     run = run_of(model)
-    assert hooks(model) == 4
-    run.step(batch())
-    assert hooks(model) == 0
-    run.step(batch())
-    assert "random numbers" not in caplog.text
-    set_rate(model, 0.5)
-    run.step(batch())
-    assert "step 3: the model drew random numbers for the first time" in caplog.text
-    assert hooks(model) == 4
-    run.step(batch())
-    assert caplog.text.count("random numbers") == 1
-    expected = masks(Stack(), steps=4)
-    for ours, theirs in zip(model.seen, expected, strict=True):
-        assert ours[12:] == theirs[12:], "step 4"
+    for step in range(1, 5):
+        set_rate(model, 0.5 if step >= first else 0.0)
+        run.step(batch())
+    for ours, theirs in zip(model.seen, masks(Stack(), steps=4), strict=True):
+        assert ours[4 * (first - 1) :] == theirs[4 * (first - 1) :]
 
 
-@pytest.mark.parametrize("where", ["block", "before", "last"])
-def test_a_model_that_draws_somewhere_stays_keyed(where: str) -> None:
-    model = Stack(waste=3 if where == "before" else 0)
-    set_rate(model, 0.0)
-    if where == "block":
-        model.blocks[1][1].rate = 0.5
-    if where == "last":
-        model.last.rate = 0.5
-    run = run_of(model)
+class Forked(nn.Module):
+    """Draws where torch puts the generator's state back afterwards."""
+
+    def __init__(self, seen: list) -> None:
+        super().__init__()
+        self.seen, self.linear = seen, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            self.seen.append(float(torch.rand(1)))
+        return self.linear(x)
+
+
+def test_draws_that_leave_no_trace_are_keyed_by_block() -> None:
+    seen: list[float] = []
+    run = run_of(nn.Sequential(*[Forked(seen) for _ in range(3)]))
     for _ in range(3):
         run.step(batch())
-    assert hooks(model) == 4
+    assert len(set(seen)) == len(seen) == 3 * 4 * 3
 
 
 class Scaled(nn.Module):
     """Scales by what `numpy.random` draws, if it does."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: bool = True) -> None:
         super().__init__()
-        self.linear, self.draws, self.seen = nn.Linear(4, 4), True, list[float]()
+        self.linear, self.draws, self.seen = nn.Linear(4, 4), draws, list[float]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.draws:
-            self.seen.append(float(np.random.rand()))
+            self.seen.append(float(np.random.randn()))
         return self.linear(x) * (self.seen[-1] if self.draws else 1.0)
 
 
-def test_numpy_is_keyed_where_it_is_drawn_from(caplog: pytest.LogCaptureFixture) -> None:
-    always, later = Scaled(), Scaled()
-    run = run_of(always)
-    for _ in range(4):
+@pytest.mark.parametrize("drawn", ["rand", "randn", "nothing"])
+def test_numpy_is_keyed_and_the_users_stream_goes_on(drawn: str) -> None:
+    """Whatever the user draws between steps, a second normal number that waits included."""
+    always, later = Scaled(), Scaled(draws=False)
+    runs = [run_of(always), run_of(later)]
+    for number in range(4):
+        later.draws = number == 3
+        expected = []
+        for run in (None, *runs):
+            np.random.seed(9)
+            if drawn != "nothing":
+                getattr(np.random, drawn)()
+            if run is not None:
+                run.step(batch())
+                run.step(batch())
+            expected.append([np.random.randn(), np.random.rand(), repr(np.random.get_state())])
+        assert expected[0] == expected[1] == expected[2]
+    assert later.seen == always.seen[-8:], "its first draws are those of who always drew"
+
+
+def test_numpy_keeps_another_bit_generator_of_the_users() -> None:
+    """numpy cannot seed such a one anew; it says so, and its state is put back."""
+    kept = np.random.get_bit_generator()
+    run = run_of(Scaled(draws=False))
+    run.step(batch())
+    np.random.set_bit_generator(np.random.MT19937(3))
+    try:
+        before = repr(np.random.get_state())
         run.step(batch())
-    later.draws = False
-    np.random.seed(9)
-    np.random.randn()  # its second value waits
-    state = np.random.get_state()
-    run = run_of(later)
-    run.step(batch())
-    run.step(batch())
-    assert "random numbers" not in caplog.text
-    assert repr(np.random.get_state()) == repr(state), "the user's stream is left alone"
-    later.draws = True
-    run.step(batch())
-    assert caplog.text.count("step 3: the model drew random numbers") == 1
-    run.step(batch())
-    assert later.seen[-4:] == always.seen[-4:]
-    assert later.seen[:4] != always.seen[8:12]
+        assert repr(np.random.get_state()) == before
+    finally:
+        np.random.set_bit_generator(kept)
 
 
 def test_building_a_model_leaves_the_users_generator_alone() -> None:

@@ -78,3 +78,28 @@ def test_a_step_that_failed_leaves_the_halves_watched(caplog: pytest.LogCaptureF
         parameter.grad.mul_(0.5)
     run.update()
     assert "gradients were changed between run.forward_backward and run.update" in caplog.text
+
+
+def test_an_error_in_the_update_of_one_run_leaves_the_other_alone() -> None:
+    """The loss of one goes through the other's model and gives it gradients, as a GAN's does."""
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (one, other)]
+    run = shoal.parallelize(
+        one, optimizers[0], lambda y, t: (other(y) - t) ** 2, world=start_world({})
+    )
+    beside = shoal.parallelize(
+        other, optimizers[1], lambda y, t: (y - t) ** 2, world=start_world({})
+    )
+    fails = [False]
+
+    def hook(*_: object) -> None:
+        if fails[0]:
+            raise ValueError("by chance")
+
+    optimizers[0].register_step_pre_hook(hook)
+    batch = (torch.ones(4, 2), torch.zeros(4, 2))
+    run.step(batch)
+    fails[0] = True
+    with pytest.raises(ValueError, match="by chance"):
+        run.step(batch)
+    beside.step(batch)

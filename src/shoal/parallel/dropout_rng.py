@@ -11,9 +11,8 @@ training steps the user's own generator state is left as it was.
 `random` and `numpy.random` are keyed once per micro-batch: some models draw masks from them, and
 ranks that share a sample would each hide something else.
 
-Blocks of a model that draws nothing in its first micro-batches are not keyed: hooks of 300 small
-ones took a third of a step. Should it draw later, they are keyed from the next micro-batch on, and
-a line says so. `numpy.random` is left alone in the same way.
+Every block is keyed in every pass, also one that has never drawn: which micro-batch is the first to
+draw may hang on data, on the layout and on a resume.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import inf
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,58 +48,61 @@ def key(seed: int, step: int, micro_batch: int, block: str) -> int:
 
 def apply(program: Program, seed: int) -> Program:
     """Key every micro-batch of the program, and every block inside it, by `seed`."""
-    # Not the program itself: the weights that it has now may be whole.
-    keyed = _Keyed(seed, program.world.device, program.module)
-    keyed.blocks, keyed.notices = program.blocks, program.notices
-    keyed.hook_blocks()
-    layout = program.plan.layout
-    if layout.threads > 1 or layout.processes > layout.data_degree:
-        # Replicas have hooks of their own; no rank runs a whole micro-batch.
-        keyed.to_watch, keyed.numpy.watched = 0, inf
+    keyed, layout = _Keyed(seed, program.world.device), program.plan.layout
+    hooks: list[RemovableHandle] = []
+    for name in program.blocks:
+        block = program.module.get_submodule(name)
+        # Objects and no closures: a replica's hooks ask keys of its own.
+        hooks.append(block.register_forward_pre_hook(partial(keyed.enter, name)))
+        hooks.append(block.register_forward_hook(partial(keyed.leave, name)))
+
+    hooks.append(program.module.register_forward_pre_hook(keyed.again))
     traced = layout.processes == 1 or program.pipe.size > 1  # a trace has replaced them
-    hooks = () if traced else _refuse_replaced(program.module)
+    hooks += () if traced else _refuse_replaced(program.module)
 
     def remove() -> None:
-        for hook in (*keyed.hooks, *hooks):
+        for hook in hooks:
             hook.remove()
 
     begin, close = (*program.on_begin, keyed.begin), (*program.on_close, remove)
     return replace(program, on_begin=begin, keyed=keyed, on_close=close)
 
 
-WATCHED = 4
-"""Micro-batches without a draw after which a model's blocks are not keyed one by one."""
+class _NumpyKeys:
+    """Keys `numpy.random` in micro-batches, and puts the user's state back after them.
 
-FIRST_DRAW = (
-    "step {}: the model drew random numbers for the first time; this step's may hang on the layout"
-)
-
-
-class _NumpyDraws:
-    """Keys `numpy.random` unless nothing drew: 75 µs to read and write it, and 1 to compare."""
+    Reading and writing the state takes 75 µs, its bytes 1. So where nothing was drawn in a
+    micro-batch the bytes are put back, and where the user drew nothing since, the state is known.
+    """
 
     def __init__(self) -> None:
-        self.watched: float = WATCHED
-        self._kept, self._seen = np.random.get_state(), b""
+        self._state: Any = None
+        self._users, self._keyed = b"", b""
 
     def enter(self, number: int) -> None:
         """Begin a micro-batch."""
-        if self.watched:
-            self._kept = np.random.get_state()
-            np.random.seed(number % 2**32)
-        self._seen = self._state()
+        now = self._bytes()
+        if self._state is None or not now or now != self._users:
+            self._state, self._users = np.random.get_state(), now
+        np.random.seed(number % 2**32)
+        self._keyed = self._bytes()
 
-    def leave(self) -> bool:
-        """End it; returns whether it drew though nothing was keyed."""
-        drew, keyed = self._state() != self._seen, self.watched != 0
-        if keyed:
-            np.random.set_state(self._kept)
-        self.watched = inf if drew else max(0, self.watched - 1)
-        return drew and not keyed
+    def leave(self) -> None:
+        """End it."""
+        waits = self._state[3] if isinstance(self._state, tuple) else 1
+        if waits or not self._users or self._bytes() != self._keyed:
+            np.random.set_state(self._state)  # a second normal number waits beside the bytes
+        else:
+            ctypes.memmove(self._twister().ctypes.state_address, self._users, len(self._users))
+        if waits:
+            self._state = None  # whether the user takes it no byte tells
 
-    def _state(self) -> bytes:
+    def _twister(self) -> Any:
+        return np.random.mtrand._rand._bit_generator
+
+    def _bytes(self) -> bytes:
         """The 624 words and the place of the Mersenne Twister, as they lie in memory."""
-        bits = np.random.mtrand._rand._bit_generator
+        bits = self._twister()
         size = 4 * 625 if isinstance(bits, np.random.MT19937) else 0
         return ctypes.string_at(bits.ctypes.state_address, size)
 
@@ -113,7 +115,7 @@ class _Keyed:
     recomputes; a pipeline comes back to a micro-batch after it ran others, so each has its own.
     """
 
-    def __init__(self, seed: int, device: torch.device, module: nn.Module | None = None) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
         self.at: tuple[int, int] | None = None
         self.beside(False)
@@ -121,13 +123,7 @@ class _Keyed:
         self.arrived: dict[tuple[str, int], int] = {}
         self.arrivals: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
         self.inside: dict[str, list[int]] = {}
-        self.module, self.to_watch = module, WATCHED if module is not None else 0
-        self.blocks: Sequence[str] = ()
-        self.notices: list[str] = []
-        self.hooks: list[RemovableHandle] = []
-        self.quiet = self._drew = False
-        self.numpy = _NumpyDraws()
-        self._left: list[torch.Tensor] = []
+        self.numpy = _NumpyKeys()
 
     def __deepcopy__(self, known: object) -> _Keyed:
         return self  # whoever copies a module keeps its keys
@@ -135,17 +131,6 @@ class _Keyed:
     def on(self, device: torch.device) -> _Keyed:
         """Give keys for a replica on another device."""
         return _Keyed(self.seed, device)
-
-    def hook_blocks(self) -> None:
-        """Key every block of the module from the next pass on."""
-        if self.module is None:
-            return
-        for name in self.blocks:
-            block = self.module.get_submodule(name)
-            # Objects and no closures: a replica's hooks ask keys of its own.
-            self.hooks.append(block.register_forward_pre_hook(partial(self.enter, name)))
-            self.hooks.append(block.register_forward_hook(partial(self.leave, name)))
-        self.hooks.append(self.module.register_forward_pre_hook(self.again))
 
     def beside(self, others: bool) -> None:
         """Passes of other devices run at the same time: the host's generators are nobody's then."""
@@ -184,18 +169,9 @@ class _Keyed:
     def _set(self, block: str, call: int) -> None:
         if self.at is None:
             return
-        if self.to_watch:
-            self._drew |= self._moved()
         name = f"{block}#{call}" if call else block
         for generator in self.generators:
             generator.manual_seed(key(self.seed, *self.at, name))
-        if self.to_watch or self.quiet:
-            self._left = [generator.get_state() for generator in self.generators]
-
-    def _moved(self) -> bool:
-        """Whether something was drawn since the generators were keyed last."""
-        now = [generator.get_state() for generator in self.generators]
-        return not all(map(torch.equal, self._left, now))
 
     @contextmanager
     def __call__(self, step: int, index: int) -> Iterator[None]:
@@ -204,7 +180,6 @@ class _Keyed:
         self.at = (step, index)
         self.calls, self.inside = {}, {}
         self.arrived = self.arrivals.setdefault((step, index), {})
-        self._left = kept
         self._set("", 0)
         number = key(self.seed, step, index, "host")
         if self.host:
@@ -212,30 +187,13 @@ class _Keyed:
             self.numpy.enter(number)
         try:
             yield
-            if self.to_watch or self.quiet:
-                self._look(step)
         finally:
             self.at = None
             if self.host:
                 random.setstate(python)
-                if self.numpy.leave():
-                    self.notices.append(FIRST_DRAW.format(step + 1))
+                self.numpy.leave()
             for generator, state in zip(self.generators, kept, strict=True):
                 generator.set_state(state)
-
-    def _look(self, step: int) -> None:
-        """A micro-batch is over: key blocks one by one only if something draws."""
-        moved = self._moved()
-        if self.quiet and moved:
-            self.quiet = False
-            self.hook_blocks()
-            self.notices.append(FIRST_DRAW.format(step + 1))
-        elif self.to_watch:
-            self._drew |= moved
-            self.to_watch = 0 if self._drew else self.to_watch - 1
-            self.quiet = not self.to_watch and not self._drew
-            while self.quiet and self.hooks:
-                self.hooks.pop().remove()
 
 
 def _refuse_replaced(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:

@@ -216,9 +216,11 @@ class Touched:
 
         following   the step that comes next, if weights may have moved
         """
+        if self.whole_step and not following:  # the update follows at once
+            for one in [each for each in _all if each is not self]:
+                one._gradients = marks_of(one.looked_at)
+            return
         self._under_way = False
-        if self.whole_step and not following:
-            return  # the update follows at once
         if following:
             self._closely = following <= CLOSELY or is_read(following)
         self._weights = self._of_weights()
