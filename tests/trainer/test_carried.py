@@ -13,6 +13,7 @@ from torch import nn
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
 from shoal.trainer.carried import Carried
+from shoal.trainer.step_guards import all_around
 
 
 class Keeps(nn.Module):
@@ -35,7 +36,7 @@ def told(module: nn.Module, *, ranks: int = 2, micro_batches: int = 1) -> list[s
     lines: list[str] = []
     carried = Carried(cast("Any", program), lines.append)
     for step in (1, 2, 3):
-        with carried.looking(step, micro_batches):
+        with all_around(carried.looking(step, micro_batches)):
             for _ in range(micro_batches):
                 module(torch.randn(2, 4)).sum().backward()
     return lines
