@@ -62,7 +62,7 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _built(told: Any, receive: Callable[[str, list[int]], torch.Tensor]) -> Any:
-    """What `_described` said."""
+    """Rebuild a micro-batch from its description."""
     kind, *said = told
     if kind == "tensor":
         return receive(*said)

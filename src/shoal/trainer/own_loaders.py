@@ -55,7 +55,7 @@ def whole_loaders(samples: int) -> list[list[Any]]:
 
 
 def whole_data(batches: Any, dataset: Any) -> list[Any] | None:
-    """What tells whether ranks read the same data, for a loader that knows nothing of ranks.
+    """Identify the data of a loader that knows nothing of ranks, to compare it over them.
 
     batches   its batch sampler
     Gives     [name of the sampler, length, hashes of samples, …]; None where the sampler may deal

@@ -34,7 +34,7 @@ Holders = dict[str, tuple[int, int]]
 """Name of a parameter → which layer holds it; which object it is, 0 where that changes."""
 
 Counters = dict[int, tuple[int, int, torch.dtype]]
-"""Which tensor; how often it was written, where its memory is, and its format."""
+"""By id of a tensor: its count of writes, its address, its format."""
 
 SAME_ON_ALL = ("weights_written", "training_mode")
 SAME_IN_GROUPS = ("weights", "trainable", "layers")

@@ -20,7 +20,7 @@ from shoal.trainer.module_guard import refuse_unlike
 from shoal.trainer.step_vector import StepNumbers
 
 Written = Mapping[int, tuple[int, int, torch.dtype]]
-"""Which tensor; how often it was written, where its memory is, and its format."""
+"""By id of a tensor: its count of writes, its address, its format."""
 
 
 class Touching(Protocol):
