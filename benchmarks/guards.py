@@ -182,7 +182,7 @@ def work(job: dict[str, Any]) -> None:
         sample=(batch[0, :1], batch[1, :1]),
         drift="auto",
     )
-    drift = run.touched.drift
+    drift = run.guards.writes.drift
 
     def switch(name: str) -> None:
         world.traffic.page = phases.page = page if name == WATCHED else None

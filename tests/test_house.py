@@ -253,7 +253,7 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
         path for path in loaded(OWN_LOOP) if path.name != "single.py"
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
-    assert sum(len(path.read_bytes().splitlines()) for path in files) <= 13_950
+    assert sum(map(lines_of_code, files)) <= 8_400
 
 
 FOUR_RANKS = """
@@ -349,7 +349,7 @@ def test_what_a_rank_of_a_divided_model_loads(
         if path.name not in ("frames.py", "hang.py")
     ]
     assert 100 < len(files) <= 157, sorted(files)
-    assert sum(len(path.read_bytes().splitlines()) for path in files) <= 26_300
+    assert sum(map(lines_of_code, files)) <= 16_360
 
 
 def test_the_simulated_device_is_small() -> None:

@@ -220,7 +220,7 @@ def drop_cached(folder: Path) -> None:
 
 def left(run: Any) -> None:
     """All of `run.close` but leaving the world."""
-    for part in (run.saving, run.touched, run.guard):
+    for part in (run.saving, run.guards):
         part.close()
     for undo in run.program.on_close:
         undo()

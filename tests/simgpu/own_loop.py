@@ -31,7 +31,7 @@ from shoal.fabric.ring import Ring
 from shoal.models.catalog import build
 from shoal.parallel import offload
 from shoal.parallel.offload.lane import Lane
-from shoal.trainer.optimizer_settings import OptimizerSettingsCheck
+from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard
 
 STEPS = 3
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "dropout": 0.0}
@@ -142,7 +142,7 @@ def trained(world: World, name: str, seeds: int) -> tuple[list[float], dict[str,
     for parameter in run.model.parameters():
         digest.update(own_part(parameter).contiguous().view(-1).view(torch.uint8).numpy().data)
     whole = sum(float(own_part(p).abs().sum()) for p in run.model.parameters())
-    for part in (run.saving, run.touched, run.guard):  # all of `run.close` but leaving the world
+    for part in (run.saving, run.guards):  # all of `run.close` but leaving the world
         part.close()
     for undo in run.program.on_close:
         undo()
@@ -228,10 +228,10 @@ def rate(world: World) -> list[float]:
     """A rate on the device is read again once it was written, and not before."""
     optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     optimizer.param_groups[0]["lr"] = there = torch.tensor(0.5, device=world.device)
-    check = OptimizerSettingsCheck(optimizer, world)
-    first, again = check.sums(1), check.sums(1)
+    check = OptimizerSettingsGuard(optimizer, world)
+    first, again = (check.compared(1)[0].value for _ in range(2))
     there.fill_(0.25)
-    return [float(first == again), float(first == check.sums(1))]
+    return [float(first == again), float(first == check.compared(1)[0].value)]
 
 
 PARTS = {

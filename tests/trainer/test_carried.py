@@ -12,8 +12,8 @@ from torch import nn
 
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
-from shoal.trainer.carried import Carried
-from shoal.trainer.step_guards import all_around
+from shoal.trainer.guards.carried_state import CarriedStateGuard
+from shoal.trainer.guards.guard import Guards
 
 
 class Keeps(nn.Module):
@@ -34,9 +34,10 @@ def told(module: nn.Module, *, ranks: int = 2, micro_batches: int = 1) -> list[s
     plan = Plan(Layout(dp_replicate=2))
     program = SimpleNamespace(module=module, plan=plan, data=SimpleNamespace(size=ranks))
     lines: list[str] = []
-    carried = Carried(cast("Any", program), lines.append)
+    carried = CarriedStateGuard(cast("Any", program), lines.append)
+    guards = Guards([carried])
     for step in (1, 2, 3):
-        with all_around(carried.looking(step, micro_batches)):
+        with guards.around(step, micro_batches):
             for _ in range(micro_batches):
                 module(torch.randn(2, 4)).sum().backward()
     return lines

@@ -14,7 +14,7 @@ from trainer_small import assert_same_bits, bits, busy, linear, pair, run_of, sg
 import shoal
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.policies import OptimizerPolicy
-from shoal.trainer.optimizer_guard import MovementCheck
+from shoal.trainer.guards.optimizer_checks import MovementCheck
 
 
 def test_parameters_of_another_model_are_refused() -> None:

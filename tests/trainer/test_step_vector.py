@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from trainer_small import linear, pair, run_of
 
 from shoal.base.errors import BugError
+from shoal.fabric import World
 from shoal.trainer.free_passes import FreePasses
 from shoal.trainer.served_server import _same_on_all_ranks
-from shoal.trainer.step_vector import StepVector, zero_sum_term
+from shoal.trainer.step_vector import (
+    UNLIKE,
+    Compared,
+    Comparison,
+    Group,
+    StepVector,
+    zero_sum_terms,
+)
 
 RANKS = 3
 
 
+class Ranks:
+    """A world whose members say what they are given to say."""
+
+    def __init__(self, ranks: int, told: list[Any]) -> None:
+        self.size, self.told, self.asked = ranks, told, 0
+
+    def gather_json(self, _own: Any) -> list[Any]:
+        self.asked += 1
+        return self.told
+
+
+def world_of(ranks: int, told: list[Any]) -> World:
+    return cast("World", Ranks(ranks, told))
+
+
 def vector_of(rank: int) -> StepVector:
-    vector = StepVector(RANKS, rank)
-    vector.add_sums("loss", [1.5 * rank, 2.0])
-    own = vector.add_by_rank("late", [0.0, 0.0])
-    vector.add_by_rank("lr", [10.0 + rank])
-    vector.add_sums("none", [])
-    vector.add_sums("used", [float(rank == 1)])
+    vector = StepVector()
+    vector.add("loss", [1.5 * rank, 2.0])
+    own = vector.add("broken", [0.0, 0.0])
+    vector.add("none", [])
+    vector.add("used", [float(rank == 1)])
+    vector.add_compared((), 1, world_of(RANKS, []))
     vector.add_rest("measured")
     vector.values[own] = [100.0 + rank, 200.0 + rank]  # as a device would fill it
     return vector
@@ -31,26 +54,38 @@ def test_what_ranks_add_is_read_by_name() -> None:
     vectors = [vector_of(rank) for rank in range(RANKS)]
     summed = [sum(column) for column in zip(*(one.values for one in vectors), strict=True)]
     for vector in vectors:
-        numbers = vector.summed([*summed, 7.0, 8.0])
+        numbers = vector.summed([*summed, 7.0, 8.0], (), world_of(RANKS, []))
         assert numbers.sums("loss") == [4.5, 6.0]
-        assert numbers.rows("late") == [[100.0, 101.0, 102.0], [200.0, 201.0, 202.0]]
-        assert numbers.row("lr") == [10.0, 11.0, 12.0]
-        assert numbers.sums("none") == numbers.rows("none") == []
+        assert numbers.sums("broken") == [303.0, 603.0]
+        assert numbers.sums("none") == []
         assert numbers.sums("used") == [1.0]
         assert numbers.sums("measured") == [7.0, 8.0]
 
 
 def test_a_name_has_one_entry() -> None:
-    vector = vector_of(0)
-    with pytest.raises(BugError, match="two entries of the name lr"):
-        vector.add_sums("lr", [1.0])
+    with pytest.raises(BugError, match="two entries of the name used"):
+        vector_of(0).add("used", [1.0])
+
+
+def test_the_vector_does_not_grow_with_ranks() -> None:
+    run = run_of(linear())
+    run.forward_backward(pair(4))
+    assert run._tally is not None
+    lengths = {
+        ranks: len(zero_sum_terms([Compared("a", 1, Group(range(ranks), 0))], 1, ranks))
+        for ranks in (2, 4096)
+    }
+    assert len(set(lengths.values())) == 1
+    assert len(run._tally.numbers.values) <= 32
 
 
 def test_what_is_the_same_on_all_ranks_needs_no_message() -> None:
-    numbers = _same_on_all_ranks(2, {"lr": [0.5], "late": [1.0, 2.0]}, {"unreadable": [3.0]})
-    assert numbers.row("lr") == [0.5, 0.5]
-    assert numbers.rows("late") == [[1.0, 1.0], [2.0, 2.0]]
+    world = world_of(2, [])
+    own = [Compared("lr", 0.5, Group(range(2), 0))]
+    numbers = _same_on_all_ranks(own, {"unreadable": [3.0]}, world)
+    assert not numbers.compared.differs("lr")
     assert numbers.sums("unreadable") == [3.0]
+    assert cast("Any", world).asked == 0
 
 
 def test_all_ways_into_a_step_give_the_same_entries() -> None:
@@ -73,9 +108,9 @@ def test_all_ways_into_a_step_give_the_same_entries() -> None:
     passes.backward(loss, share=1.0, last=True)
     tallies["free passes"] = passes.finish()
 
-    own = {"written-out passes": {"backward_calls", "counts"}, "free passes": {"backward_passes"}}
+    own = {"written-out passes": {"backward_calls", "counts"}}
     expected = set(tallies["batches"].numbers.slices)
-    assert {"loss_and_count", "drift", "unreadable", "used", "measured"} <= expected
+    assert {"loss_and_count", "drift", "unreadable", "used", UNLIKE, "measured"} <= expected
     for way, tally in tallies.items():
         numbers = tally.numbers
         assert set(numbers.slices) == expected | own.get(way, set()), way
@@ -84,32 +119,71 @@ def test_all_ways_into_a_step_give_the_same_entries() -> None:
                 way,
                 name,
             )
-        assert numbers.row("training_mode") == [1.0], way
+        assert numbers.compared.by_rank("training_mode") == [True], way
         assert numbers.sums("used") == [1.0] * 4, way
-    assert tallies["written-out passes"].numbers.rows("backward_calls") == [[1.0], [1.0]]
-    assert tallies["free passes"].numbers.row("backward_passes") == [1.0]
+    assert tallies["written-out passes"].numbers.sums("backward_calls") == [1.0, 1.0, 1.0]
+    assert tallies["free passes"].numbers.compared.by_rank("backward passes") == [1]
 
 
-def test_a_zero_sum_is_zero_where_ranks_agree_and_else_it_is_not() -> None:
+def test_sums_are_zero_where_members_of_all_groups_agree_and_else_they_are_not() -> None:
     """Groups may differ from one another; float64 adds the largest terms exactly."""
     ranks = 64
     groups = [tuple(range(first, ranks, 8)) for first in range(8)]
+    seen = {rank: Group(group, rank) for group in groups for rank in group}
+    everyone = {rank: Group(range(ranks), rank) for rank in range(ranks)}
 
-    def summed(values: list[int], step: int) -> float:
-        total = 0.0
-        for group in groups:
-            for rank in group:
-                total += zero_sum_term(values[rank], step, group, rank, ranks)
-        return total
+    def summed(values: list[int], step: int) -> list[float]:
+        terms = [
+            zero_sum_terms(
+                [Compared("own", values[rank], seen[rank]), Compared("all", step, everyone[rank])],
+                step,
+                ranks,
+            )
+            for rank in range(ranks)
+        ]
+        return [sum(column) for column in zip(*terms, strict=True)]
 
-    largest = [2**32 - 1 - rank % 8 for rank in range(ranks)]
-    missed = 0
-    for step in range(1, 200):
-        assert summed(largest, step) == 0.0
+    alike = [2**48 - 1 - rank % 8 for rank in range(ranks)]
+    for step in range(1, 100):
+        assert summed(alike, step) == [0.0, 0.0]
         rank = step % ranks
-        other = [*largest[:rank], largest[rank] ^ 1 << step % 26, *largest[rank + 1 :]]
-        missed += summed(other, step) == 0.0
-    assert missed == 0
-    everyone = tuple(range(4096))
-    terms = [zero_sum_term(2**26 - 1, 7, everyone, rank, 4096) for rank in everyone]
-    assert sum(map(abs, terms)) < 2**53, "no order of adding rounds"
+        other = [*alike[:rank], alike[rank] ^ 1 << step % 48, *alike[rank + 1 :]]
+        assert any(summed(other, step)), step
+
+
+def test_no_order_of_adding_rounds() -> None:
+    ranks = 4096
+    groups = 32
+    own = [[Group(range(ranks), rank) for _ in range(groups)] for rank in range(ranks)]
+    totals = [0.0, 0.0]
+    for rank in range(ranks):
+        compared = [Compared(str(place), 1, group) for place, group in enumerate(own[rank])]
+        terms = zero_sum_terms(compared, 7, ranks)
+        totals = [total + abs(term) for total, term in zip(totals, terms, strict=True)]
+    assert max(totals) < 2**53
+
+
+def test_who_differs_is_asked_only_where_somebody_does() -> None:
+    told = [
+        [["mode", 0, True], ["weights", 0, 5]],
+        [["mode", 0, True], ["weights", 0, 5]],
+        [["mode", 0, True], ["weights", 2, 6]],
+        [["mode", 0, True], ["weights", 2, 7], ["only here", -1, 1]],
+    ]
+    asked = []
+
+    def gather(own: Any) -> list[Any]:
+        asked.append(own)
+        return told
+
+    own = [Compared("mode", True, Group(range(4), 0)), Compared("weights", 5, Group((0, 1), 0))]
+    equal = Comparison(own, [0.0, 0.0], gather)
+    assert not equal.differs("mode", "weights")
+    assert equal.first_pair("weights") is None
+    assert asked == []
+    found = Comparison(own, [0.0, 3.0], gather)
+    assert found.differs("mode", "weights")
+    assert not found.differs("mode")
+    assert found.first_pair("weights") == (2, 3)
+    assert found.by_rank("only here") == [None, None, None, 1]
+    assert len(asked) == 1, "once for all questions"

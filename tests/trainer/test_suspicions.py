@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
-from shoal.trainer.suspicions import FirstStep, _compared
+from shoal.trainer.guards.first_step import FirstStep, _compared
 
 Tensor = torch.Tensor
 B, T, C = 6, 5, 4

@@ -16,18 +16,18 @@ from shoal.trainer.step import update
 
 
 @pytest.mark.parametrize(
-    ("stages", "micro_batches", "unlike", "own"),
+    ("stages", "uneven", "unlike", "own"),
     [
-        (1, [2, 2], set(), set()),
-        (1, [2, 1], {DATA, PASSES, BACKWARD}, set()),
-        (2, [2, 2], set(), {PASSES, BACKWARD, UPDATE}),
-        (2, [2, 1], {DATA, PASSES, BACKWARD}, {UPDATE}),
+        (1, False, set(), set()),
+        (1, True, {DATA, PASSES, BACKWARD}, set()),
+        (2, False, set(), {PASSES, BACKWARD, UPDATE}),
+        (2, True, {DATA, PASSES, BACKWARD}, {UPDATE}),
     ],
 )
 def test_unequal_work_is_marked_in_the_page(
     monkeypatch: pytest.MonkeyPatch,
     stages: int,
-    micro_batches: list[int],
+    uneven: bool,
     unlike: set[int],
     own: set[int],
 ) -> None:
@@ -37,7 +37,7 @@ def test_unequal_work_is_marked_in_the_page(
     assert page is not None
     monkeypatch.setattr(phases, "page", page)
     program: Any = SimpleNamespace(pipe=SimpleNamespace(size=stages), reducer=None)
-    tally: Any = SimpleNamespace(micro_batches=micro_batches)
+    tally: Any = SimpleNamespace(uneven=uneven)
     with pytest.raises(Exception, match="no reducer"):
         update(program, None, tally, clip=0, scale=1.0)  # type: ignore[arg-type]  # marks first
     page.stepped(1)

@@ -176,7 +176,7 @@ def test_summary_of_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
 
 def test_summary_of_runs_that_did_not_finish(tmp_path: Path) -> None:
     assert summary(tmp_path) == "no end recorded; last seen before the first step"
-    log = fake_run(tmp_path, mfu=None, peak_memory_bytes=None)
+    log = fake_run(tmp_path, mfu=None, peak_memory_bytes=None, peak_memory_bytes_by_rank=None)
     assert summary(tmp_path).splitlines()[0] == "no end recorded; last seen at step 4"
     assert "MFU" not in summary(tmp_path)
     assert "memory" not in summary(tmp_path)

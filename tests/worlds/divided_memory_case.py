@@ -23,7 +23,7 @@ from shoal.planner.transient_memory import rank_sum, wide_elements
 from shoal.trace.trace_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
-from shoal.trainer.step_guards import entries_of
+from shoal.trainer.step_vector import NUMBERS
 
 SEQUENCE, VOCABULARY, ROWS = 64, 512, 2
 ARGUMENTS = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4}
@@ -109,10 +109,10 @@ def _sent(run: Run, batch: Any) -> list[tuple[str, int, int]]:
     world.traffic.count = counting
     run.step(batch)
     del world.traffic.count
-    by_rank, sums = (sum(map(len, e.values())) for e in entries_of(run.guards, run.step_count))
-    sums += 8 + 1 + len(run.program.names)  # loss, norm², flags · unreadable samples · used
-    tally_bytes = 8 * (sums + (4 + by_rank) * world.size)
-    calls.remove(("all_reduce", tally_bytes, world.size))  # the step's own numbers
+    sums = sum(map(len, run.guards.sums(run.step_count).values()))
+    # loss, count, norm², flags, broken, micro-batches · unreadable samples · unlike · used
+    sums += 12 + 1 + NUMBERS + len(run.program.names)
+    calls.remove(("all_reduce", 8 * sums, world.size))  # the step's own numbers
     return calls
 
 

@@ -21,8 +21,8 @@ from guards import message
 from shoal.checkpoint.listing import find
 from shoal.checkpoint.read import load
 from shoal.fabric import World, messages, start_world
-from shoal.trainer.bit_sums import here
-from shoal.trainer.drift import SHARE, Drift
+from shoal.trainer.guards.bit_sums import here
+from shoal.trainer.guards.memory_drift import SHARE, MemoryDrift
 from shoal.trainer.run import Run
 
 SAMPLES = torch.rand(64, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -190,7 +190,7 @@ def flips_by_default(
             "named" if told.startswith("ClusterError: step ") else "gone" if alike else "saved"
         )
         found[outcome] += 1
-        looked.append(run.touched.drift.every)
+        looked.append(run.guards.writes.drift.every)
         if outcome == "saved":
             wrong.append(f"rank {rank}, {name}, bit {bit}, {apart} and {ahead} steps: {told}")
         _put_back(run, before)
@@ -210,7 +210,7 @@ def unlike_at_a_reading(world: World, noise: bool) -> str:
     """
     run = begin(world, "ddp", "auto")
     steps(run, 2)
-    run.touched.drift._next, run.touched.drift.taken = 1000, None
+    run.guards.writes.drift._next, run.guards.writes.drift.taken = 1000, None
     steps(run, 2)
     weight = next(iter(run.program.local.values())).parameter
     if world.rank == 1:
@@ -249,7 +249,7 @@ def _put_back(run: Run, held: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for now, then in zip(_stepped(run), held, strict=True):
             now.copy_(then)
-    run.touched.updated(run.step_count)
+    run.guards.writes.updated(run.step_count)
 
 
 def unwatched(world: World, layout: Any, folder: str) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def clean_steps(world: World, layout: Any, count: int, drift: str = "every") -> 
     run = begin(world, layout, drift, average=0.9)
     told = message(lambda: steps(run, count))
     leave(run)
-    return {"told": told, "steps": run.step_count, "every": run.touched.drift.every}
+    return {"told": told, "steps": run.step_count, "every": run.guards.writes.drift.every}
 
 
 def wrong_update(world: World, layout: Any) -> str:
@@ -349,7 +349,7 @@ def costs() -> dict[str, dict[str, float]]:
             micro_batch=rows,
             drift="off",
         )
-        watched = Drift(replace(run.program, plan=replace(run.plan, drift="every")),
+        watched = MemoryDrift(replace(run.program, plan=replace(run.plan, drift="every")),
                         run.optimizer, None, run.recorder)  # fmt: skip
         took: list[tuple[float, float]] = []
         for _ in range(12):
@@ -357,7 +357,7 @@ def costs() -> dict[str, dict[str, float]]:
             run.step(batch)
             step_s = time.thread_time()
             watched.take(run.step_count)
-            watched.says()
+            watched.sums()
             took.append((step_s - began_s, time.thread_time() - step_s))
         step_s, look_s = (sorted(one)[len(took) // 2] for one in zip(*took, strict=True))
         found[f"{run.plan.parameters} parameters, {rows} rows"] = {

@@ -302,7 +302,7 @@ def uneven(world: World, layout: Any, how: str, last: int) -> dict[str, list[Any
             run.backward(squares.sum(), len(micro.targets))
         run.update()
     weights = {name: tensor.tolist() for name, tensor in run.state_dict().items()}
-    run.touched.close()
+    run.guards.writes.close()
     return weights
 
 

@@ -196,7 +196,7 @@ def a_branch_through_data(world: World, layout: str) -> None:
     """`.data` is seen by nobody: the end lists it."""
     run = begin(world, layout, cut("data"))
     run.step(part(world, layout))
-    run.untrained.close()  # as run.close does, which would close the world of all tests too
+    run.guards.untrained.close()  # as run.close does, which would close the world of all tests too
 
 
 class Warm(nn.Module):

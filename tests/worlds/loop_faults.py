@@ -213,7 +213,7 @@ def a_plain_loop_clips_once_the_run_is_closed(world: World, layout: str) -> floa
     run = begin(world, layout)
     run.step(part(world, layout))
     parameters = list(run.model.parameters())
-    run.touched.close()
+    run.guards.writes.close()
     nn.utils.clip_grad_norm_(parameters, 0.001)
     return 0.0
 

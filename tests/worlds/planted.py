@@ -28,6 +28,7 @@ from shoal.trainer import left_out, micro_batch
 from shoal.trainer import parallelize as parallelizing
 from shoal.trainer import run as running
 from shoal.trainer import step as stepping
+from shoal.trainer.guards.optimizer_checks import MovementCheck
 
 
 def prove(
@@ -244,7 +245,7 @@ def optimizer_first(world: World) -> Iterator[None]:
 
     with (
         patch.object(parallelizing, "hand_over", hand_over),
-        patch.object(stepping.MovementCheck, "moved", lambda self: None),
+        patch.object(MovementCheck, "moved", lambda self: None),
     ):
         yield
 
@@ -310,7 +311,9 @@ def one_rank_skips(world: World) -> Iterator[None]:
         steps["taken"] += not tally.broken
         doubts = steps["taken"] == 2 and not tally.broken
         alone = doubts and world.rank == world.size - 1
-        return replace(tally, broken=[world.rank]) if alone else tally
+        if not alone:
+            return tally
+        return replace(tally, broken=True, broken_ranks=lambda: [world.rank])
 
     with (
         patch.object(running, "update", on_update(doubt)),

@@ -169,7 +169,7 @@ def test_adamw_given_equal_gradients_updates_equally() -> None:
         for ours, theirs in zip(run.model.parameters(), twin.parameters(), strict=True):
             ours.grad = torch.randn_like(ours)
             theirs.grad = ours.grad.clone()
-        with run.touched.stepping():
+        with run.guards.writes.stepping():
             run.optimizer.step()
         plain.step()
     for ours, theirs in zip(run.model.parameters(), twin.parameters(), strict=True):

@@ -2,7 +2,8 @@
 
 A plain `DataLoader` shows every rank the whole dataset, in the same order where seeds are equal.
 Such a loop trains, and every sample counts once per rank: n ranks do the work of one. The first
-steps' inputs are therefore compared over ranks, as those of `run.step` are (trainer/brought.py).
+steps' inputs are therefore compared over ranks, as those of `run.step` are
+(trainer/guards/brought_batches.py).
 Here one line is enough, and training goes on: a benchmark on made-up data does the same rightly.
 """
 
@@ -12,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.data.dataset import digest_of
-from shoal.trainer.brought import CHANCE_BITS, LOOKS
-from shoal.trainer.own_loaders import information
+from shoal.trainer.guards.brought_batches import CHANCE_BITS, LOOKS
+from shoal.trainer.guards.told.own_loaders import information
 from shoal.trainer.run import Run
 
 

@@ -188,7 +188,7 @@ class Alone(FreeLoop):
         run, norm = self.run, 0.0
         if self._norm:
             norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), self._norm))
-        with run.touched.stepping():
+        with run.guards.writes.stepping():
             run.optimizer.step()
         self.drop()
         rate = float(run.optimizer.param_groups[0]["lr"])

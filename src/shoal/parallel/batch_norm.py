@@ -117,10 +117,11 @@ class _Rule:
         return torch.cat(parts)
 
     @torch.no_grad()
-    def commit(self, counts: list[int]) -> None:
-        """Apply the step's statistics; `counts` are the micro-batches that each rank ran."""
+    def commit(self, uneven: bool) -> None:
+        """Apply the step's statistics; where ranks ran unequally many, they ask for the most."""
         width = 1 + sum(1 + 2 * _running(layer)[0].numel() for layer in self.layers)
-        mine = torch.full((max(counts), width), -1.0, dtype=torch.float64)
+        most = self.world.all_reduce_max(len(self.seen)) if uneven else len(self.seen)
+        mine = torch.full((most, width), -1.0, dtype=torch.float64)
         mine = mine.to(self.world.device)
         for place, index in enumerate(self.seen):
             mine[place] = self._row(index)

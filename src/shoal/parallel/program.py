@@ -156,7 +156,8 @@ class Program:
                   (True: and as they were before a step that is skipped)
     owed          what codes of gradients left out: kept in checkpoints (`compress.Owed`)
     on_begin      called before the first micro-batch of every step
-    on_update     called once per committed step, after the reduction: (micro-batches of each rank)
+    on_update     called once per committed step, after the reduction, with whether some ranks ran
+                  more micro-batches than others
     on_evaluate, on_evaluated  called before an evaluation's first forward pass, after its last one
     on_close      called at the end: takes away whatever was hung on the user's module
     """
@@ -192,7 +193,7 @@ class Program:
     align: Callable[[bool], None] = lambda skipped: None
     owed: Any = None
     on_begin: tuple[Callable[[], None], ...] = ()
-    on_update: tuple[Callable[[list[int]], None], ...] = ()
+    on_update: tuple[Callable[[bool], None], ...] = ()
     on_evaluate: tuple[Callable[[], None], ...] = ()
     on_evaluated: tuple[Callable[[], None], ...] = ()
     on_close: tuple[Callable[[], None], ...] = ()

@@ -9,8 +9,9 @@ and where sizes are equal nothing fails.
     UnitLog      this rank's, for every axis over which units travel
     logged       around torch's collectives of one unit: adds them to the log as they begin
 
-The trainer compares the checksums in the step's all-reduce (`trainer/unit_order.py`). Where ranks
-wait for each other there is none, so the log stands in the watch page too (`launch/unit_calls.py`).
+The trainer compares the checksums in the step's all-reduce (`trainer/guards/unit_order.py`). Where
+ranks wait for each other there is none, so the log stands in the watch page too
+(`launch/unit_calls.py`).
 
 Source: torch.distributed.fsdp.fully_shard, which numbers nothing it sends
 """

@@ -26,7 +26,7 @@ from shoal.fabric import World
 from shoal.proof.by_blocks import cut_blocks, cuts_text
 from shoal.trainer.arguments import DEFAULT_BATCH
 from shoal.trainer.contract import BuildOptimizer, Loss
-from shoal.trainer.optimizer_guard import Length
+from shoal.trainer.guards.optimizer_checks import Length
 from shoal.trainer.parallelize import start_run
 from shoal.trainer.run import Run
 from shoal.trainer.step import StepResult
@@ -126,7 +126,7 @@ class Side:
             sample=sample,
             world=self.world,
         )
-        run.touched.watching = False  # a proof says itself what differs, and where
+        run.guards.writes.watching = False  # a proof says itself what differs, and where
         self.runs[label] = run
         self.on_run(label, run)
         return run

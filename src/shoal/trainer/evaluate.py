@@ -18,9 +18,10 @@ from shoal.base.phases import counting
 from shoal.fabric.device import numbers_on
 from shoal.parallel.program import Program
 from shoal.trainer.contract import Loss, Metric, sum_and_count
+from shoal.trainer.guards import layout_guards
+from shoal.trainer.guards.guard import Guards
 from shoal.trainer.measured import Measured, check_metrics
 from shoal.trainer.micro_batch import MicroBatch
-from shoal.trainer.step_guards import entries_of, guards_of
 from shoal.trainer.step_vector import StepVector
 
 NONE, MORE, STOP = 0, 1, 2
@@ -70,16 +71,16 @@ def evaluate(
                 totals += torch.stack([total.double(), count.to(totals)]) * program.speaks
     if stopped:
         return {}
-    vector = StepVector(program.world.size, program.world.rank)
-    vector.add_sums("loss_and_count", [0.0, 0.0])
-    guards = guards_of(program)  # under fsdp: ranks that ran different blocks have another loss
-    for name, entry in entries_of(guards, 0)[1].items():
-        vector.add_sums(name, entry)
-    if guards:
+    vector = StepVector()
+    vector.add("loss_and_count", [0.0, 0.0])
+    guards = Guards(layout_guards(program))  # ranks that ran different blocks have another loss
+    compared = guards.compared(0)
+    vector.add_compared(compared, 0, program.world)
+    if compared:
         totals = torch.cat((totals, numbers_on(totals.device, vector.values[2:])))
     program.world.all_reduce(totals)
-    numbers = vector.summed(totals.tolist())
-    for guard in guards:
+    numbers = vector.summed(totals.tolist(), compared, program.world)
+    for guard in guards.at("agree", 0):
         guard.agree(0, numbers)
     loss_sum, targets = numbers.sums("loss_and_count")
     values = measured.values([], program.world.size > 1 or measured.unknown)

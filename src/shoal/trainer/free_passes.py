@@ -27,6 +27,9 @@ from shoal.parallel.program import Program, in_turn
 from shoal.trainer.micro_batch import MicroBatch, prepared
 from shoal.trainer.own_passes import described, nobody
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
+from shoal.trainer.step_vector import Compared, Group
+
+PASSES = "backward passes"
 
 
 class FreePasses:
@@ -116,15 +119,16 @@ class FreePasses:
         if self._tally is not None:
             return self._tally
         self._leave()
-        flags = self._flags()
-        told = replace(flags, by_rank={**flags.by_rank, "backward_passes": [float(self.count)]})
+        flags, world = self._flags(), self.program.world
+        own = Compared(PASSES, self.count, Group(range(world.size), world.rank))
+        told = replace(flags, compared=[*flags.compared, own])
         tally = sum_up(self.program, self._sums, self.count, told)
-        counts = tally.numbers.row("backward_passes")
-        if len(set(counts)) > 1:
+        if tally.numbers.compared.differs(PASSES):
+            counts = tally.numbers.compared.by_rank(PASSES)
             few, many = (one(range(len(counts)), key=counts.__getitem__) for one in (min, max))
             raise ConfigError(
-                f"step {self.step + 1}: rank {few} made {int(counts[few])} backward passes and "
-                f"rank {many} {int(counts[many])}; every rank makes as many as any other"
+                f"step {self.step + 1}: rank {few} made {counts[few]} backward passes and "
+                f"rank {many} {counts[many]}; every rank makes as many as any other"
             )
         weight = float(self.program.data.size)
         if self._weighs:  # a loop that divides a loss itself makes several passes of share 1

@@ -332,7 +332,7 @@ def take_merged(run: Run, joined: Joined, round_number: int) -> None:
     local = {name: tensor for name, (tensor, _) in weights.items()}
     joined.method.adopt(joined.common.outer.at(round_number), list(local), local, refused=True)
     reducer_of(run.program).publish()
-    run.touched.drift.forget()
+    run.guards.writes.drift.forget()
     joined.common.since = [0] * len(joined.fragments)
 
 

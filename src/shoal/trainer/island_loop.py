@@ -230,7 +230,7 @@ class Rounds:
         for name, mean in merge.plain.items():
             plain[name][0].copy_(mean)
         reducer_of(self.run.program).publish()
-        self.run.touched.drift.forget()
+        self.run.guards.writes.drift.forget()
         if overwrite:
             joined.common.since[moment.fragment] = 0
             self._reset_broken()

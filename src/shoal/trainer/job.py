@@ -28,7 +28,7 @@ from shoal.optim.build import build_optimizer
 from shoal.planner.model_facts import resolve
 from shoal.planner.settle import Words
 from shoal.trainer.contract import Loss
-from shoal.trainer.optimizer_guard import Length
+from shoal.trainer.guards.optimizer_checks import Length
 from shoal.trainer.parallelize import start_run
 from shoal.trainer.run import Run
 

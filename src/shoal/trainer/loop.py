@@ -36,7 +36,7 @@ from shoal.machine.memory import forget_peak
 from shoal.parallel.compose import check_here
 from shoal.parallel.spmd.passed import checked_once
 from shoal.planner.settle import Words, is_open
-from shoal.trainer.finish import finish
+from shoal.trainer.finish import finish, peaks_by_rank
 from shoal.trainer.hub_files import keep_tokenizer
 from shoal.trainer.island_join import Joined, foresee_rounds, join
 from shoal.trainer.island_loop import STOPPED, train_rounds
@@ -132,7 +132,7 @@ def _prepare(
     elif not run.restore():
         run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
     total_steps = steps_of(config, source, run.plan.batch)
-    run.guard.length.total_steps = total_steps
+    run.rate.length.total_steps = total_steps
     cluster = cluster_here(world.size, world.device, held_bytes)
     foreseen = foresee(config, facts, run.plan, cluster, run.program.travel) if world.keeps else {}
     if joined is not None and foreseen.get("step_s"):
@@ -217,11 +217,13 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
 def _stop(run: Run, saved: Path | None = None) -> int:
     """Save, unless this step was saved already, and leave; gives the exit code."""
     saved = saved or run.save()
+    peaks = peaks_by_rank(run)
     if run.world.keeps:
         run.recorder.events.emit(
             "run_finished",
             step=run.step_count,
             how="stopped on request" if saved else "stopped on request; the last save failed",
+            peak_memory_bytes_by_rank=peaks,
         )
     run.close()
     return STOPPED if saved else UNSAVED_CODE

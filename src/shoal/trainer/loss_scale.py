@@ -44,7 +44,7 @@ class LossScale:
             return False
         if tally.loss_broken or done.reason == NO_TARGET:
             return False
-        return self.overflowed(tally.count / max(1, sum(tally.micro_batches)))
+        return self.overflowed(tally.count / max(1, tally.micro_batches))
 
     def overflowed(self, targets: float = 1.0) -> bool:
         """After a skipped step; gives whether a smaller scale may still cure it.

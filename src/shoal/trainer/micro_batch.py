@@ -7,8 +7,8 @@ belongs to one of them (its numbers, its generators' keys, its sums) is kept her
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,6 @@ from shoal.base import phases
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
 from shoal.trainer.contract import Loss, call_model, split_batch, sum_and_count
-from shoal.trainer.step_guards import all_around
 
 JOINING = -1
 """Number of a pass that only joins the others' collectives; its loss weighs nothing."""
@@ -127,3 +126,19 @@ def prepared(program: Program, batch: Any) -> Any:
     for prepare in program.prepare:
         batch = prepare(batch)
     return batch
+
+
+def all_around(*contexts: AbstractContextManager[Any] | None) -> AbstractContextManager[None]:
+    """Return one context that enters those that are there, in this order."""
+    due = [one for one in contexts if one is not None]
+    if len(due) < 2:
+        return due[0] if due else nullcontext()
+    return _entered(due)
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield

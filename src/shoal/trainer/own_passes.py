@@ -23,11 +23,12 @@ from shoal.fabric.device import is_accelerator
 from shoal.parallel.program import Program, in_turn
 from shoal.trainer.contract import sum_and_count
 from shoal.trainer.double_backward import watching
-from shoal.trainer.gradient_writes import PassGradients
+from shoal.trainer.guards.first_step import refuse_mean
+from shoal.trainer.guards.gradient_passes import PassGradients
 from shoal.trainer.measured import Measured
 from shoal.trainer.micro_batch import JOINING, MicroBatch, prepared
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
-from shoal.trainer.suspicions import refuse_mean
+from shoal.trainer.step_vector import Compared, StepNumbers
 
 
 @dataclass(frozen=True)
@@ -187,18 +188,19 @@ class OwnPasses:
                 f"from run.micro_batches; take all of them, whatever becomes of their losses"
             )
         self._gradients.close()
-        least, most = (min(self._calls), max(self._calls)) if self._calls else (NONE, NONE)
+        calls = self._calls
         passes = {
-            "backward_calls": [float(least), float(most)],
+            "backward_calls": [float(sum(c**power for c in calls)) for power in range(3)],
             "counts": [float(True in self._counts), float(False in self._counts)],
         }
+        told = Compared(CALLS, [min(calls), max(calls)] if calls else [], None)
         flags = self._flags()
-        flags = replace(flags, by_rank={**flags.by_rank, **passes})
+        flags = replace(flags, sums={**flags.sums, **passes}, compared=[*flags.compared, told])
         tally = sum_up(self.program, self._sums, self._own, flags)
         self._compare_counts()  # the host has waited for the step already
         self._gradients.compare()
-        self._compare(*tally.numbers.rows("backward_calls"))
-        whole, bare = (any(row) for row in tally.numbers.rows("counts"))
+        self._compare(tally.numbers)
+        whole, bare = (some > 0 for some in tally.numbers.sums("counts"))
         if whole and bare:
             raise ConfigError(
                 f"run.backward: some losses of step {self.step + 1} came with a count and some "
@@ -206,19 +208,21 @@ class OwnPasses:
             )
         return tally if whole else replace(tally, count=1.0)
 
-    def _compare(self, fewest: Sequence[float], most: Sequence[float]) -> None:
+    def _compare(self, numbers: StepNumbers) -> None:
         """Errors: ConfigError where a backward pass was left out or doubled somewhere."""
-        ranks = [rank for rank, calls in enumerate(fewest) if calls != NONE]
-        low = min(ranks, key=lambda rank: fewest[rank], default=0)
-        high = max(ranks, key=lambda rank: most[rank], default=0)
-        few, many = int(fewest[low]), int(most[high])
-        if few == many and many > 0:
-            return
-        if not many:
+        micro_batches, calls, squares = numbers.sums("backward_calls")
+        if calls and micro_batches * squares == calls * calls:
+            return  # as many in every micro-batch
+        if not calls:
             raise ConfigError(
                 f"run.update: run.backward was not called in step {self.step + 1}; try: "
                 f"run.backward(loss_sum, count) in the loop over run.micro_batches(batch)"
             )
+        told = numbers.compared.by_rank(CALLS)
+        ranks = [rank for rank, one in enumerate(told) if one]
+        low = min(ranks, key=lambda rank: told[rank][0])
+        high = max(ranks, key=lambda rank: told[rank][1])
+        few, many = told[low][0], told[high][1]
         raise ConfigError(
             f"run.backward: called {few} times in a micro-batch of rank {low} and {many} times "
             f"in one of rank {high}, in step {self.step + 1}; call it equally often in every "
@@ -226,8 +230,8 @@ class OwnPasses:
         )
 
 
-NONE = -1.0
-"""What a rank says of its calls that has no micro-batch."""
+CALLS = "fewest and most backward calls"
+"""What ranks ask each other for where a backward pass was left out or doubled."""
 
 
 def nobody(_outputs: Any, _targets: Any) -> Any:

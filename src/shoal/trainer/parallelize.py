@@ -47,14 +47,14 @@ from shoal.trainer.arguments import (
 )
 from shoal.trainer.contract import BuildOptimizer, Loss, Metric, bare, default_loss
 from shoal.trainer.excepthook import install
-from shoal.trainer.module_guard import (
+from shoal.trainer.guards.model_checks import (
     check_hooks,
     enter_run,
     hooked,
     refuse_unlike,
     refuse_unready,
 )
-from shoal.trainer.optimizer_guard import Length
+from shoal.trainer.guards.optimizer_checks import Length
 from shoal.trainer.rebind_optimizer import cut_for, hand_over
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.run import Run
@@ -317,7 +317,7 @@ def _auxiliary_losses(module: nn.Module, loss: Loss) -> list[str]:
     """Return a line for auxiliary losses of transformers' models that `loss` leaves out."""
     if "transformers" not in sys.modules:
         return []
-    from shoal.trainer.model_notices import auxiliary_loss_lines
+    from shoal.trainer.guards.told.model_notices import auxiliary_loss_lines
 
     return auxiliary_loss_lines(module, loss)
 
@@ -330,7 +330,7 @@ def _unheld(
     unheld = {name for name, p in parameters.items() if id(p) not in held}
     if not unheld:
         return (), ()
-    from shoal.trainer.model_notices import forgotten
+    from shoal.trainer.guards.told.model_notices import forgotten
 
     return unheld, forgotten(module, unheld)
 
@@ -348,7 +348,7 @@ def _keep_in(folder: Path, run: Run, *, is_chosen: bool) -> None:
     run.lease = own(folder, run.world, run.recorder.notice)
     if run.recorder.owner is not None:
         run.recorder.owner.learn()
-    run.guards.append(RunFolderGuard(run))
+    run.guards.add(RunFolderGuard(run))
     install().last_word = last_word(run.recorder, run.lease)
     if beside := sys.modules.get("shoal.trainer.beside"):
         beside.tell_disk(run.world)

@@ -20,8 +20,8 @@ from shoal.config.sections import Config
 from shoal.data.sources import Source
 from shoal.data.step import StepBatch
 from shoal.fabric import World
+from shoal.trainer.guards.optimizer_checks import Length
 from shoal.trainer.job import open_run
-from shoal.trainer.optimizer_guard import Length
 from shoal.trainer.run import Run
 
 KEPT = 0.98
@@ -78,7 +78,7 @@ def range_test(
     Nothing is written. Errors: as `open_run`; TrainingError where the first step breaks already.
     """
     run = open_run(config, source, world, plan_of(config), "single")
-    run.guard.length = Length()  # no schedule: the rate is set here
+    run.rate.length = Length()  # no schedule: the rate is set here
     batches = _endless(run, source)
     rates: list[float] = []
     losses: list[float] = []

@@ -18,21 +18,18 @@ from typing import NoReturn
 
 from shoal.base.errors import ConfigError, ShoalError
 from shoal.base.folder_owner import FolderOwner
+from shoal.trainer.guards.guard import Guard
 from shoal.trainer.run_state import Kept, save_run
 from shoal.trainer.step_vector import StepNumbers
 
 ENTRY = "folder_replaced"
 
 
-class RunFolderGuard:
-    """Tell all ranks that the folder of one was replaced; see `step_guards.StepGuard`."""
+class RunFolderGuard(Guard):
+    """Tell all ranks that the folder of one was replaced."""
 
     def __init__(self, run: Kept) -> None:
         self.run = run
-
-    def by_rank(self, step: int) -> Mapping[str, Sequence[float]]:
-        """Return nothing: the sum is enough."""
-        return {}
 
     def sums(self, step: int) -> Mapping[str, Sequence[float]]:
         """Return whether this rank saw another folder."""

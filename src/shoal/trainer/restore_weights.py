@@ -72,7 +72,7 @@ def restore_weights(
                 tensor.copy_(loaded.tensors[MODEL + name].reshape(tensor.shape))
     if run.program.reducer is not None:
         run.program.reducer.publish()
-    run.touched.updated(run.step_count)
+    run.guards.writes.updated(run.step_count)
     return dict(loaded.manifest.record)
 
 

@@ -21,17 +21,14 @@ from shoal.base.streams import write_output
 from shoal.fabric import World
 from shoal.machine.memory import peak_memory_bytes
 from shoal.parallel.program import Program
-from shoal.parallel.rewritten import refuse_rewritten
 from shoal.trainer.arguments import OF_A_LOADER, refuse_unknown
-from shoal.trainer.brought import Brought
-from shoal.trainer.carried import Carried
 from shoal.trainer.contract import Loss
-from shoal.trainer.drift import Drift
 from shoal.trainer.epochs import Epochs
+from shoal.trainer.guards import RunGuards
+from shoal.trainer.guards.first_step import FirstStep
+from shoal.trainer.guards.optimizer_checks import LearningRate, Length
 from shoal.trainer.loaders import Feed
 from shoal.trainer.lockstep import count_forwards, meeting_of, together
-from shoal.trainer.module_guard import ModelChecks
-from shoal.trainer.optimizer_guard import Length, OptimizerGuard
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.share import busiest, lost_of, own_micro_batches, to_join_with
 from shoal.trainer.skips import Skips, Spikes
@@ -45,10 +42,6 @@ from shoal.trainer.step import (
     row_of,
     update,
 )
-from shoal.trainer.step_guards import all_around, entries_of, guards_of
-from shoal.trainer.suspicions import FirstStep
-from shoal.trainer.touched import Touched
-from shoal.trainer.untrained_weights import UntrainedWeights
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.checkpoint.lease import RunLease
@@ -109,10 +102,9 @@ class Run:
         self._spare: Any = None
         self._data_wait_s = 0.0
         self.stopping = self._stop_wanted = self._closed = False
-        self._weights_seen, self.tells_validation = False, True
+        self.tells_validation = True
         self.extra: dict[str, Any] = {}
         self._restored: set[Path] = set()
-        self.checks = ModelChecks(program, "micro_batch" not in given, recorder.notice)
         self.lease: RunLease | None = None
         self.loss_scale: LossScale | None = None
         if plan.compute == "fp16":
@@ -127,16 +119,15 @@ class Run:
             stepped = {name: one.parameter for name, one in program.local.items()}
             self.average = WeightAverage(plan.average, stepped)
         self.skips, self.spikes = Skips(plan.skip_limit, plan.unreadable), Spikes(plan.spikes)
-        self.guard = OptimizerGuard(optimizer, program, length, recorder.notice)
+        self.rate = LearningRate(optimizer, length)
+        if program.owed is not None:  # first steps may be a share of the length
+            program.owed.sums.length = length
         self.epochs_done = Epochs(self.feed)
-        self._brought = Brought(program, plan.batch if "batch" in given else 0, recorder.notice)
-        self._carried = Carried(program, recorder.notice)
-        self.untrained = UntrainedWeights(program, *unheld, recorder.notice)
         self.meeting = meeting_of(program.world)
         self.meeting.join(program.world)
-        drift = Drift(program, optimizer, self.average, recorder)
-        self.touched = Touched(program, optimizer, recorder.notice, self.meeting.agreed, drift)
-        self.guards = guards_of(program, self.guard.settings, self.touched, self.untrained)
+        self.guards = RunGuards(
+            program, optimizer, recorder, self.average, given, unheld, self.meeting.agreed
+        )
         self.program = count_forwards(program, self.meeting)
         self.recorder.tell(self.program.notices)
 
@@ -208,7 +199,7 @@ class Run:
         Errors   ConfigError for a loss that returns a mean; TrainingError after too many
                  non-finite steps in a row
         """
-        self._run_passes(batch, whole_step=True)
+        self._run_passes(batch)
         return self._update()
 
     def steps(self, data: Any, *, workers: int = 0, collate: Any = None) -> Iterator[StepResult]:
@@ -228,13 +219,13 @@ class Run:
     def forward_backward(self, batch: Any) -> None:
         """The first half of `step`: gradients of the loss sum, summed over ranks, in `.grad`."""
         self._run_passes(batch)
+        self.guards.writes.after()
 
-    def _run_passes(self, batch: Any, *, whole_step: bool = False) -> None:
+    def _run_passes(self, batch: Any) -> None:
         micro_batches, rounds, spare = self._begin(batch)
-        self.touched.whole_step = whole_step
-        seen = self.guard.state_checked
+        seen = self.guards.optimizer.state_checked
         first = None if seen else FirstStep(self.loss, self.program, micro_batches)
-        with self._looking(len(micro_batches)):
+        with self.guards.around(self.step_count + 1, len(micro_batches)):
             tally = forward_backward(
                 self.program, micro_batches, first or self.loss, step=self.step_count,
                 rounds=rounds, spare=spare, scale=self.scale, call=self.plan.call,
@@ -267,11 +258,12 @@ class Run:
                 rounds=rounds,
                 scale=self.scale,
                 flags=self.flags,
-                graded=self.touched.looked_at,
-                is_first=not self.guard.state_checked,
+                graded=self.guards.writes.looked_at,
+                is_first=not self.guards.optimizer.state_checked,
             )
         # Where every pass gathers parameters all ranks make the same calls.
-        with self.meeting.passes(alike=self.program.together), self._looking(len(micro_batches)):
+        around = self.guards.around(self.step_count + 1, len(micro_batches))
+        with self.meeting.passes(alike=self.program.together), around:
             yield from own.run()
 
     @together("run.backward")
@@ -323,17 +315,18 @@ class Run:
     def _begin(self, batch: Any) -> tuple[list[tuple[int, Any]], int, Any]:
         """Look at what was brought; (own micro-batches, those of the busiest rank, a spare one)."""
         self.begin(batch)
-        self._brought.look(self.step_count + 1, batch)
         micro_batches = own_micro_batches(batch, self._cut, self.program.data)
         micro_batches = [(self.first_key + index, value) for index, value in micro_batches]
         rounds = busiest(self.program, batch, len(micro_batches))
         own = micro_batches[-1][1] if micro_batches else None
         spare = to_join_with(self.program, batch, own, self._spare, rounds)
-        self.checks.look(batch, first=not self._weights_seen)
         return micro_batches, rounds, spare
 
-    def begin(self, batch: Any) -> None:
-        """Begin a step, which has nothing of one before, in a folder of this run."""
+    def begin(self, batch: Any, *, is_own: bool = True) -> None:
+        """Begin a step, which has nothing of one before, in a folder of this run.
+
+        is_own   False: nothing runs here on this batch, which others have
+        """
         if self._closed:
             raise ConfigError("run.step was called after run.close; close a run last")
         if self._tally is not None:
@@ -348,34 +341,27 @@ class Run:
             self._restored.add(folder)
         self._data_wait_s = self.recorder.begin(self.step_count + 1)
         self._batch, self._own, self.free = batch, None, None
-        self.touched.before(self.step_count + 1)
-
-    def _looking(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Around the passes of a step: what is looked at in a run's first ones."""
-        rewritten = None if self._weights_seen else refuse_rewritten(self.program)
-        carried = self._carried.looking(self.step_count + 1, micro_batches)
-        return all_around(rewritten, carried, self.untrained.looking())
+        for guard in self.guards.at("before", self.step_count + 1):
+            guard.before(self.step_count + 1, batch if is_own else None)
 
     def flags(self) -> Flags:
         """What this rank has to say to the others after its passes."""
         wanted, measured = self.recorder.wanted, self._measured
-        by_rank, sums = entries_of(self.guards, self.step_count + 1)
+        step = self.step_count + 1
+        sums = {"unreadable": [lost_of(self._batch)], **self.guards.sums(step)}
         return Flags(
             stop=self._stop_wanted or "stop" in wanted, save="save" in wanted,
             save_failed=self._saving is not None and self._saving.failed(),
-            peak_memory_bytes=peak_memory_bytes(self.world.device, fresh=self.step_count < 8),
-            by_rank=by_rank,
-            sums={"unreadable": [lost_of(self._batch)], **sums},
+            step=step, sums=sums, compared=self.guards.compared(step),
             measured=measured.told() if measured else None,
             unnamed=measured is not None and measured.unknown,
         )  # fmt: skip
 
     def _ran(self, tally: Tally, spare: Any) -> None:
         """The passes are over and summed up."""
-        self._tally, self._weights_seen = tally, True
-        for guard in self.guards:
+        self._tally = tally
+        for guard in self.guards.at("agree", self.step_count + 1):
             guard.agree(self.step_count + 1, tally.numbers)
-        self.touched.after()
         if tally.unnamed or self._measured is not None:
             self._values = self._measuring().values(tally.measured, tally.unnamed)
         if not tally.broken:
@@ -387,28 +373,32 @@ class Run:
     @together("run.update")
     def update(self) -> StepResult:
         """The second half: mean gradient, clipping, optimizer step; or a skip, on all ranks."""
-        return self._update()
-
-    def _update(self) -> StepResult:
         if (own := self._own or self.free) is not None:
             self._own = self.free = None
             self._ran(own.finish(), own.spare)
-        if self._tally is None:
-            raise ConfigError("run.update was called before run.forward_backward")
+        elif self._tally is not None:
+            for guard in self.guards.at("between", self.step_count + 1):
+                guard.between(self.step_count + 1)
+        return self._update()
+
+    def _update(self) -> StepResult:
         tally, self._tally = self._tally, None
-        self.touched.between()
-        lr = self.guard.set_lr(self.step_count if self.lr_step is None else self.lr_step)
-        with self.touched.stepping():
+        if tally is None:
+            raise ConfigError("run.update was called before run.forward_backward")
+        step = self.step_count + 1
+        for guard in self.guards.at("updating", step):
+            guard.updating(step)
+        lr = self.rate.set(self.step_count if self.lr_step is None else self.lr_step)
+        with self.guards.writes.stepping():
             done = update(
                 self.program, self.optimizer, tally, clip=self.plan.clip, scale=self.scale,
-                watch=self.guard.watch, adjust=self.adjust, spikes=self.spikes,
+                watch=self.guards.optimizer.watch, adjust=self.adjust, spikes=self.spikes,
             )  # fmt: skip
         self.recorder.tell(self.program.notices)
-        if not done.skipped:
-            self.guard.check_update()
-            if self.average is not None:
-                self.average.update()
-        self.touched.updated(self.step_count + 1)
+        if self.average is not None and not done.skipped:
+            self.average.update()
+        for guard in self.guards.at("updated", step):
+            guard.updated(step, skipped=done.skipped)
         self.step_count, self.epochs_done.steps = self.step_count + 1, self.epochs_done.steps + 1
         self.feed.consumed(self._batch)
         result = StepResult(
@@ -416,7 +406,8 @@ class Run:
             done.reason, self._values, done.spike,
         )  # fmt: skip
         extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
-        row, samples = row_of(result, tally, self._batch, self._data_wait_s, extras)
+        peak_bytes = peak_memory_bytes(self.world.device, fresh=step <= 8)
+        row, samples = row_of(result, tally, self._batch, self._data_wait_s, peak_bytes, extras)
         self.recorder.step(row, samples=samples)
         batch, self._batch = self._batch, None
         self.skips.note(result.step, done, tally, batch, self.loss_scale, self.recorder)
@@ -451,7 +442,7 @@ class Run:
         with self._averaged():
             values = evaluate(self.program, batches, self.loss, metrics, self.plan.call, stop=stop)
         self.stopping = self.stopping or not values
-        self.touched.after(self.step_count + 1)
+        self.guards.writes.after(self.step_count + 1)
         if values and self.tells_validation:
             self.recorder.validated(self.step_count, values)
         self.recorder.restart_clock()
@@ -469,7 +460,7 @@ class Run:
 
         with self._averaged():
             outputs = predict(self.program, inputs, self.plan.call)
-        self.touched.after(self.step_count + 1)
+        self.guards.writes.after(self.step_count + 1)
         return outputs
 
     @together("run.save")
@@ -525,8 +516,8 @@ class Run:
             self._saving.settle()  # what is still being written must not be taken for a leftover
         found = restore_run(self, tagged(chosen, tag), step)
         self._restored.add(chosen)
-        self.guard.restored()
-        self.touched.updated(self.step_count)
+        self.rate.restored()
+        self.guards.writes.updated(self.step_count)
         self.recorder.restart_clock()
         return found
 
@@ -574,11 +565,9 @@ class Run:
         sharded), and the optimizer what this rank stepped.
         """
         self._closed = True
-        self.untrained.close()
         if self._saving is not None:
             self._saving.close()
-        self.touched.close()
-        self.guard.close()
+        self.guards.close()
         for undo in self.program.on_close:
             undo()
         self.world.close()

@@ -37,13 +37,13 @@ from shoal.parallel.mmap_init import mmap_init
 from shoal.parallel.program import Local, Part, Program, dtype_of
 from shoal.trainer.epochs import Epochs
 from shoal.trainer.extra import decoded
+from shoal.trainer.guards import RunGuards
+from shoal.trainer.guards.optimizer_checks import LearningRate
 from shoal.trainer.loaders import Feed
 from shoal.trainer.loss_scale import LossScale
-from shoal.trainer.optimizer_guard import OptimizerGuard
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.saving import Saving
 from shoal.trainer.skips import Skips, Spikes
-from shoal.trainer.touched import Touched
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
@@ -70,7 +70,7 @@ class Kept(Protocol):
 
     program: Program
     optimizer: torch.optim.Optimizer
-    guard: OptimizerGuard
+    rate: LearningRate
     recorder: Recorder
     feed: Feed
     epochs_done: Epochs
@@ -81,7 +81,7 @@ class Kept(Protocol):
     extra: dict[str, Any]
     tokenizer: Any
     step_count: int
-    touched: Touched
+    guards: RunGuards
     skips: Skips
     spikes: Spikes
 
@@ -109,7 +109,7 @@ def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
 
         keep_given(run.tokenizer, folder)
     folder = tagged(folder, tag)
-    run.touched.drift.before_save(run.step_count)
+    run.guards.writes.drift.before_save(run.step_count)
     parts, record = run_state(run)
     pieces = [Piece(shard, tensor) for tensor, shard in parts.values() if shard.slices]
     aliases = {
@@ -290,7 +290,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     with mmap_init() if run.program.plan.states_in_files else nullcontext():
         rates = join_state(run.optimizer, stepped, state, record["optimizer"])
         differences, changes = differences + rates, changes or bool(rates)
-    if run.guard.length.schedule is None:
+    if run.rate.length.schedule is None:
         names = {parameter: name for name, parameter in stepped.items()}
         restore_lr(run.optimizer, names, record["optimizer"])
     if run.loss_scale is not None and "loss_scale" in record:

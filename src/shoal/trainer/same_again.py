@@ -31,7 +31,7 @@ from shoal.data.seeding import seeded_draws
 from shoal.fabric import World
 from shoal.optim.state import plain
 from shoal.parallel.program import Program
-from shoal.trainer.optimizer_guard import OptimizerGuard
+from shoal.trainer.guards.optimizer_checks import LearningRate
 from shoal.trainer.recorder import Recorder
 
 STRICT = "SHOAL_RESUME"
@@ -59,7 +59,7 @@ class Compared(Protocol):
 
     program: Program
     optimizer: torch.optim.Optimizer
-    guard: OptimizerGuard
+    rate: LearningRate
     recorder: Recorder
     extra_record: dict[str, Any]
     step_count: int
@@ -74,11 +74,11 @@ def facts_of(run: Compared) -> dict[str, Any]:
 
     `settings` are those of `parallelize`; for `shoal train` its run.toml is kept in their place.
     """
-    plan, schedule = run.program.plan, run.guard.length.schedule
+    plan, schedule = run.program.plan, run.rate.length.schedule
     settings: dict[str, Any] = {"clip": plan.clip, "average": plan.average, "call": plan.call}
     settings |= {key: getattr(plan, key) for key in ("reduce", "compress")}
     if schedule is not None:
-        told = {**asdict(schedule), "total_steps": run.guard.length.total_steps}
+        told = {**asdict(schedule), "total_steps": run.rate.length.total_steps}
         settings |= {f"schedule.{key}": plain(value) for key, value in told.items()}
     else:
         for number, group in enumerate(run.optimizer.param_groups):

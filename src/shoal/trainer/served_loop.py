@@ -34,6 +34,7 @@ from shoal.data.sources import Source
 from shoal.fabric import World
 from shoal.fabric.axes import among
 from shoal.fabric.point_to_point import PointToPoint
+from shoal.machine.memory import peak_memory_bytes
 from shoal.parallel._torch import BatchNorm
 from shoal.trainer import served
 from shoal.trainer.hub_files import keep_tokenizer
@@ -168,11 +169,11 @@ class _Worker:
             tally.loss_sum,
             tally.count,
             tally.norm,
-            bool(tally.broken),
+            tally.broken,
             tally.loss_broken,
             tally.moved,
             len(micro_batches),
-            tally.peak_memory_bytes[0],
+            peak_memory_bytes(program.world.device, fresh=False),
             int(lost_of(batch)),
             tally.used,
         )

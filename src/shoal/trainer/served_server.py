@@ -24,6 +24,7 @@ from shoal.config.sections import Config
 from shoal.data.sources import Source
 from shoal.data.step import StepBatch
 from shoal.fabric import World
+from shoal.machine.memory import peak_memory_bytes
 from shoal.parallel.program import Program
 from shoal.trainer import served
 from shoal.trainer.finish import finish
@@ -34,7 +35,7 @@ from shoal.trainer.predict import cluster_here, facts_of, foresee, held_now_byte
 from shoal.trainer.run import Run
 from shoal.trainer.served import Arrived, Brought, Line, Orders, Parcel, Reading
 from shoal.trainer.step import Tally, reducer_of
-from shoal.trainer.step_vector import StepNumbers, StepVector
+from shoal.trainer.step_vector import Compared, StepNumbers, StepVector
 from shoal.trainer.validate import validator
 
 STOPPED = 143
@@ -126,7 +127,7 @@ class Server:
         if not run.restore():
             run.recorder.cut(0)
         self.total = steps_of(config, source, plan.batch)
-        run.guard.length.total_steps = self.total
+        run.rate.length.total_steps = self.total
         self.first_step, self.began_s = run.step_count, time.perf_counter()
         self.dealt, self.position = run.step_count, self.loader.position
         self.under_way: dict[int, Reading] = {}
@@ -167,7 +168,7 @@ class Server:
             (), reading.start, reading.stop, total, reading.start // self.loader.samples, (),
             after=self.loader.state(), stream=id(self.loader),
         )  # fmt: skip
-        run.begin(batch)
+        run.begin(batch, is_own=False)
         run._data_wait_s = 0.0  # of the worker's reading nothing is known here
         self.serving.take(self.parcel, arrived.gradients)
         run.world.traffic.sent_bytes["send"] += arrived.sent_bytes
@@ -179,28 +180,28 @@ class Server:
         self.made[worker] += 1
 
     def _tally(self, worker: int, head: Brought, batch: StepBatch) -> Tally:
-        run, size = self.run, self.run.world.size
+        run = self.run
         flags = run.flags()
         alike = {name: [0.0] * len(values) for name, values in flags.sums.items()}
         sums = {**alike, "unreadable": [float(head.lost)]}
-        ranks = range(self.plan.layout.processes)
         self.peaks[worker] = head.peak_memory_bytes
         return Tally(
             loss_sum=head.loss_sum,
             count=head.count,
             norm=head.norm,
-            broken=[worker] if head.broken else [],
+            broken=head.broken,
             loss_broken=head.loss_broken,
             stop=False,
             save=False,
             moved=False,
             save_failed=False,
             used=list(head.used),
-            micro_batches=[head.ran if rank == worker else 0 for rank in ranks],
-            peak_memory_bytes=[self.peaks.get(rank, 0) for rank in ranks],
-            numbers=_same_on_all_ranks(size, flags.by_rank, sums),
+            micro_batches=head.ran,
+            uneven=True,  # one worker made them all
+            numbers=_same_on_all_ranks(flags.compared, sums, run.world),
             measured=[],
             unnamed=False,
+            broken_ranks=lambda: [worker],
         )
 
     def leave_out(self, worker: int, why: str = "") -> None:
@@ -228,7 +229,7 @@ class Server:
     def _complete(self) -> None:
         """Every server gets the others' parts: for what looks at the whole model."""
         self.serving.publish()
-        self.run.touched.after(self.run.step_count + 1)
+        self.run.guards.writes.after(self.run.step_count + 1)
 
     def end(self, code: int) -> None:
         """All workers are told that it is over, and are waited for until they have heard it."""
@@ -384,7 +385,10 @@ class Server:
         else:
             wall_s, steps = time.perf_counter() - self.began_s, run.step_count - self.first_step
             how = "completed" if saved else "completed; the last checkpoint could not be written"
-            finish(run, self.source, values, steps=steps, wall_s=wall_s, how=how)
+            workers = self.plan.layout.processes - self.plan.layout.servers
+            peaks = [self.peaks.get(rank, 0) for rank in range(workers)]
+            peaks.append(peak_memory_bytes(run.world.device))  # this server's
+            finish(run, self.source, values, steps=steps, wall_s=wall_s, how=how, peaks=peaks)
         self.orders.give(served.FINISH, code)
         self.end(code)
         for hearing in self.orders.hearing:
@@ -414,18 +418,17 @@ class Server:
 
 
 def _same_on_all_ranks(
-    ranks: int, by_rank: Mapping[str, Sequence[float]], sums: Mapping[str, Sequence[float]]
+    compared: Sequence[Compared], sums: Mapping[str, Sequence[float]], world: World
 ) -> StepNumbers:
     """Return the numbers of a step in which every rank has the same; nothing is sent.
 
     Args:
-        ranks: how many have them.
-        by_rank: entries that each rank has.
+        compared: values that ranks have in common.
         sums: entries that are sums over ranks already.
+        world: the ranks.
     """
-    vector = StepVector(ranks, 0)
-    for name, values in by_rank.items():
-        vector.add_sums(name, [value for value in values for _ in range(ranks)])
+    vector = StepVector()
     for name, values in sums.items():
-        vector.add_sums(name, values)
-    return vector.summed(vector.values)
+        vector.add(name, values)
+    vector.add_compared((), 0, world)
+    return vector.summed(vector.values, compared, world)

@@ -178,5 +178,5 @@ def is_small(run: Run, sample: Any) -> bool:
 def take(run: Run, plan: Plan) -> None:
     """Give a run, and the loaders that it opens, another micro-batch."""
     if plan.micro_batch != run.plan.micro_batch:
-        run.program = run.checks.program = replace(run.program, plan=plan)
+        run.program = run.guards.model.program = replace(run.program, plan=plan)
         run.feed.plan = plan

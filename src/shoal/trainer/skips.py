@@ -69,10 +69,12 @@ class Skips:
 
             lose(self, step, count, batch, world, emit)
         if scale is not None and scale.lowered(done, tally):
+            ranks = tally.broken_ranks()
             if world.keeps:
-                emit("loss_scale_lowered", step=step, ranks=tally.broken, scale=scale.value)
+                emit("loss_scale_lowered", step=step, ranks=ranks, scale=scale.value)
         elif done.skipped:
-            ranks = list(range(world.size)) if done.spike else tally.broken
+            ranks = tally.broken_ranks() if tally.broken else []
+            ranks = list(range(world.size)) if done.spike else ranks
             from shoal.trainer.left_out import skip
 
             skip(self, step, done.reason, ranks, batch, world, emit, spike=bool(done.spike))

@@ -24,54 +24,57 @@ import torch
 from shoal.base import phases
 from shoal.base.errors import BugError, ConfigError, PlanError
 from shoal.data.step import StepBatch
+from shoal.fabric import World
 from shoal.fabric.device import is_accelerator, numbers_on
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer.contract import Loss
 from shoal.trainer.micro_batch import JOINING, MicroBatch
-from shoal.trainer.optimizer_guard import MovementCheck
-from shoal.trainer.step_vector import StepNumbers, StepVector
+from shoal.trainer.step_vector import Compared, StepNumbers, StepVector
 
 
 @dataclass(frozen=True)
 class Tally:
     """What all ranks know together after the backward passes of a step.
 
-    loss_sum, count   over all targets of the step · broken  ranks whose numbers are not finite
+    loss_sum, count   over all targets of the step · broken  some rank's numbers are not finite
     norm              of the summed gradient, over every part of it, wherever it lies, scaled
     loss_broken       some rank's loss is not finite, whatever its gradients are
     stop, save        some rank was asked to
     used              per name of the program, on any rank
     save_failed       some rank learnt that the save in flight failed
     moved             some rank's forward passes changed a buffer that no rule covers
-    micro_batches     how many each rank ran · peak_memory_bytes  of each rank
-    numbers           all of it by names, `Flags.by_rank` and `Flags.sums` too
+    micro_batches     how many all ranks ran · uneven  some ran more than others
+    numbers           all of it by names, `Flags.sums` too
     measured          sums of `Flags.measured` · unnamed  some rank has values of unknown names
+    broken_ranks      asks whose numbers are not finite; every rank calls it
     """
 
     loss_sum: float
     count: float
     norm: float
-    broken: list[int]
+    broken: bool
     loss_broken: bool
     stop: bool
     save: bool
     moved: bool
     save_failed: bool
     used: list[bool]
-    micro_batches: list[int]
-    peak_memory_bytes: list[int]
+    micro_batches: int
+    uneven: bool
     numbers: StepNumbers
     measured: Sequence[float]
     unnamed: bool
+    broken_ranks: Callable[[], list[int]]
 
 
 @dataclass(frozen=True)
 class Flags:
     """What a rank has to say to the others beside its sums.
 
-    stop, save, save_failed, peak_memory_bytes   as in `Tally`
-    by_rank    numbers by name that every rank learns of every other one; sums  those that are
-               summed over ranks; names, order and lengths are the same on every rank
+    stop, save, save_failed   as in `Tally`
+    step       the one under way, from 1
+    sums       numbers by name, summed over ranks; names, order and lengths are the same on each
+    compared   values that ranks must have in common
     measured   float64, to be summed over ranks, as many on each; None: nothing
     unnamed    this rank has values by names that others may not know
     """
@@ -79,9 +82,9 @@ class Flags:
     stop: bool = False
     save: bool = False
     save_failed: bool = False
-    peak_memory_bytes: int = 0
-    by_rank: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    step: int = 0
     sums: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    compared: Sequence[Compared] = ()
     measured: torch.Tensor | None = None
     unnamed: bool = False
 
@@ -185,26 +188,24 @@ def _tally(
     ran: int,
     flags: Flags,
 ) -> Tally:
-    """One all-reduce of a short float64 vector: sums, flags, a slot per rank, names, measured.
+    """One all-reduce of a short float64 vector: sums, flags, names, measured.
 
     used_here, norms   of the gradients that this rank computed itself
     ran   micro-batches of this rank that count
     """
     world, reducer = program.world, reducer_of(program)
     here = {name for name, used in zip(program.parameters, used_here, strict=True) if used}
-    vector = StepVector(world.size, world.rank)
-    lies = vector.add_sums("loss_and_count", [0.0, 0.0])
-    square = vector.add_sums("squared_norm", [0.0])
+    vector = StepVector()
+    lies = vector.add("loss_and_count", [0.0, 0.0])
+    square = vector.add("squared_norm", [0.0])
     asked = flags.stop, program.moved(), flags.save_failed, flags.unnamed, flags.save
-    vector.add_sums("flags", [float(one) for one in asked])
-    broken = vector.add_by_rank("broken", [0.0, 0.0])
-    vector.add_by_rank("micro_batches", [float(ran)])
-    vector.add_by_rank("peak_memory_bytes", [float(flags.peak_memory_bytes)])
-    for name, values in flags.by_rank.items():
-        vector.add_by_rank(name, values)
+    vector.add("flags", [float(one) for one in asked])
+    broken = vector.add("broken", [0.0, 0.0])
+    vector.add("micro_batches", [float(ran), float(ran * ran)])
     for name, values in flags.sums.items():
-        vector.add_sums(name, values)
-    vector.add_sums("used", [float(name in here) for name in program.names])
+        vector.add(name, values)
+    vector.add_compared(flags.compared, flags.step, world)
+    vector.add("used", [float(name in here) for name in program.names])
     vector.add_rest("measured")
     square_sum = _squares(program, reducer)
     if is_accelerator(world.device):
@@ -215,6 +216,7 @@ def _tally(
         sent[square.start] = square_sum
         magnitude = sums.abs().sum() + sum(norm.double() for norm in norms)
         finite = torch.stack([torch.isfinite(magnitude), torch.isfinite(sums.sum())])
+        is_broken: torch.Tensor | bool = ~finite[0]
         sent[broken] = (~finite).double()
     else:
         numbers = sums.tolist()
@@ -228,14 +230,16 @@ def _tally(
     if flags.measured is not None:
         sent = torch.cat((sent, flags.measured))
     world.all_reduce(sent)
-    return _tally_of(vector.summed(sent.tolist()))  # the one place of a step where the host waits
+    summed = sent.tolist()  # the one place of a step where the host waits
+    return _tally_of(vector.summed(summed, flags.compared, world), world, is_broken)
 
 
-def _tally_of(numbers: StepNumbers) -> Tally:
+def _tally_of(numbers: StepNumbers, world: World, is_broken: torch.Tensor | bool) -> Tally:
     loss_sum, count = numbers.sums("loss_and_count")
     (square,) = numbers.sums("squared_norm")
     stop, moved, save_failed, unnamed, save = (one > 0 for one in numbers.sums("flags"))
-    broken, loss_broken = numbers.rows("broken")
+    broken, loss_broken = (one > 0 for one in numbers.sums("broken"))
+    micro_batches, squares = numbers.sums("micro_batches")
     return Tally(
         loss_sum=loss_sum,
         count=count,
@@ -245,13 +249,14 @@ def _tally_of(numbers: StepNumbers) -> Tally:
         save_failed=save_failed,
         unnamed=unnamed,
         save=save,
-        broken=[rank for rank, flag in enumerate(broken) if flag],
-        loss_broken=any(loss_broken),
-        micro_batches=[int(n) for n in numbers.row("micro_batches")],
-        peak_memory_bytes=[int(n) for n in numbers.row("peak_memory_bytes")],
+        broken=broken,
+        loss_broken=loss_broken,
+        micro_batches=int(micro_batches),
+        uneven=world.size * squares != micro_batches * micro_batches,
         numbers=numbers,
         used=[n > 0 for n in numbers.sums("used")],
         measured=numbers.sums("measured"),
+        broken_ranks=lambda: [r for r, one in enumerate(world.gather_json(bool(is_broken))) if one],
     )
 
 
@@ -360,7 +365,7 @@ def update(
     *,
     clip: float,
     scale: float = 1.0,
-    watch: MovementCheck | None = None,
+    watch: Callable[[Program, torch.optim.Optimizer], None] | None = None,
     adjust: Callable[[], None] | None = None,
     spikes: Judge | None = None,
 ) -> Updated:
@@ -398,11 +403,11 @@ def update(
     if adjust is not None:
         adjust()
     if watch is not None:
-        watch.look(program, optimizer)
+        watch(program, optimizer)
     optimizer.step()
     reducer.publish()
     for commit in program.on_update:
-        commit([tally.micro_batches[rank] for rank in program.data.ranks])
+        commit(tally.uneven)
     return Updated(loss, norm, False, spike=spike)
 
 
@@ -410,7 +415,7 @@ def _say_unlike(program: Program, tally: Tally) -> None:
     """Where ranks have other work by the plan, none is slow because it takes longer."""
     if program.pipe.size > 1:  # stages differ
         phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE, always=True)
-    if len(set(tally.micro_batches)) > 1:
+    if tally.uneven:
         phases.unlike(phases.DATA, phases.PASSES, phases.BACKWARD)
 
 
@@ -448,9 +453,17 @@ def counted(count: float) -> float:
 
 
 def row_of(
-    result: StepResult, tally: Tally, batch: Any, data_wait_s: float, extras: dict[str, Any]
+    result: StepResult,
+    tally: Tally,
+    batch: Any,
+    data_wait_s: float,
+    peak_bytes: int,
+    extras: dict[str, Any],
 ) -> tuple[dict[str, Any], int]:
-    """(what metrics.jsonl keeps of a step, samples of the whole step where they are known)."""
+    """(what metrics.jsonl keeps of a step, samples of the whole step where they are known).
+
+    peak_bytes   of memory, in this process
+    """
     samples = 0
     if isinstance(batch, StepBatch):
         extras = {**extras, "samples": [batch.position, batch.next_position]}
@@ -462,8 +475,7 @@ def row_of(
         "lr": result.lr,
         "tokens": result.targets,
         "data_wait_s": data_wait_s,
-        "peak_memory_bytes": max(tally.peak_memory_bytes),
-        "peak_memory_bytes_by_rank": tally.peak_memory_bytes,
+        "peak_memory_bytes": peak_bytes,
         "skipped": result.skipped,
         **({"metrics": result.metrics} if result.metrics else {}),
         **extras,

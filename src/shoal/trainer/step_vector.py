@@ -1,124 +1,150 @@
 """The vector of a step's one all-reduce, built and read by names.
 
-    sums       width numbers, added up over ranks
-    by rank    width × ranks numbers, [width, ranks]: each rank fills its own column, with zeros in
-               the others, so the sum is the table of what every rank has
+    everyone = Group(range(world.size), world.rank)
+    own = [Compared("training_mode", True, everyone), Compared("weights", 7, replicas)]
+    vector = StepVector()
+    vector.add("flags", [stop, save])
+    vector.add_compared(own, step, world)
+    numbers = vector.summed(all_reduced.tolist(), own, world)
+    numbers.sums("flags"), numbers.compared.differs("weights")
 
-    vector = StepVector(ranks, rank)
-    vector.add_sums("flags", [stop, save])
-    vector.add_by_rank("lr", [rate])
-    numbers = vector.summed(all_reduced.tolist())
-    numbers.sums("flags"), numbers.row("lr")
+Every rank adds the same names with as many numbers in the same order, whatever way leads into the
+step: batches, written-out passes, free passes, servers. So no reader counts positions. All that it
+holds are sums over ranks: its length does not grow with them.
 
-Every rank adds the same names with the same widths in the same order, whatever way leads into the
-step: batches, written-out passes, free passes, servers. So no reader counts positions.
-
-A guard that only has to know whether ranks of a group have the same whole number needs no column
-per rank: rank r adds c_r · h_r, with whole coefficients c of the step that sum to zero over the
-group. The sum is exactly 0 where all h are equal, and most surely not where they differ.
+Values that ranks of a group must have in common take two numbers for all groups together: the
+values of a group have one hash h, and rank r adds c_r · h_r, with whole coefficients c of the step
+that sum to zero over the group. Where all h are equal the sum is exactly 0, since float64 adds such
+numbers exactly; where one differs it is not, but for a chance of about 2⁻²⁸ at 4,096 ranks. Ranks
+tell each other their values only where a sum is not 0, or where a guard asks for them on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.base.errors import BugError
+from shoal.fabric import World
+
+Value = float | int | str | Sequence[Any]
+"""What can be compared: anything that JSON keeps as it is, the same type on all ranks."""
+
+NUMBERS, HASH_BITS, SUM_BITS = 2, 20, 52
+"""Sums, with coefficients of their own · bits of a hash in each · bits of all terms together."""
+GROUPS = 32
+"""Groups that one rank is a member of, at most: bounds the number of terms."""
+
+
+class Group:
+    """The ranks among which values are compared, as one of them sees it.
+
+    Args:
+        ranks: of the group, in one order on all its members.
+        rank: this one.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        place = ranks.index(rank)
+        self.first, self.size = ranks[0], len(ranks)
+        self.rank, self.following = rank, ranks[(place + 1) % len(ranks)]
 
 
 @dataclass(frozen=True)
-class StepNumbers:
-    """The sums of the all-reduce, by the names under which ranks added them.
+class Compared:
+    """A value of this rank.
 
     Attributes:
-        ranks: columns of the entries by rank.
-        slices: where each entry lies in `values`.
-        values: the summed vector.
+        name: the same on all ranks.
+        value: as above.
+        group: the ranks that must have it in common; None: it is told where it is asked for.
     """
 
-    ranks: int
-    slices: Mapping[str, slice]
-    values: Sequence[float]
-
-    def sums(self, name: str) -> Sequence[float]:
-        """Return the numbers of a summed entry."""
-        return self.values[self.slices[name]]
-
-    def rows(self, name: str) -> list[Sequence[float]]:
-        """Return, for each number of an entry by rank, what every rank has."""
-        found = self.values[self.slices[name]]
-        return [found[start : start + self.ranks] for start in range(0, len(found), self.ranks)]
-
-    def row(self, name: str) -> Sequence[float]:
-        """Return what every rank has of an entry of one number."""
-        return self.values[self.slices[name]]
+    name: str
+    value: Value
+    group: Group | None
 
 
-class StepVector:
-    """One rank's numbers of a step, until they are summed over ranks.
+def zero_sum_terms(compared: Iterable[Compared], step: int, ranks: int) -> list[float]:
+    """Return this rank's terms of the sums that are 0 where the members of all groups agree.
 
     Args:
-        ranks: processes of the all-reduce.
-        rank: this one's place among them.
+        compared: the values of this rank.
+        step: from which all ranks draw the same coefficients.
+        ranks: how many are summed over.
+    """
+    found: dict[int, tuple[Group, list[tuple[str, Value]]]] = {}
+    for one in compared:
+        if one.group is not None and one.group.size > 1:
+            _, values = found.setdefault(id(one.group), (one.group, []))
+            values.append((one.name, one.value))
+    totals = [0] * NUMBERS
+    bits = SUM_BITS - HASH_BITS - (ranks * GROUPS).bit_length()
+    for group, values in found.values():
+        digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+        code = int.from_bytes(digest)
+        for number in range(NUMBERS):
+            draw = step * NUMBERS + number
+            # Differences around a ring sum to zero.
+            factor = _drawn(draw, group.rank, bits) - _drawn(draw, group.following, bits)
+            totals[number] += factor * (code >> number * HASH_BITS & (1 << HASH_BITS) - 1)
+    return list(map(float, totals))
+
+
+class Comparison:
+    """What a step's sums say of the values that ranks must have in common.
+
+    Args:
+        own: the values of this rank.
+        sums: of `zero_sum_terms` over all ranks.
+        gather: gives every rank's value for this rank's; a collective.
     """
 
-    def __init__(self, ranks: int, rank: int) -> None:
-        self.ranks, self.rank = ranks, rank
-        self.values: list[float] = []
-        self._slices: dict[str, slice] = {}
+    def __init__(
+        self,
+        own: Sequence[Compared],
+        sums: Sequence[float] = (),
+        gather: Callable[[Any], list[Any]] = lambda own: [own],
+    ) -> None:
+        self._own, self.all_equal, self._gather = own, not any(sums), gather
+        self._told: list[dict[str, tuple[int, Any]]] = []
 
-    def add_sums(self, name: str, values: Sequence[float]) -> slice:
-        """Add numbers that are summed over ranks, and return where they lie."""
-        return self._add(name, values)
+    def differs(self, *names: str) -> bool:
+        """Tell whether a value of one of these names differs inside of a group.
 
-    def add_by_rank(self, name: str, values: Sequence[float]) -> slice:
-        """Add numbers that every rank learns from every other one, below 2**53 if whole.
-
-        Returns:
-            Where this rank's own column lies.
+        Every rank calls it, with the same names.
         """
-        table = [0.0] * (len(values) * self.ranks)
-        table[self.rank :: self.ranks] = values
-        lies = self._add(name, table)
-        return slice(lies.start + self.rank, lies.stop, self.ranks)
+        return not self.all_equal and any(map(self._differs, names))
 
-    def add_rest(self, name: str) -> None:
-        """Name what is appended on the device after all numbers of the host; call it last."""
-        self._slices[name] = slice(len(self.values), None)
+    def by_rank(self, name: str) -> list[Any]:
+        """Return what every rank has, None where one has nothing; every rank calls it."""
+        return [one.get(name, (0, None))[1] for one in self._everyone()]
 
-    def summed(self, values: Sequence[float]) -> StepNumbers:
-        """Return the all-reduced vector under the names of this one."""
-        return StepNumbers(self.ranks, self._slices, values)
+    def first_pair(self, name: str) -> tuple[int, int] | None:
+        """Return the first two ranks of a group whose values differ; every rank calls it."""
+        firsts: dict[int, tuple[int, Any]] = {}
+        for rank, one in enumerate(self._everyone() if not self.all_equal else ()):
+            group, value = one.get(name, (-1, None))
+            first, other = firsts.setdefault(group, (rank, value))
+            if group >= 0 and other != value:
+                return first, rank
+        return None
 
-    def _add(self, name: str, values: Sequence[float]) -> slice:
-        if name in self._slices:
-            raise BugError(f"the step's vector has two entries of the name {name}")
-        start = len(self.values)
-        self.values += values
-        self._slices[name] = lies = slice(start, len(self.values))
-        return lies
+    def _differs(self, name: str) -> bool:
+        return self.first_pair(name) is not None
+
+    def _everyone(self) -> list[dict[str, tuple[int, Any]]]:
+        if not self._told:
+            mine = [(o.name, o.group.first if o.group else -1, o.value) for o in self._own]
+            self._told = [
+                {name: (group, value) for name, group, value in told} for told in self._gather(mine)
+            ]
+        return self._told
 
 
-HASH_BITS, SUM_BITS = 26, 52
-"""Bits of what is compared by a zero sum · of all terms together: float64 adds them exactly."""
-
-
-def zero_sum_term(value: int, step: int, members: Sequence[int], rank: int, terms: int) -> int:
-    """Return c · h of this rank, a term of a sum that is 0 where all members have the same value.
-
-    Args:
-        value: h, of which `HASH_BITS` count.
-        step: from which all members draw the same coefficients.
-        members: ranks that are compared, in one order for all of them.
-        rank: this one.
-        terms: how many terms are added up at most, over all ranks and groups.
-    """
-    bits = SUM_BITS - HASH_BITS - max(1, terms).bit_length()
-    place = members.index(rank)
-    following = members[(place + 1) % len(members)]
-    # Differences around a ring sum to zero.
-    coefficient = _drawn(step, rank, bits) - _drawn(step, following, bits)
-    return coefficient * (value & (1 << HASH_BITS) - 1)
+MASK = 2**64 - 1
 
 
 def _drawn(step: int, rank: int, bits: int) -> int:
@@ -129,4 +155,60 @@ def _drawn(step: int, rank: int, bits: int) -> int:
     return (mixed ^ mixed >> 31) >> (64 - bits)
 
 
-MASK = 2**64 - 1
+UNLIKE = "unlike"
+"""Name of the sums that are 0 where ranks have in common what they compare."""
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """The sums of the all-reduce, by the names under which ranks added them.
+
+    Attributes:
+        slices: where each entry lies in `values`.
+        values: the summed vector.
+        compared: which of the values differ that ranks must have in common.
+    """
+
+    slices: Mapping[str, slice]
+    values: Sequence[float]
+    compared: Comparison
+
+    def sums(self, name: str) -> Sequence[float]:
+        """Return the numbers of an entry."""
+        return self.values[self.slices[name]]
+
+
+class StepVector:
+    """One rank's numbers of a step, until they are summed over ranks."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._slices: dict[str, slice] = {}
+
+    def add(self, name: str, values: Sequence[float]) -> slice:
+        """Add numbers that are summed over ranks, and return where they lie."""
+        if name in self._slices:
+            raise BugError(f"the step's vector has two entries of the name {name}")
+        start = len(self.values)
+        self.values += values
+        self._slices[name] = lies = slice(start, len(self.values))
+        return lies
+
+    def add_compared(self, compared: Sequence[Compared], step: int, world: World) -> None:
+        """Add the terms that say whether ranks have these values in common."""
+        self.add(UNLIKE, zero_sum_terms(compared, step, world.size))
+
+    def add_rest(self, name: str) -> None:
+        """Name what is appended on the device after all numbers of the host; call it last."""
+        self._slices[name] = slice(len(self.values), None)
+
+    def summed(self, values: Sequence[float], own: Sequence[Compared], world: World) -> StepNumbers:
+        """Return the all-reduced vector under the names of this one.
+
+        Args:
+            values: the sums.
+            own: what this rank compares, under the name `UNLIKE`.
+            world: the ranks that were summed over.
+        """
+        sums = values[self._slices[UNLIKE]]
+        return StepNumbers(self._slices, values, Comparison(own, sums, world.gather_json))

@@ -46,10 +46,10 @@ def summary(folder: Path, width: int = 80) -> str:
         ("trained", lambda: _trained(steps, plan, start)),
         ("took", lambda: _took(steps, events)),
         ("step", lambda: _speed(steps, plan)),
-        ("memory", lambda: _memory(steps)),
+        ("memory", lambda: _memory(steps, events)),
         ("allocator", lambda: _allocator(events)),
         ("sent", lambda: _sent(steps)),
-        ("foreseen", lambda: _foreseen(plan, steps)),
+        ("foreseen", lambda: _foreseen(plan, steps, events)),
         ("islands", lambda: islands_row(events, _islands_foreseen(plan))),
         ("waited", lambda: _waited(steps, events)),
         ("restarts", lambda: _restarts(events)),
@@ -164,13 +164,26 @@ def _speed(steps: list[Record], plan: Record) -> str:
     return ", ".join(parts)
 
 
-def _memory(steps: list[Record]) -> str:
-    if not (peaks := _values(steps, "peak_memory_bytes")):
+def _memory(steps: list[Record], events: list[Record]) -> str:
+    peaks = _peaks(steps, events)
+    if not peaks:
         return ""
-    rows = [row for record in steps if (row := record.get("peak_memory_bytes_by_rank"))]
-    by_rank = [bytes_text(max(peaks)) for peaks in zip(*rows, strict=False)]
-    each = f" ({', '.join(by_rank)} by rank)" if len(by_rank) > 1 else ""
-    return f"{bytes_text(max(peaks))} peak per rank{each}"
+    each = ", ".join(map(bytes_text, peaks))
+    where = f"per rank ({each} by rank)" if len(peaks) > 1 else "on rank 0"
+    return f"{bytes_text(max(peaks))} peak {where}"
+
+
+def _peaks(steps: list[Record], events: list[Record]) -> list[float]:
+    """Peaks of memory by rank, as a run tells them at its end; before it, that of rank 0 alone.
+
+    Rows of versions before 0.2 hold those of all ranks.
+    """
+    told = [record.get("peak_memory_bytes_by_rank") for record in (*steps, *events)]
+    rows = [row for row in told if isinstance(row, list) and all(map(is_number, row))]
+    if not rows:
+        own = _values(steps, "peak_memory_bytes")
+        return [max(own)] if own else []
+    return [max(each) for each in zip(*rows, strict=False)]
 
 
 def _allocator(events: list[Record]) -> str:
@@ -195,7 +208,7 @@ def _sent(steps: list[Record]) -> str:
     return f"{bytes_text(total)} per step and rank{detail}"
 
 
-def _foreseen(plan: Record, steps: list[Record]) -> str:
+def _foreseen(plan: Record, steps: list[Record], events: list[Record]) -> str:
     """What the planner said before the run, and how far it was from what was measured."""
     said = plan.get("predicted")
     if not isinstance(said, dict) or "reason" in said or not steps:
@@ -203,7 +216,7 @@ def _foreseen(plan: Record, steps: list[Record]) -> str:
     steady = steps[1:] or steps
     measured = {
         "step_s": statistics.median(_values(steady, "step_s") or [0.0]),
-        "peak_memory_bytes": max(_values(steps, "peak_memory_bytes") or [0.0]),
+        "peak_memory_bytes": max(_peaks(steps, events) or [0.0]),
         "sent_bytes": statistics.median(_values(steady, "comm_bytes") or [0.0]),
     }
     words = (("step_s", "step", seconds_text), ("peak_memory_bytes", "peak", bytes_text))

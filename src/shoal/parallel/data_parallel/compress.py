@@ -150,7 +150,7 @@ class CompressedSums:
             if self.policy.early:
                 sender.by("int8" if self.step <= early else self.policy.method)
 
-    def commit(self, micro_batches: list[int]) -> None:
+    def commit(self, uneven: bool) -> None:
         """The step moved the weights: what codes left out of it is valid."""
         for sender in self.senders:
             sender.commit()

@@ -51,7 +51,7 @@ class Loads:
         if self.counting:
             self.counts[name] += counts
 
-    def commit(self, micro_batches: list[int]) -> None:
+    def commit(self, uneven: bool) -> None:
         """After an update, on all ranks alike."""
         self.steps += 1
         if self.steps % EVERY:

@@ -21,6 +21,7 @@ from shoal.data.dataset import digest_of
 from shoal.data.step import StepBatch
 from shoal.parallel.program import Program
 from shoal.trainer.contract import batch_length
+from shoal.trainer.guards.guard import Guard
 
 LOOKS = 3
 """Steps of one's own batches that are compared, at most."""
@@ -28,11 +29,9 @@ LOOKS = 3
 CHANCE_BITS = 32
 """Information from which equal samples are no coincidence."""
 
-CURE = "try: run.loader(dataset), which deals it to ranks, or a DistributedSampler in yours"
 
-
-class Brought:
-    """Compares the first batches of a run over ranks.
+class BroughtBatchesGuard(Guard):
+    """Compare the first batches of a run over ranks.
 
     batch   samples of a step over all ranks, if the user said so; 0: not said
     """
@@ -44,11 +43,13 @@ class Brought:
         self._alike = True
         self._short = 0
 
-    def look(self, step: int, batch: Any) -> None:
+    def before(self, step: int, batch: Any) -> None:
         """Compare what ranks bring to a step; all of them call it.
 
         Errors   ConfigError, the same on all ranks
         """
+        if batch is None:  # a loop that calls the model itself
+            return
         loaded, world = isinstance(batch, StepBatch), self.program.world
         shared = world.size > self.program.data.size
         compared = self.looks < LOOKS and (shared or not loaded)
@@ -61,13 +62,13 @@ class Brought:
                 self._check_size(step, [mine])
             return
         told: list[dict[str, Any]] = world.gather_json(mine)
-        if len({one["loaded"] for one in told}) > 1:
-            raise ConfigError(
-                "batch: some ranks bring a batch of run.loader and others one of their own; every "
-                "rank must take its batches from the same place"
-            )
-        self._check_probes(told)
-        self._check_equal(step, told)
+        mixed = len({one["loaded"] for one in told}) > 1
+        samples = {(one["place"], one["hash"]) for one in told}
+        unlike = len(samples) > len({one["place"] for one in told})
+        if mixed or unlike or any(one["probe"] != told[0]["probe"] for one in told):
+            from shoal.trainer.guards.told.brought_batches import refuse_unlike_data
+
+            refuse_unlike_data(step, told, self.program.plan.layout.text())
         if loaded:
             return
         shares = list({one["place"]: one for one in told}.values())
@@ -89,68 +90,35 @@ class Brought:
             "loaders": [],
         }
         if not loaded and self.program.data.size > 1:
-            from shoal.trainer.own_loaders import information, whole_loaders
+            from shoal.trainer.guards.told.own_loaders import information, whole_loaders
 
             told["bits"] = information(batch)
             if self.looks == 1:
                 told["loaders"] = whole_loaders(told["samples"])
         return told
 
-    def _check_probes(self, told: Sequence[dict[str, Any]]) -> None:
-        """Errors: ConfigError where ranks read different data as the same."""
-        first = told[0]["probe"]
-        for rank, one in enumerate(told):
-            if one["probe"] != first:
-                raise ConfigError(
-                    f"run.loader: the data differ between rank 0 ({_shown(first)}) and rank {rank} "
-                    f"({_shown(one['probe'])}): every rank must give the same dataset, which "
-                    f"run.loader deals out. Was it made without a seed (torch.manual_seed), or "
-                    f"dealt to ranks already? Such batches of your own go to run.step(batch)"
-                )
-
-    def _check_equal(self, step: int, told: Sequence[dict[str, Any]]) -> None:
-        """Errors: ConfigError where ranks that work on the same samples hold others."""
-        first: dict[int, int] = {}
-        for rank, one in enumerate(told):
-            other = first.setdefault(one["place"], rank)
-            if told[other]["hash"] != one["hash"]:
-                raise ConfigError(
-                    f"step {step}: ranks {other} and {rank} hold different samples, and layout "
-                    f"{self.program.plan.layout.text()} has them work on the same ones; try: "
-                    f"run.loader(dataset), or the same seed where data are made (torch.manual_seed)"
-                )
-
     def _check_other(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
         """Errors: ConfigError where all ranks read the whole data, or the same samples."""
         ranks = len(shares)
         if ranks == 1:
             return
-        for name, *what in shares[0]["loaders"]:
-            if all([name, *what] in other["loaders"] for other in shares[1:]):
-                raise ConfigError(
-                    f"run.step: the DataLoader has a {name}, so each of {ranks} ranks would train "
-                    f"on the whole dataset; {CURE}"
-                )
         hashes = [one["hash"] for one in shares]
         self._alike = self._alike and len(set(hashes)) < ranks
         self._alike_bits += min(one["bits"] for one in shares)
-        if self._alike and self._alike_bits >= CHANCE_BITS:
-            again = next(place for place, key in enumerate(hashes) if key in hashes[:place])
-            raise ConfigError(
-                f"step {step}: ranks {hashes.index(hashes[again])} and {again} brought the same "
-                f"{shares[again]['samples']} samples, so each would count twice: a loader of your "
-                f"own shows every rank the same data; {CURE}"
-            )
+        by_chance = not self._alike or self._alike_bits < CHANCE_BITS
+        if shares[0]["loaders"] or not by_chance:
+            from shoal.trainer.guards.told.brought_batches import refuse_doubled
+
+            refuse_doubled(step, shares, by_chance=by_chance)
 
     def _check_size(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
         """Errors: ConfigError where the batch that was asked for is another one."""
         brought = sum(one["samples"] for one in shares)
         if not self.batch or brought == self.batch:
             return
-        many = "" if len(shares) == 1 else f" ({' + '.join(str(s['samples']) for s in shares)})"
         line = (
             f"step {step}: batch = {self.batch} samples over all ranks were asked for, and "
-            f"{brought}{many} were brought"
+            f"{_shared(brought, shares)} were brought"
         )
         if brought > self.batch or brought == self._short:
             raise ConfigError(
@@ -162,5 +130,6 @@ class Brought:
             self.notice(f"{line}; a short last step may be so, others are refused")
 
 
-def _shown(probe: Sequence[Any]) -> str:
-    return ", ".join(map(str, probe)) or "nothing"
+def _shared(brought: int, shares: Sequence[dict[str, Any]]) -> str:
+    many = "" if len(shares) == 1 else f" ({' + '.join(str(s['samples']) for s in shares)})"
+    return f"{brought}{many}"

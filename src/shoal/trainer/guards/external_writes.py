@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,14 +21,21 @@ from shoal.base.errors import ConfigError
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer._torch import step_hooks
-from shoal.trainer.bit_sums import fingerprint
-from shoal.trainer.drift import Drift
-from shoal.trainer.gradient_marks import Marks, any_nonzero, changed_since, is_read, marks_of
-from shoal.trainer.module_guard import layers_of
-from shoal.trainer.step_vector import StepNumbers
+from shoal.trainer.guards.bit_sums import (
+    Marks,
+    any_nonzero,
+    changed_since,
+    fingerprint,
+    is_read,
+    marks_of,
+)
+from shoal.trainer.guards.guard import Guard
+from shoal.trainer.guards.memory_drift import MemoryDrift
+from shoal.trainer.guards.model_checks import layers_of, refuse_unlike
+from shoal.trainer.step_vector import Compared, Group, StepNumbers
 
 if TYPE_CHECKING:  # steps that nobody writes out do without
-    from shoal.trainer.half_gradients import HalfGradients
+    from shoal.trainer.guards.gradient_halves import HalfGradients
 
 Holders = dict[str, tuple[int, int]]
 """Name of a parameter → which layer holds it; which object it is, 0 where that changes."""
@@ -36,26 +43,31 @@ Holders = dict[str, tuple[int, int]]
 Counters = dict[int, tuple[int, int, torch.dtype]]
 """By id of a tensor: its count of writes, its address, its format."""
 
-SAME_ON_ALL = ("weights_written", "training_mode")
-SAME_IN_GROUPS = ("weights", "trainable", "layers")
-"""Entries of `by_rank` that are equal on all ranks · among ranks of one `replica_group`."""
+COMPARED = ("weights_written", "training_mode", "weights", "trainable", "layers")
+"""What is equal on all ranks, the last three among those that hold the same part of the model."""
 
-UNCOUNTED = 2.0
-"""Value in `by_rank` for weights that changed though no write was counted."""
+UNCOUNTED = 2
+"""Value of `weights_written` for weights that changed though no write was counted."""
 
 CLOSELY = 8
 """First steps in which every tensor's counter is read; later, in most steps, those of a few."""
 
-_all: weakref.WeakSet[Touched] = weakref.WeakSet()
+_all: weakref.WeakSet[ExternalWritesGuard] = weakref.WeakSet()
 
 
-class Touched:
-    """What one run's weights and gradients looked like when its last step ended.
+class ExternalWritesGuard(Guard):
+    """Remember what weights and gradients looked like when the run's last step ended.
 
-    agreed            asks all ranks whether they say the same
-    whole_step        no code of the user's runs between the passes of this step and its update
-    drift             looks at what nobody wrote
-    weights_written   since then, beside the run · watching  False: whatever is done is meant
+    Args:
+        program: the run's.
+        optimizer: its optimizer, whose steps of its own are refused.
+        notice: prints a line, by rank 0.
+        agreed: asks all ranks whether they say the same.
+        drift: looks at what nobody wrote.
+
+    Attributes:
+        weights_written: whether weights were written since the last step, beside the run.
+        watching: False: whatever is done is meant.
     """
 
     def __init__(
@@ -64,11 +76,11 @@ class Touched:
         optimizer: torch.optim.Optimizer,
         notice: Callable[[str], None],
         agreed: Callable[[str], bool],
-        drift: Drift,
+        drift: MemoryDrift,
     ) -> None:
         self.program, self.optimizer, self.notice = program, optimizer, notice
         self._agreed, self.drift = agreed, drift
-        self.ours, self.watching, self.whole_step = False, True, False  # whole: run.step's
+        self.ours, self.watching = False, True
         self.weights_written = self._uncounted = False
         self._told, self._step = False, 0
         self._halves: HalfGradients | None = None
@@ -79,6 +91,10 @@ class Touched:
         self.graded: list[nn.Parameter] = list(pieces.values())
         self._closely, self._under_way = True, False
         self._in_parts = program.plan.layout.zero > 0 or bool(program.cuts) or program.pipe.size > 1
+        world, replicas = program.world, program.replicas
+        self._everyone = Group(range(world.size), world.rank)
+        places = {number: rank for rank, number in enumerate(world.ranks)}
+        self._replicas = Group([places[number] for number in replicas.ranks], world.rank)
         self._weights = self._of_weights()
         self._gradients: Marks = marks_of(self.graded)
         self._bits = fingerprint(self.pieces)
@@ -92,9 +108,13 @@ class Touched:
         """The parameters whose gradients are looked at in the step under way."""
         return self.graded if self._closely else _few(self.graded)
 
-    def before(self, step: int) -> None:
-        """A step begins. Errors: ConfigError for gradients that nothing will ever use."""
-        self._step, self.whole_step = step, False
+    def before(self, step: int, batch: Any) -> None:
+        """Look at weights and gradients before a step.
+
+        Raises:
+            ConfigError: gradients that nothing will ever use, or other parameters than before.
+        """
+        self._step = step
         if self._halves is not None:
             self._halves.leave()
         if not self.watching:
@@ -102,40 +122,39 @@ class Touched:
         failed, self._under_way = self._under_way, True  # a step that failed leaves half gradients
         if not failed and any_nonzero(self._regraded()):
             self._under_way = False
-            from shoal.trainer.half_gradients import changed_beside
+            from shoal.trainer.guards.gradient_halves import changed_beside
 
             raise changed_beside()
         if self._closely and (held := self._holders()) != self._held:
-            from shoal.trainer.touched_told import refuse_other_parts
+            from shoal.trainer.guards.told.external_writes import refuse_other_parts
 
             refuse_other_parts(self._held, held)
         if self._closely and (trains := self._trains()) != self._training:
             self._training = trains
             if self.program.plan.layout.zero == 3:  # else the step's all-reduce finds it
-                from shoal.trainer.touched_told import refuse_other_trained
+                from shoal.trainer.guards.told.external_writes import refuse_other_trained
 
                 refuse_other_trained(step, trains, self._agreed)
         now = self._of_weights()
         self.weights_written = now != self._weights
         if self.weights_written:
-            from shoal.trainer.touched_told import refuse_other_memory
+            from shoal.trainer.guards.told.external_writes import refuse_other_memory
 
             refuse_other_memory(self.program, self._weights, now)
         self._uncounted = False
         if not self.weights_written and is_read(step):  # `.data` leaves no trace in the counters
             self.weights_written = self._uncounted = fingerprint(self.pieces) != self._bits
 
-    def between(self) -> None:
-        """The second half of a step begins: what was done to the sums since the first half?
+    def between(self, step: int) -> None:
+        """Look at what was done to the sums since `run.forward_backward`.
 
-        Errors: ConfigError where nothing is left of them
+        Raises:
+            ConfigError: nothing is left of them.
         """
-        if self.whole_step:  # nothing of the user's has run since
-            return
         regraded = self._regraded() if self.watching else []
         changed = self._halves is not None and self._halves.close()
         if regraded:
-            from shoal.trainer.half_gradients import refuse_dropped
+            from shoal.trainer.guards.gradient_halves import refuse_dropped
 
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
             refuse_dropped(held, self._gradients, self._step, "run.forward_backward")
@@ -164,62 +183,55 @@ class Touched:
         program = self.program
         if not self._in_parts or len(step_hooks(self.optimizer)) == 1:
             return nullcontext()
-        from shoal.trainer.gradient_writes import HookGradients
+        from shoal.trainer.guards.gradient_passes import HookGradients
 
         stepped = [one.parameter for one in program.local.values()]
         return HookGradients(program, stepped, self._step).watching(self.optimizer)
 
-    def by_rank(self, step: int) -> dict[str, list[float]]:
-        """Return what `agree` compares, for the step's one all-reduce.
+    def sums(self, step: int) -> Mapping[str, Sequence[float]]:
+        """Return how many ranks have weights that changed uncounted, and the drift's numbers."""
+        return {"uncounted": [float(self._uncounted)], "drift": self.drift.sums()}
+
+    def compared(self, step: int) -> Sequence[Compared]:
+        """Return what ranks must have in common to train one model.
 
         Weights are read where they were written, and else in steps 1, 2, 4, 8, …, there in part.
         """
-        copied = self.program.plan.layout.zero < 3
-        reads = copied and (self.weights_written or is_read(step))
-        program, read = self.program, 0.0
-        if reads:
+        program, everyone, replicas = self.program, self._everyone, self._replicas
+        written = UNCOUNTED if self._uncounted else int(self.weights_written)
+        found = [
+            Compared("weights_written", written, everyone),
+            Compared("training_mode", program.module.training, everyone),
+        ]
+        if program.plan.layout.zero < 3 and (self.weights_written or is_read(step)):
             held = [p for name, p in program.parameters.items() if not program.is_expert(name)]
-            read = float(fingerprint(held, whole=self.weights_written))
-        return {
-            "weights_written": [UNCOUNTED if self._uncounted else float(self.weights_written)],
-            "weights": [read],
-            "replica_group": [float(min(program.replicas.ranks))],
-            "training_mode": [float(program.module.training)],
-            "trainable": [float(self._trains() if self._closely else 0)],
-            "layers": [float(self._layers() if is_read(step) else 0)],
-            "drift": self.drift.says(),
-        }
-
-    def sums(self, step: int) -> dict[str, list[float]]:
-        """Return nothing: see `step_guards.StepGuard`."""
-        return {}
+            read = fingerprint(held, whole=self.weights_written)
+            found.append(Compared("weights", int(read), replicas))
+        if self._closely:
+            found.append(Compared("trainable", self._trains(), replicas))
+        if is_read(step):
+            found.append(Compared("layers", self._layers(), replicas))
+        return [*found, *self.drift.compared()]
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Errors: ConfigError, the same on all ranks, where ranks would train different models."""
+        """Raises: ConfigError, the same on all ranks, where they would train different models."""
+        for one in [each for each in _all if each is not self]:  # the loss may run other models
+            one._gradients = marks_of(one.looked_at)
         if not self.watching:
             return
         # What can be nothing but a flipped bit is no mistake of the user's, who would be told one.
-        drift = numbers.rows("drift")
-        self.drift.agree(drift, alone=True)
-        written, groups = numbers.row("weights_written"), numbers.row("replica_group")
-        same = all(len(set(numbers.row(one))) == 1 for one in SAME_ON_ALL)
-        for name in SAME_IN_GROUPS:
-            same &= len(set(zip(groups, numbers.row(name), strict=True))) == len(set(groups))
-        if not same or UNCOUNTED in written:
-            from shoal.trainer.touched_told import refuse_unlike_ranks
+        self.drift.agree(numbers, alone=True)
+        if numbers.sums("uncounted")[0] or numbers.compared.differs(*COMPARED):
+            from shoal.trainer.guards.told.external_writes import refuse_unlike_ranks
 
-            refuse_unlike_ranks(self, step, numbers)
-        self.drift.agree(drift)
+            refuse_unlike_ranks(self, step, numbers.compared, refuse_unlike)
+        self.drift.agree(numbers)
 
     def after(self, following: int = 0) -> None:
-        """A step, or half of one, is over, here and (its loss may run another model) elsewhere.
+        """A step, or half of one, is over, or an evaluation.
 
         following   the step that comes next, if weights may have moved
         """
-        if self.whole_step and not following:  # the update follows at once
-            for one in [each for each in _all if each is not self]:
-                one._gradients = marks_of(one.looked_at)
-            return
         self._under_way = False
         if following:
             self._closely = following <= CLOSELY or is_read(following)
@@ -227,7 +239,7 @@ class Touched:
         if is_read(following):
             self._bits = fingerprint(self.pieces)
         if self._in_parts and self.watching:
-            from shoal.trainer.half_gradients import HalfGradients
+            from shoal.trainer.guards.gradient_halves import HalfGradients
 
             self._halves = self._halves or HalfGradients(self.program)
             if following:
@@ -237,7 +249,7 @@ class Touched:
         for one in list(_all):
             one._gradients = marks_of(one.looked_at)
 
-    def updated(self, step: int) -> None:
+    def updated(self, step: int, *, skipped: bool = False) -> None:
         """The update of a step is over, or a checkpoint of it was loaded."""
         self.after(step + 1)
         if self.watching:

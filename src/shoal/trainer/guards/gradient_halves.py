@@ -22,8 +22,7 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
 from shoal.trainer._torch import absent_gradient, ask_before_clipping
-from shoal.trainer.bit_sums import here
-from shoal.trainer.gradient_marks import NO_GRADIENT, Marks, any_nonzero, is_read
+from shoal.trainer.guards.bit_sums import NO_GRADIENT, Marks, any_nonzero, here, is_read
 
 CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
 

@@ -17,7 +17,7 @@ Inside of layers that tp or cp rewrote as graphs no hook runs: there only the en
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -28,13 +28,14 @@ from torch import nn
 from shoal.base.policies import CompilePolicy
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
+from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step_vector import StepNumbers
 
 NEAR, MOST = 4, 50_000
 """Operations between a layer's output and its weight · nodes of graphs that are walked, at most."""
 
 
-class UntrainedWeights:
+class UntrainedWeightsGuard(Guard):
     """Track which weights of a run get gradients.
 
     Args:
@@ -59,11 +60,7 @@ class UntrainedWeights:
         asked = program.plan.asks(CompilePolicy) or program.plan.layout.strategy == "dp"
         self.looks = not (compiled or asked)
 
-    def by_rank(self, step: int) -> dict[str, list[float]]:
-        """Return nothing: which rank it is does not matter."""
-        return {}
-
-    def sums(self, step: int) -> dict[str, list[float]]:
+    def sums(self, step: int) -> Mapping[str, Sequence[float]]:
         """Return what the first step's all-reduce sums: which weights are cut off on this rank."""
         if self.steps:
             return {}
@@ -82,7 +79,7 @@ class UntrainedWeights:
         used = [count > 0 for count in numbers.sums("used")]
         self.steps += 1
         if self.steps == 1 and self.forgotten:
-            from shoal.trainer.model_notices import unheld_line
+            from shoal.trainer.guards.told.model_notices import unheld_line
 
             pairs = zip(self.program.names, used, strict=True)
             got = [name for name, has in pairs if has and name in self.forgotten]
@@ -111,7 +108,7 @@ class UntrainedWeights:
                 f"is; try: requires_grad_(False) on it, if that is meant"
             )
 
-    def looking(self) -> AbstractContextManager[None] | None:
+    def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
         """Return what stands around the passes of the first step; None in later ones."""
         if self.steps or not self.looks or not self.never:
             return None

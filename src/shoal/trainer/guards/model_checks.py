@@ -20,18 +20,22 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shoal.base.errors import ConfigError, PlanError
+from shoal.base.errors import ConfigError
 from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.parallel.program import Program
+from shoal.parallel.rewritten import refuse_rewritten
 from shoal.trainer._torch import gradient_hooks
-from shoal.trainer.suspicions import evaluation_line
+from shoal.trainer.guards.first_step import evaluation_line
+from shoal.trainer.guards.guard import Guard
+from shoal.trainer.step_vector import StepNumbers
 
 _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -58,21 +62,10 @@ def refuse_unready(module: nn.Module) -> None:
             "run.close() on that one first, or build the model again"
         )
     for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise ConfigError(
-                f"model: {name} has no shape yet, its layer is a lazy one; try: one forward "
-                f"pass, model(inputs), before shoal.parallelize"
-            )
-        if hasattr(parameter, "device_mesh"):
-            raise ConfigError(
-                f"model: {name} is sharded already, by fully_shard or by a run that is closed; "
-                f"try: the module as it was built"
-            )
-        if parameter.is_meta:
-            raise ConfigError(
-                f"model: {name} is on the meta device and has no values; try: a function that "
-                f'builds the model, or model.to_empty(device="cpu") and its weights loaded'
-            )
+        if is_lazy(parameter) or hasattr(parameter, "device_mesh") or parameter.is_meta:
+            from shoal.trainer.guards.told.model_checks import refuse_parameter
+
+            refuse_parameter(name, parameter)
 
 
 def layers_of(module: nn.Module) -> list[str]:
@@ -95,23 +88,9 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
     unlike = world.differing(layers_of(module))
     if unlike is None:
         return
-    rank, first, other = unlike
-    where, nearest = (
-        (f"step {step}: the model changed", "try: the same change on every rank")
-        if step
-        else (
-            "model",
-            "every rank must build the same model: look for a builder that reads the rank or the "
-            "environment",
-        )
-    )
-    place = next(
-        (n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
-        min(len(first), len(other)),  # one has a layer more
-    )
-    here, there = ([*one, "not there"][place] for one in (first, other))
-    at, away = world.ranks[0], world.ranks[rank]
-    raise PlanError(f"{where}: layer {here} on rank {at}, and {there} on rank {away}; {nearest}")
+    from shoal.trainer.guards.told.model_checks import refuse_layers
+
+    refuse_layers(unlike, world.ranks, step)
 
 
 def hooked(parameters: Mapping[str, nn.Parameter]) -> list[str]:
@@ -132,23 +111,18 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
             continue  # it trains on another rank, with its hook
         divided = layout.zero == 3 or layout.threads > 1 or name in program.cuts
         if divided or not gradient_hooks(here):
-            raise PlanError(
-                f"model: {name} has a gradient hook (register_hook), and under {layout.text()} the "
-                f"gradient goes to a part or a copy of it, so the hook would be left out; try: "
-                f"clip=… of shoal.parallelize in the place of a clamp, or layout=zero2"
-            )
+            from shoal.trainer.guards.told.model_checks import refuse_hook
+
+            refuse_hook(name, layout.text())
     if not names:
         return []
-    count = f"{len(names)} weight{'s' if len(names) > 1 else ''}"
-    return [
-        f"model: {count} with a gradient hook, first {next(iter(names))}: it sees sums over the "
-        f"targets of one micro-batch, and no mean; a factor or a mask is right, a clamp is not: "
-        f"try: clip=… of shoal.parallelize"
-    ]
+    from shoal.trainer.guards.told.model_checks import hooks_line
+
+    return [hooks_line(list(names))]
 
 
-class ModelChecks:
-    """The lines of one run on its model.
+class ModelGuard(Guard):
+    """Say a line on a model in evaluation mode, on its hooks, on its BatchNorm.
 
     Args:
         program: the run's.
@@ -164,23 +138,21 @@ class ModelChecks:
     ) -> None:
         self.program, self.cut_by_default, self.notice = program, cut_by_default, notice
         self._hooked = hooked(program.parameters)  # of those it was told
-        self._evaluates = False
+        self._evaluates, self._is_first = False, True
 
-    def look(self, batch: Any, *, first: bool) -> None:
+    def before(self, step: int, batch: Any) -> None:
         """Look at the model before a step.
-
-        Args:
-            batch: what the step is given.
-            first: no step of this run is over.
 
         Raises:
             PlanError: a hook on a gradient would never run.
         """
+        if batch is None:  # a loop that calls the model itself
+            return
         module = self.program.module
         if not self._evaluates and (line := evaluation_line(module)):
             self._evaluates = True
             self.notice(line)
-        if not first:
+        if not self._is_first:
             return
         hooks = [name for name in hooked(self.program.parameters) if name not in self._hooked]
         for line in check_hooks(hooks, self.program):
@@ -188,8 +160,16 @@ class ModelChecks:
         plan = self.program.plan
         is_cut = plan.micro_batch * plan.layout.data_degree < plan.batch
         if self.cut_by_default and is_cut and isinstance(batch, StepBatch):
-            from shoal.trainer.model_notices import batch_norm_line
+            from shoal.trainer.guards.told.model_notices import batch_norm_line
 
             self.cut_by_default = False
             if line := batch_norm_line(module, plan):
                 self.notice(line)
+
+    def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
+        """Return what finds weights that the model's own forward pass changes, in a first step."""
+        return refuse_rewritten(self.program) if self._is_first else None
+
+    def agree(self, step: int, numbers: StepNumbers) -> None:
+        """Take note that the first passes are over."""
+        self._is_first = False

@@ -9,8 +9,8 @@ order of their collectives, for each axis along which they travel (`parallel/uni
     dp_replicate   gradients, summed over replicas    (hsdp, stages of a pipeline) may run others
     expert_*       the same, of experts under ep
 
-The checksums travel in the step's vector, one zero sum per axis (`step_vector.py`). Where a sum is
-not 0 the ranks gather their lists, and name the first difference.
+The checksums are compared in the step's all-reduce (`step_vector.py`). Where one differs, the ranks
+gather their lists, and name the first difference.
 
 Limits: where the numbers of collectives differ ranks wait for each other, and a watch finds that
 (`launch/unit_calls.py`). Blocks that differ in an evaluation show there, or in the next step
@@ -18,7 +18,7 @@ Limits: where the numbers of collectives differ ranks wait for each other, and a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -26,26 +26,21 @@ from shoal.base.errors import ConfigError
 from shoal.base.unlike_ranks import blocks_line
 from shoal.fabric import World
 from shoal.parallel.unit_log import UnitLog
-from shoal.trainer.step_vector import StepNumbers, zero_sum_term
+from shoal.trainer.guards.guard import Guard
+from shoal.trainer.step_vector import Compared, Group, StepNumbers
 
-ENTRY = "unit_order"
 
-
-class UnitOrderCheck:
-    """Compares this rank's log with the others'; see `step_guards.StepGuard`."""
+class UnitOrderGuard(Guard):
+    """Compare the blocks that this rank gathered with those of the others."""
 
     def __init__(self, log: UnitLog, world: World) -> None:
         self.log, self.world = log, world
+        self._groups = [Group(calls.ranks, world.rank) for calls in log.calls]
 
-    def by_rank(self, step: int) -> Mapping[str, Sequence[float]]:
-        """Return nothing: sums over groups are enough."""
-        return {}
-
-    def sums(self, step: int) -> Mapping[str, Sequence[float]]:
-        """Return this rank's term of each axis's sum."""
-        rank, size = self.world.rank, self.world.size
-        terms = [zero_sum_term(one.checksum, step, one.ranks, rank, size) for one in self.log.calls]
-        return {ENTRY: [float(term) for term in terms]}
+    def compared(self, step: int) -> Sequence[Compared]:
+        """Return a checksum for each axis."""
+        pairs = zip(self.log.calls, self._groups, strict=True)
+        return [Compared(f"units of {c.axis}", c.checksum, group) for c, group in pairs]
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """Compare and begin anew; step 0 is an evaluation.
@@ -53,12 +48,12 @@ class UnitOrderCheck:
         Raises:
             ConfigError: the same on all ranks, where ranks of a group ran different blocks.
         """
-        sums = numbers.sums(ENTRY)
-        if any(sums):
+        differs = [numbers.compared.differs(f"units of {c.axis}") for c in self.log.calls]
+        if any(differs):
             told = self.world.gather_json([[list(c.ranks), c.names] for c in self.log.calls])
             self.log.clear()
             when = f"step {step}" if step else "run.evaluate"
-            raise ConfigError(_line(told, [bool(one) for one in sums], when))
+            raise ConfigError(_line(told, differs, when))
         self.log.clear()
 
 

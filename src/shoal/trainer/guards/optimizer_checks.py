@@ -16,7 +16,7 @@ from shoal.base.policies import OptimizerPolicy
 from shoal.base.shards import check_savable
 from shoal.optim.state import parameters_held, split_state
 from shoal.parallel.program import Program, dtype_of
-from shoal.trainer.optimizer_settings import OptimizerSettingsCheck
+from shoal.trainer.guards.guard import Guard
 
 
 @dataclass
@@ -30,47 +30,32 @@ class Length:
     total_steps: int = 0
 
 
-class OptimizerGuard:
-    """Sets the rate of a schedule, and checks what the first steps show of an optimizer."""
+class LearningRate:
+    """Sets the rate of an optimizer's groups before each update, where the run has a schedule.
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        program: Program,
-        length: Length,
-        notice: Callable[[str], None],
-    ) -> None:
-        self.optimizer, self.program, self.length = optimizer, program, length
+    Args:
+        optimizer: the run's.
+        length: of the run, and its schedule.
+
+    Raises:
+        ConfigError: a group has no rate.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, length: Length) -> None:
+        self.optimizer, self.length = optimizer, length
+        self._last: list[float] = []
         if any("lr" not in group for group in optimizer.param_groups):
             raise ConfigError("optimizer: a group has no lr; try: defaults of its class with 'lr'")
-        if program.owed is not None:  # first steps may be a share of the length
-            program.owed.sums.length = length
-        self.notice = notice
-        self.settings = OptimizerSettingsCheck(optimizer, program.world)
-        self.state_checked = False
-        self._movement = MovementCheck()
-        self._held = parameters_held(self.optimizer)
-        self._last_lr: list[float] = []
-        self._loading: RemovableHandle | None = None
-        layout = program.plan.layout
-        if layout.zero or program.cuts or program.pipe.size > 1:
-            self._loading = optimizer.register_load_state_dict_pre_hook(self._refuse_state)
         if length.schedule is not None:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
 
-    @property
-    def watch(self) -> MovementCheck | None:
-        """What looks at weights around the optimizer's step, until one was seen to move."""
-        return None if self._movement.done else self._movement
+    def set(self, step: int) -> float:
+        """Set the rate of `step` in all groups, and return the first group's.
 
-    def set_lr(self, step: int) -> float:
-        """The learning rate of `step`, which groups have from here on.
-
-        Errors: ConfigError for a schedule without an end, or one whose rate somebody else changed,
-        and for parameters that came or went since `parallelize`
+        Raises:
+            ConfigError: a schedule without an end, or one whose rate somebody else changed.
         """
-        self._check_groups()
         policy, total = self.length.schedule, self.length.total_steps
         groups = self.optimizer.param_groups
         if policy is not None:
@@ -80,7 +65,7 @@ class OptimizerGuard:
                     f"run; give shoal.parallelize(…, total_steps=…)"
                 )
             now = [float(group["lr"]) for group in groups]
-            if self._last_lr and now != self._last_lr:
+            if self._last and now != self._last:
                 raise ConfigError(
                     f"optimizer: lr was set to {now[0]:g} beside the run, which sets it by "
                     f"schedule = {policy.schedule}: one of two schedules would be without effect; "
@@ -91,10 +76,45 @@ class OptimizerGuard:
             factor = lr_factor(policy, step, total)
             for group in groups:
                 group["lr"] = group["initial_lr"] * factor
-            self._last_lr = [float(group["lr"]) for group in groups]
+            self._last = [float(group["lr"]) for group in groups]
         return float(groups[0]["lr"]) if groups else 0.0
 
-    def _check_groups(self) -> None:
+    def restored(self) -> None:
+        """Take the rates for those of a checkpoint."""
+        self._last = []
+
+
+class OptimizerGuard(Guard):
+    """Check what the first steps show of an optimizer, and that its groups stay what they are.
+
+    Args:
+        optimizer: the run's.
+        program: the run's.
+        notice: prints a line, by rank 0.
+
+    Attributes:
+        state_checked: an update is over, and what it left can be saved.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, program: Program, notice: Callable[[str], None]
+    ) -> None:
+        self.optimizer, self.program, self.notice = optimizer, program, notice
+        self.state_checked = False
+        self._movement = MovementCheck()
+        self._held = parameters_held(self.optimizer)
+        self._loading: RemovableHandle | None = None
+        layout = program.plan.layout
+        if layout.zero or program.cuts or program.pipe.size > 1:
+            self._loading = optimizer.register_load_state_dict_pre_hook(self._refuse_state)
+
+    @property
+    def watch(self) -> Callable[[Program, torch.optim.Optimizer], None] | None:
+        """What looks at weights before the optimizer's step, until one was seen to move."""
+        return None if self._movement.done else self._movement.look
+
+    def updating(self, step: int) -> None:
+        """Raises: ConfigError, for parameters that came or went since `parallelize`."""
         if not self.state_checked and not any(g["lr"] for g in self.optimizer.param_groups):
             self.notice("optimizer: every learning rate is 0, so nothing trains yet")
         held = parameters_held(self.optimizer)
@@ -104,21 +124,10 @@ class OptimizerGuard:
                 f"called; change groups before, or save, and parallelize again"
             )
 
-    def close(self) -> None:
-        """Leave the optimizer alone."""
-        if self._loading is not None:
-            self._loading.remove()
-
-    def _refuse_state(self, *_what: object) -> None:
-        raise ConfigError(
-            f"optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
-            f"{self.program.plan.layout.text()}); try: load before shoal.parallelize, or "
-            f"run.restore()"
-        )
-
-    def check_update(self) -> None:
-        """Errors: ConfigError for an optimizer that moves nothing, or that could not be saved."""
-        self.settings.updated()
+    def updated(self, step: int, *, skipped: bool) -> None:
+        """Raises: ConfigError, for an optimizer that moves nothing, or that cannot be saved."""
+        if skipped:
+            return
         if not self._movement.done and self._movement.moved() is False:
             raise ConfigError(
                 "optimizer: its first step moved no parameter that has a gradient: it steps over "
@@ -132,9 +141,17 @@ class OptimizerGuard:
             check_savable({name: dtype_of(tensor) for name, tensor in state.items()}, "optimizer")
             self.state_checked = True
 
-    def restored(self) -> None:
-        """Rates are a checkpoint's now."""
-        self._last_lr = []
+    def close(self) -> None:
+        """Leave the optimizer alone."""
+        if self._loading is not None:
+            self._loading.remove()
+
+    def _refuse_state(self, *_what: object) -> None:
+        raise ConfigError(
+            f"optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
+            f"{self.program.plan.layout.text()}); try: load before shoal.parallelize, or "
+            f"run.restore()"
+        )
 
 
 def _stepped(program: Program) -> list[nn.Parameter]:

@@ -20,7 +20,6 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,9 @@ from shoal.base.placement import Placement
 from shoal.fabric.device import is_accelerator, synchronize
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
-from shoal.trainer.bit_sums import WEIGHT, BitSums, Key, Look, here
+from shoal.trainer.guards.bit_sums import WEIGHT, BitSums, Key, Look, here
 from shoal.trainer.recorder import Recorder
+from shoal.trainer.step_vector import Compared, Comparison, Group, StepNumbers
 
 if TYPE_CHECKING:
     from shoal.optim.average import WeightAverage
@@ -45,7 +45,7 @@ Axes = tuple[tuple[str, ...], tuple[int, ...]]
 """Over which axes ranks hold the same, and in which stages of a pipeline, () for one's own."""
 
 
-class Drift:
+class MemoryDrift:
     """Looks at what a run holds on this rank.
 
     every   steps from one look to the next, the same on all ranks
@@ -71,6 +71,10 @@ class Drift:
         self.kinds = sorted({self.held_over(*one) for one in self._rows()}) if self.on else []
         self._kinds_of: tuple[list[Key], list[list[int]]] = ([], [[] for _ in self.kinds])
         self.groups = [_groups(program, kind) for kind in self.kinds]
+        rank = program.world.rank
+        members = ([r for r, first in enumerate(g) if first == g[rank]] for g in self.groups)
+        self._own_groups = [Group(ranks, rank) for ranks in members]
+        self._folds_now: list[int] = []
 
     def take(self, step: int) -> None:
         """The update of a step is over, or another state was loaded: sum what there is now."""
@@ -89,42 +93,54 @@ class Drift:
         """Somebody who may write weights did; the next update is followed by a look."""
         self.taken, self._next = None, 0
 
-    def says(self) -> list[float]:
-        """What `agree` looks at, of every rank, in the step's one all-reduce."""
+    def sums(self) -> list[float]:
+        """Look again where a look is due: [tensors that changed, steps to the next look]."""
         now_s, before_s = time.perf_counter(), self._before_s
         self._before_s = now_s
         if before_s:
             self._step_s = min(self._step_s, now_s - before_s)
+        self._folds_now = []
         if self.taken is None:
-            return [0.0, 0.0, *(0.0 for _ in self.kinds)]
+            return [0.0, 0.0]
         began_s = self._clock()
         self._compare(self.taken)
-        folds = self._folds(self.taken, self.taken.sums.read())
+        self._folds_now = self._folds(self.taken, self.taken.sums.read())
         if self._looks < 2 or not is_accelerator(self.program.world.device):
             self._costs_s.append(self._spent_s + self._clock() - began_s)
         self._looks += 1
         cost_s = median(self._costs_s)
         every = 1 if self.mode == "every" else math.ceil(cost_s / SHARE / self._step_s)
-        return [float(len(self.taken.changed)), float(min(max(1, every), 2**20)), *folds]
+        return [float(len(self.taken.changed)), float(min(max(1, every), 2**20))]
 
-    def agree(self, said: Sequence[Sequence[float]], *, alone: bool = False) -> None:
-        """Every rank's `says`, a list over ranks for each number.
+    def compared(self) -> list[Compared]:
+        """Return what replicas must have in common after this look; call `sums` before."""
+        return [
+            Compared(f"held alike {number}", fold, self._own_groups[number])
+            for number, fold in enumerate(self._folds_now)
+        ]
 
-        alone    look only for what can be nothing but a flipped bit; the rest comes later
-        Errors   ClusterError, on all ranks, for what changed in memory, or differs
+    def agree(self, numbers: StepNumbers, *, alone: bool = False) -> None:
+        """Look at what all ranks said.
+
+        Args:
+            numbers: of the step, with `sums` and `compared` of all ranks.
+            alone: look only for what can be nothing but a flipped bit; the rest comes later.
+
+        Raises:
+            ClusterError: on all ranks, for what changed in memory, or differs.
         """
         look = self.taken
         if look is None:
             return
-        changed, every, *folds = said
-        self.every = int(max(every))
+        changed, every = numbers.sums("drift")
+        self.every = max(1, math.ceil(every / self.program.world.size))  # ranks look together
         self._next = look.step + self.every
-        if any(changed):
-            from shoal.trainer.drift_told import changed_at_rest
+        if changed:
+            from shoal.trainer.guards.told.memory_drift import changed_at_rest
 
             changed_at_rest(self, look, alone=alone)
         if not alone:
-            self._compare_replicas(look, folds)
+            self._compare_replicas(look, numbers.compared)
             self.taken = None
 
     def before_save(self, step: int) -> None:
@@ -134,21 +150,17 @@ class Drift:
         """
         if not self.on:
             return
-        look = self.taken
-        if look is None:
-            look = self.look_now(step)
-        else:
+        look = self.taken or self.look_now(step)
+        if self.taken is not None:
             self._compare(look)
-        folds = self._folds(look, look.now)
-        world = self.program.world
-        numbers = [float(len(look.changed)), *folds]
-        rows = world.all_gather(torch.tensor(numbers, dtype=torch.float64, device=world.messages))
-        changed, *folds_of = rows.T.tolist()
-        if any(changed):
-            from shoal.trainer.drift_told import changed_at_rest
+        self._folds_now = self._folds(look, look.now)
+        own = [Compared("changed", len(look.changed), None), *self.compared()]
+        found = Comparison(own, [1.0], self.program.world.gather_json)  # 1: who holds what
+        if any(found.by_rank("changed")):
+            from shoal.trainer.guards.told.memory_drift import changed_at_rest
 
             changed_at_rest(self, look)
-        self._compare_replicas(look, folds_of)
+        self._compare_replicas(look, found)
 
     def held_over(self, row: Placement, what: str) -> Axes:
         """Over which axes ranks hold the same of a parameter's weight, or of its state."""
@@ -200,13 +212,13 @@ class Drift:
             == (writes(held[place]), (held[place].data_ptr(), held[place].nbytes))
         ]
 
-    def _folds(self, look: Look, sums: Any) -> list[float]:
+    def _folds(self, look: Look, sums: Any) -> list[int]:
         """For each kind one number of 48 bits that ranks of a group must have in common."""
         places = self.places(look)
         return [
-            float(int.from_bytes(hashlib.blake2b(sums[one].tobytes(), digest_size=6).digest()))
+            int.from_bytes(hashlib.blake2b(sums[one].tobytes(), digest_size=6).digest())
             if (one := places[number])
-            else 0.0
+            else 0
             for number in range(len(self.kinds))
         ]
 
@@ -221,10 +233,10 @@ class Drift:
             found[numbers[self.held_over(rows[name], what)]].append(place)
         return found
 
-    def _compare_replicas(self, look: Look, folds: Sequence[Sequence[float]]) -> None:
-        for number, (groups, told) in enumerate(zip(self.groups, folds, strict=True)):
-            if len(set(zip(groups, told, strict=True))) > len(set(groups)):
-                from shoal.trainer.drift_told import replicas_differ
+    def _compare_replicas(self, look: Look, found: Comparison) -> None:
+        for number in range(len(self.kinds)):
+            if found.differs(f"held alike {number}"):
+                from shoal.trainer.guards.told.memory_drift import replicas_differ
 
                 replicas_differ(self, look, number)
 

@@ -1,7 +1,7 @@
 """Refuse changes that user code makes to gradients between two calls of a run.
 
     run.backward … run.backward … run.update   a rank's gradients are sums over its own samples
-    run.forward_backward … run.update          `half_gradients.py`
+    run.forward_backward … run.update          `guards/gradient_halves.py`
     step hooks of the optimizer                the mean gradient, in parts where a layout has them
 
 A norm, a clamp or noise is another one on such numbers, and ranks drift apart: that ends the run,
@@ -28,9 +28,15 @@ from torch.overrides import TorchFunctionMode
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer._torch import absent_gradient, step_hooks
-from shoal.trainer.bit_sums import here
-from shoal.trainer.gradient_marks import Marks, any_nonzero, changed_since, is_read, marks_of
-from shoal.trainer.half_gradients import CLIP, WATCHED, dropped, refuse_dropped, watch
+from shoal.trainer.guards.bit_sums import (
+    Marks,
+    any_nonzero,
+    changed_since,
+    here,
+    is_read,
+    marks_of,
+)
+from shoal.trainer.guards.gradient_halves import CLIP, WATCHED, dropped, refuse_dropped, watch
 
 REDUCTIONS = frozenset(
     {"norm", "vector_norm", "matrix_norm", "_foreach_norm", "sum", "mean", "std", "var", "dot"}

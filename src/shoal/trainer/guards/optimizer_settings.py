@@ -4,8 +4,8 @@
 
 Each rank steps its part of the weights, or its copy, by the numbers in its own `param_groups`. If
 one rank alone changes a number (a scheduler stepped where `rank == 0`), the model trains by no
-setting that anybody chose, and nothing fails. So a checksum of all settings travels in the step's
-vector, as one zero sum (`step_vector.py`). Ranks gather the values only where it differs.
+setting that anybody chose, and nothing fails. So a checksum of all settings is compared in the
+step's all-reduce (`step_vector.py`). Ranks gather the values only where it differs.
 
 The checksum covers what the last update used, too: settings that change between the step's
 all-reduce and its update, or inside of the optimizer's step, show one step later. Keys that torch's
@@ -17,10 +17,8 @@ Limits: a tensor on a device is read when torch's counter of writes says that it
 
 from __future__ import annotations
 
-import struct
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +26,9 @@ import torch
 from shoal.fabric import World
 from shoal.optim.state import inner_optimizers
 from shoal.parallel._torch import writes
-from shoal.trainer.step_vector import StepNumbers, zero_sum_term
+from shoal.trainer.guards.guard import Guard
+from shoal.trainer.step_vector import Compared, Group, StepNumbers
 
-ENTRY = "optimizer_settings"
 PARAMETERS = ("params", "param_names")
 """Keys of a group that hold this rank's own."""
 SETTINGS = frozenset(
@@ -59,8 +57,8 @@ class _Seen:
 _NOTHING = object()
 
 
-class OptimizerSettingsCheck:
-    """Compares one run's optimizer with those of the other ranks; see `step_guards.StepGuard`.
+class OptimizerSettingsGuard(Guard):
+    """Compare one run's optimizer with those of the other ranks.
 
     Every rank makes it, with equal numbers of groups: they tell each other which they step.
     """
@@ -72,50 +70,42 @@ class OptimizerSettingsCheck:
         self._seen: dict[int, _Seen] = {}
         self._used: dict[int, tuple[int, int]] = {}
         self._used_values: Settings = []
-        self._members: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        everyone = tuple(range(world.size))
+        # Which groups the same ranks step, by these ranks.
+        members: dict[tuple[int, ...], list[int]] = {everyone: []}
         self.stepped: list[tuple[int, ...]] = []
         if world.size > 1:
             held = world.gather_json([bool(group["params"]) for group in self._groups()])
-            self.stepped = [
-                tuple(rank for rank, steps in enumerate(column) if steps)
-                for column in zip(*held, strict=True)
-            ]
-        self._everyone = tuple(range(world.size))
-        for number, ranks in enumerate(self.stepped):
-            if world.rank in ranks and len(ranks) > 1:
-                self._members[ranks].append(number)
-        self._shared = self._members.pop(self._everyone, [])
+            for number, column in enumerate(zip(*held, strict=True)):
+                ranks = tuple(rank for rank, steps in enumerate(column) if steps)
+                self.stepped.append(ranks)
+                members.setdefault(ranks, []).append(number)
+        self._names = [f"optimizer settings {numbers}" for numbers in members.values()]
+        self._compared = [
+            (name, Group(ranks, world.rank), numbers)
+            for name, (ranks, numbers) in zip(self._names, members.items(), strict=True)
+            if world.rank in ranks
+        ]
 
-    def by_rank(self, step: int) -> Mapping[str, Sequence[float]]:
-        """Return nothing: one sum over all ranks is enough."""
-        return {}
-
-    def sums(self, step: int) -> Mapping[str, Sequence[float]]:
-        """Return this rank's term of the sum over all groups."""
-        if self.world.size == 1:
-            return {}
+    def compared(self, step: int) -> Sequence[Compared]:
+        """Return checksums: of all groups' settings, of the other keys by who steps a group."""
         now, used = self._checksums(), self._used
-        terms = self.world.size * (1 + len(self.stepped))
-
-        def term(ranks: tuple[int, ...], numbers: Sequence[int], codes: list[int]) -> int:
-            codes += [one.get(n, (0, 0))[1] for n in numbers for one in (now, used)]
-            value = zlib.crc32(struct.pack(f"={len(codes)}I", *codes))
-            return zero_sum_term(value, step, ranks, self.world.rank, terms)
-
-        settings = [one[0] for both in (now, used) for one in both.values()]
-        total = term(self._everyone, self._shared, settings)
-        for ranks, numbers in self._members.items():
-            total += term(ranks, numbers, [])
-        return {ENTRY: [float(total)]}
+        found = []
+        for name, group, numbers in self._compared:
+            others = [one.get(n, (0, 0))[1] for n in numbers for one in (now, used)]
+            settings = [one[0] for both in (now, used) for one in both.values()]
+            all_of = settings if group.size == self.world.size else []
+            found.append(Compared(name, all_of + others, group))
+        return found
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """Raises: ConfigError, the same on all ranks, naming the first number that differs."""
-        if self.world.size > 1 and numbers.sums(ENTRY)[0]:
+        if numbers.compared.differs(*self._names):
             self._refuse(step)
 
-    def updated(self) -> None:
-        """The optimizer has stepped: keep what it stepped by."""
-        if self.world.size > 1:
+    def updated(self, step: int, *, skipped: bool) -> None:
+        """Keep what the optimizer stepped by."""
+        if not skipped:
             checksums = self._checksums()
             if checksums != self._used:
                 self._used, self._used_values = checksums, list(map(list, self._settings()))
@@ -177,7 +167,7 @@ class OptimizerSettingsCheck:
 
     def _refuse(self, step: int) -> None:
         """Raise for the first number that differs; every rank calls it."""
-        from shoal.trainer.unlike_settings import refuse_unlike_settings
+        from shoal.trainer.guards.told.optimizer_settings import refuse_unlike_settings
 
         told = self.world.gather_json([list(map(list, self._settings())), self._used_values])
         refuse_unlike_settings(step, told, self.stepped, SETTINGS)

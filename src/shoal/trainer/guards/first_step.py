@@ -37,8 +37,6 @@ from shoal.trainer.step import NO_GRADIENT
 FEWEST = 8
 """Targets that must all equal their inputs before anything is said."""
 
-SHIFT = "try: (ids[:, :-1], ids[:, 1:]) as (inputs, targets)"
-
 DRAWS = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
@@ -67,9 +65,11 @@ class FirstStep:
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
         if is_default(self.loss) and not isinstance(targets, torch.Tensor):
-            _refuse_form(targets)
+            from shoal.trainer.guards.told.first_step import refuse_form
+
+            refuse_form(targets)
         if is_default(self.loss) and not isinstance(outputs, torch.Tensor):
-            from shoal.trainer.model_notices import dropped_losses
+            from shoal.trainer.guards.told.model_notices import dropped_losses
 
             self.dropped |= dropped_losses(outputs)
         outputs = pytree.tree_map(
@@ -99,34 +99,11 @@ class FirstStep:
         """
         if self.cut_off:
             raise ConfigError(NO_GRADIENT)
-        if self.dropped:
-            from shoal.trainer.model_notices import tell_dropped_losses
+        self.compared = self.compared and self.copied
+        if self.dropped or self.asked or self.together or self.compared:
+            from shoal.trainer.guards.told.first_step import tell
 
-            tell_dropped_losses(self.module, self.dropped, notice)
-        if self.asked:
-            notice(
-                f"loss: calls torch.distributed.{', '.join(sorted(self.asked))}; the run sums what "
-                f"it returns over all ranks and divides once, so a sum over ranks or a division by "
-                f"their number would count twice; try: (sum, count) of this rank's own samples"
-            )
-        if self.together:
-            notice(
-                f"loss: what a sample adds depends on the others beside it (like negatives out of "
-                f"the batch), and only the {self.together} of a micro-batch are beside each other, "
-                f"of which the step has {self.micro_batches}; other layouts give the same numbers "
-                f"for the same micro-batches, not for the same batch"
-            )
-        if not self.copied or not self.compared:
-            return
-        line = (
-            "the targets are the inputs themselves, and the loss compares place t with place t: "
-            "the model learns to repeat its input (Hugging Face's labels are shifted inside its "
-            "models, here they must come shifted)"
-        )
-        kind = type(self.module).__name__
-        if self.labels and ("CausalLM" in kind or "LMHead" in kind):
-            raise ConfigError(f"batch: {line}; {SHIFT}")
-        notice(f"batch: {line}; for next-token training {SHIFT}; if a copy is meant, all is well")
+            tell(self, notice)
 
     def _look_at(self, result: Any) -> None:
         total, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1)
@@ -314,18 +291,6 @@ def _couples(total: torch.Tensor, outputs: torch.Tensor) -> bool:
     return bool(sizes[1:].max() > 1e-6 * sizes.max())
 
 
-def _refuse_form(targets: object) -> None:
-    """Errors: ConfigError: the default loss has nothing to compare, say in a batch of one dict."""
-    got = type(targets).__name__
-    if isinstance(targets, Mapping):
-        got = f"one dict ({', '.join(map(str, targets))})"
-    raise ConfigError(
-        f"loss: the default loss takes a tensor of integer targets, got {got}; try: a loss of "
-        f"your own; for a model that shifts labels and takes their mean itself: lambda out, batch: "
-        f'(out.loss * n, n) with n = (batch["labels"][:, 1:] != -100).sum()'
-    )
-
-
 PASSED = ("ToCopyBackward0", "NegBackward0", "AliasBackward0", "ViewBackward0", "CloneBackward0")
 """Operations after which a mean is still one."""
 
@@ -337,11 +302,9 @@ def _refuse_pairs(losses: Any, outputs: Any, targets: Any) -> None:
     shapes = {tuple(outputs.shape), tuple(targets.shape)}
     rows = len(losses) if losses.ndim == 2 else 0
     if rows > 1 and losses.shape[1] == rows and shapes == {(rows,), (rows, 1)}:
-        raise ConfigError(
-            f"loss: gives {rows} × {rows} numbers for {rows} samples: outputs "
-            f"{list(outputs.shape)} and targets {list(targets.shape)} were broadcast against each "
-            f"other; try: outputs.flatten() and targets.flatten() in it"
-        )
+        from shoal.trainer.guards.told.first_step import refuse_broadcast
+
+        refuse_broadcast(rows, outputs, targets)
 
 
 def refuse_mean(
@@ -362,13 +325,11 @@ def refuse_mean(
     reduction = getattr(node, "_saved_reduction", None)
     several = getattr(node, "_saved_self_sym_numel", 2) > 1  # a mean of one number is that
     mean = (node.name().startswith("MeanBackward") and several) or reduction == MEAN
-    if not mean:
-        return
-    told = f"{float(count):g}"
-    raise ConfigError(
-        f"{where} (mean, {told}), where (sum, count) is wanted: a mean is divided by the "
-        f"count again, or weighs ranks with unequal counts wrongly; try: {nearest}"
-    )
+    if mean:
+        raise ConfigError(
+            f"{where} (mean, {float(count):g}), where (sum, count) is wanted: a mean is divided by "
+            f"the count again, or weighs ranks with unequal counts wrongly; try: {nearest}"
+        )
 
 
 MEAN = 1

@@ -1,4 +1,4 @@
-"""Names what `drift.py` saw: which tensor, on which rank, since when; every rank raises the same.
+"""Name the tensor that changed in memory, on which rank, since when; every rank raises the same.
 
 Loaded when something is wrong. Ranks tell each other what they hold, one number per tensor, and all
 come to the same words.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shoal.base.errors import ClusterError
 from shoal.base.placement import Placement
 from shoal.parallel.program import Program
-from shoal.trainer.bit_sums import WEIGHT, Look
+from shoal.trainer.guards.bit_sums import WEIGHT, Look
 from shoal.trainer.recorder import Recorder
 
 WORD_BITS = 64

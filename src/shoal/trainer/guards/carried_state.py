@@ -23,6 +23,7 @@ from shoal.base.policies import CompilePolicy
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
+from shoal.trainer.guards.guard import Guard
 
 States = dict[str, torch.Tensor]
 """Name of a plain attribute (`rnn.state`, `rnn.state[1]`) → the tensor in it."""
@@ -37,8 +38,8 @@ ASKED = frozenset({"__get__", "size", "dim", "numel", "stride", "is_floating_poi
 """What asks a tensor for its form, and reads no number of it."""
 
 
-class Carried:
-    """Looks at the first two steps of a run."""
+class CarriedStateGuard(Guard):
+    """Look at the first two steps of a run."""
 
     def __init__(self, program: Program, notice: Callable[[str], None]) -> None:
         self.module, self.notice = program.module, notice
@@ -48,9 +49,13 @@ class Carried:
         # The tensors themselves are kept for two steps: a freed one's id may be another's soon.
         self._before = self._left = _written(states_of(self.module)) if self.looks else {}
 
-    def looking(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
+    def due(self, step: int) -> bool:
+        """Return True in the first steps, and in the one in which what was kept is dropped."""
+        return self.looks and bool(step <= 2 or self._before or self._left)
+
+    def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
         """Return what stands around passes of the first two steps; a line follows the second."""
-        if not self.looks or step > 2 or (self.alone and micro_batches < 2):
+        if step > 2 or (self.alone and micro_batches < 2):
             self._before = self._left = {}
             return None
         return self._first() if step == 1 else self._second()

@@ -1,4 +1,4 @@
-"""Names what `touched.py` saw: on which ranks weights, rates or modes are other than on the others.
+"""Name the ranks on which weights, layers or modes are other than on the others.
 
 Loaded when something is wrong, or when weights changed and no write was counted. Every rank has
 what all of them said, and comes to the same words.
@@ -14,60 +14,73 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.base.policies import OffloadPolicy
 from shoal.parallel.program import Program
-from shoal.trainer.drift import Drift
-from shoal.trainer.drift_told import one_element_differs
-from shoal.trainer.module_guard import refuse_unlike
-from shoal.trainer.step_vector import StepNumbers
+from shoal.trainer.guards.bit_sums import Look
+from shoal.trainer.guards.told.memory_drift import Looking, one_element_differs
+from shoal.trainer.step_vector import Comparison
 
 Written = Mapping[int, tuple[int, int, torch.dtype]]
 """By id of a tensor: its count of writes, its address, its format."""
 
 
+class Drifting(Looking, Protocol):
+    """What of a `MemoryDrift` is needed."""
+
+    on: bool
+
+    def look_now(self, step: int) -> Look:
+        """Sum what is held now."""
+
+
 class Touching(Protocol):
-    """What of a `Touched` is needed."""
+    """What of an `ExternalWritesGuard` is needed."""
 
     program: Program
-    drift: Drift
+
+    @property
+    def drift(self) -> Drifting:
+        """Looks at what nobody wrote."""
 
 
-def refuse_unlike_ranks(touched: Touching, step: int, numbers: StepNumbers) -> None:
+def refuse_unlike_ranks(
+    touched: Touching, step: int, found: Comparison, refuse_unlike: Callable[..., None]
+) -> None:
     """Raise for ranks that would train different models; every rank calls it.
 
-    numbers  of the step, with what `Touched.by_rank` gave
-    Errors   ClusterError for one element that differs, ConfigError for all that users' code does
+    Args:
+        touched: the guard.
+        step: the one under way.
+        found: what `ExternalWritesGuard.compared` gave, of all ranks.
+        refuse_unlike: names the first layer that differs.
+
+    Raises:
+        ClusterError: one element differs.
+        ConfigError: for all that users' code does.
     """
-    written, groups = numbers.row("weights_written"), numbers.row("replica_group")
-    weights, training = numbers.row("weights"), numbers.row("training_mode")
-    trains, layers = numbers.row("trainable"), numbers.row("layers")
-    unlike = len(set(zip(groups, weights, strict=True))) > len(set(groups))
-    if 1.0 not in written and (unlike or any(written)) and touched.drift.on:
+    written: list[int] = found.by_rank("weights_written")
+    if 1 not in written and (any(written) or found.differs("weights")) and touched.drift.on:
         one_element_differs(touched.drift, touched.drift.look_now(step - 1))
-    written = [float(one > 0) for one in written]
+    written = [int(one > 0) for one in written]
     if len(set(written)) > 1:
         raise ConfigError(
             f"step {step}: weights were changed beside the run on {_ranks(written, 1)} and not "
             f"on {_ranks(written, 0)}; try: the same change on every rank"
         )
-    first: dict[float, int] = {}
-    for rank, (group, value) in enumerate(zip(groups, weights, strict=True)):
-        other = first.setdefault(group, rank)
-        if weights[other] != value:
-            raise ConfigError(
-                f"step {step}: weights on rank {rank} are not those on rank {other}: they "
-                f"were changed beside the run, or by the model's own forward pass, by each "
-                f"rank for itself; try: the same change on every rank (seed it), or before "
-                f"shoal.parallelize"
-            )
-    by_group: dict[float, float] = {}
-    for group, count in zip(groups, trains, strict=True):
-        if by_group.setdefault(group, count) != count:
-            raise ConfigError(
-                f"step {step}: ranks train unlike numbers of parameters ("
-                f"{', '.join(f'{n:.0f}' for n in trains)} by rank): some were frozen on some "
-                f"ranks only; try: requires_grad_() before shoal.parallelize, on every rank"
-            )
-    if len(set(zip(groups, layers, strict=True))) > len(set(groups)):
+    if pair := found.first_pair("weights"):
+        raise ConfigError(
+            f"step {step}: weights on rank {pair[1]} are not those on rank {pair[0]}: they were "
+            f"changed beside the run, or by the model's own forward pass, by each rank for "
+            f"itself; try: the same change on every rank (seed it), or before shoal.parallelize"
+        )
+    if found.differs("trainable"):
+        counts = ", ".join(map(str, found.by_rank("trainable")))
+        raise ConfigError(
+            f"step {step}: ranks train unlike numbers of parameters ({counts} by rank): some were "
+            f"frozen on some ranks only; try: requires_grad_() before shoal.parallelize, on every "
+            f"rank"
+        )
+    if found.differs("layers"):
         refuse_unlike(touched.program.module, touched.program.replicas, step)
+    training = found.by_rank("training_mode")
     if len(set(training)) > 1:
         raise ConfigError(
             f"step {step}: the model is in training mode on {_ranks(training, 1)} and in "

@@ -1,0 +1,99 @@
+"""The guards of a run: each watches its steps for one kind of mistake, and ends it or says a line.
+
+Here they stand in the order in which a step calls them. `guard.py` says what a guard is; `told/`
+has the words for what was found, loaded when there is something to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal.parallel.program import Program
+from shoal.trainer.guards.brought_batches import BroughtBatchesGuard
+from shoal.trainer.guards.carried_state import CarriedStateGuard
+from shoal.trainer.guards.external_writes import ExternalWritesGuard
+from shoal.trainer.guards.guard import Guard, Guards
+from shoal.trainer.guards.memory_drift import MemoryDrift
+from shoal.trainer.guards.model_checks import ModelGuard
+from shoal.trainer.guards.optimizer_checks import OptimizerGuard
+from shoal.trainer.guards.untrained_weights import UntrainedWeightsGuard
+from shoal.trainer.recorder import Recorder
+
+if TYPE_CHECKING:
+    from shoal.optim.average import WeightAverage
+
+
+class RunGuards(Guards):
+    """The guards of one run.
+
+    Args:
+        program: the run's.
+        optimizer: the run's.
+        recorder: prints lines, keeps events.
+        average: of the weights, if the run keeps one.
+        given: of "batch" and "micro_batch" those that the user fixed.
+        unheld: names of weights that no optimizer holds, and of those that seem to be forgotten.
+        agreed: asks all ranks whether they say the same.
+
+    Attributes:
+        writes: who writes weights and gradients beside the run, and what nobody wrote.
+        optimizer: what its first steps show.
+        untrained: weights without a gradient.
+        model: lines on the model.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        optimizer: torch.optim.Optimizer,
+        recorder: Recorder,
+        average: WeightAverage | None,
+        given: Collection[str],
+        unheld: tuple[Collection[str], Collection[str]],
+        agreed: Callable[[str], bool],
+    ) -> None:
+        notice = recorder.notice
+        drift = MemoryDrift(program, optimizer, average, recorder)
+        self.writes = ExternalWritesGuard(program, optimizer, notice, agreed, drift)
+        self.optimizer = OptimizerGuard(optimizer, program, notice)
+        self.model = ModelGuard(program, "micro_batch" not in given, notice)
+        self.untrained = UntrainedWeightsGuard(program, *unheld, notice)
+        super().__init__(
+            [
+                # Ranks that ran different blocks have mixtures for weights and gradients: what
+                # later guards would find is a consequence.
+                *layout_guards(program),
+                # Before the weights, which differ because of it one step later.
+                *_settings_guards(optimizer, program),
+                # Before the weights' sums are taken: an update that moved nothing ends the run.
+                self.optimizer,
+                # First thing in a step: its batch may be well and its weights not.
+                self.writes,
+                # Samples before what is computed of them.
+                BroughtBatchesGuard(program, program.plan.batch * ("batch" in given), notice),
+                self.model,
+                CarriedStateGuard(program, notice),
+                # Innermost around the passes: it watches torch's `detach`, which others call.
+                self.untrained,
+            ]
+        )
+
+
+def layout_guards(program: Program) -> list[Guard]:
+    """Return the guards that evaluations have too: of layouts that gather blocks."""
+    if program.unit_log is None:
+        return []
+    from shoal.trainer.guards.unit_order import UnitOrderGuard
+
+    return [UnitOrderGuard(program.unit_log, program.world)]
+
+
+def _settings_guards(optimizer: torch.optim.Optimizer, program: Program) -> list[Guard]:
+    if program.world.size == 1:
+        return []
+    from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard
+
+    return [OptimizerSettingsGuard(optimizer, program.world)]

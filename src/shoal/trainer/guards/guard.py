@@ -1,0 +1,112 @@
+"""What a guard is: it watches the steps of a run for one kind of mistake.
+
+A step calls its guards at fixed places, those only that are due and have something to do there:
+
+    before      the batch is here, nothing has run
+    around      a context around the forward and backward passes
+    sums        numbers for the step's one all-reduce, as many on every rank
+    compared    values that ranks must have in common, for the same all-reduce
+    agree       all ranks know the sums; nothing was updated yet
+    between     `run.update` begins, and code of the user's ran since the passes
+    updating    the update begins
+    updated     the update is over, or was skipped
+    close       the run ends
+
+A guard changes no number: a run with `guards="off"` computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from shoal.trainer.micro_batch import all_around
+from shoal.trainer.step_vector import Compared, StepNumbers
+
+
+class Guard:
+    """Watches for one kind of mistake; a subclass overrides the places where it has work."""
+
+    def due(self, step: int) -> bool:
+        """Tell whether this guard has anything to do in a step, from 1; the same on all ranks."""
+        return True
+
+    def before(self, step: int, batch: Any) -> None:
+        """Look at what a step begins with."""
+
+    def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
+        """Return what stands around the passes, or None."""
+        return None
+
+    def sums(self, step: int) -> Mapping[str, Sequence[float]]:
+        """Return entries of the step's vector, to be summed over ranks, by name."""
+        return {}
+
+    def compared(self, step: int) -> Sequence[Compared]:
+        """Return values that ranks must have in common."""
+        return ()
+
+    def agree(self, step: int, numbers: StepNumbers) -> None:
+        """Look at what all ranks said. Raises: ShoalError, the same on all of them."""
+
+    def between(self, step: int) -> None:
+        """Look at what was done between the passes and the update."""
+
+    def updating(self, step: int) -> None:
+        """Look at the optimizer before it steps."""
+
+    def updated(self, step: int, *, skipped: bool) -> None:
+        """Take note of an update, or of a step whose update was skipped."""
+
+    def close(self) -> None:
+        """Take away what stands around the user's objects."""
+
+
+class Guards:
+    """The guards of a run, in order: `Guards(table)`.
+
+    Attributes:
+        all: every one, due or not.
+    """
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        self.all = list(guards)
+        self._step, self._resting = -1, list[Guard]()
+        self._at: dict[str, list[Guard]] = {}
+
+    def add(self, guard: Guard) -> None:
+        """Append one that is called after the others."""
+        self.all.append(guard)
+        self._step, self._at = -1, {}
+
+    def around(self, step: int, micro_batches: int) -> AbstractContextManager[None]:
+        """Return one context of those that are due, the first one outermost."""
+        found = [guard.around(step, micro_batches) for guard in self.at("around", step)]
+        return all_around(*found)
+
+    def sums(self, step: int) -> dict[str, Sequence[float]]:
+        """Return the entries of all that are due."""
+        entries: dict[str, Sequence[float]] = {}
+        for guard in self.at("sums", step):
+            entries |= guard.sums(step)
+        return entries
+
+    def compared(self, step: int) -> list[Compared]:
+        """Return the values of all that are due."""
+        return [one for guard in self.at("compared", step) for one in guard.compared(step)]
+
+    def close(self) -> None:
+        """Close all, due or not."""
+        for guard in self.all:
+            guard.close()
+
+    def at(self, place: str, step: int) -> list[Guard]:
+        """Return those that are due in a step and have something to do at a place of it."""
+        if step != self._step:
+            self._step = step
+            self._resting = [guard for guard in self.all if not guard.due(step)]
+        if place not in self._at:
+            plain = getattr(Guard, place)
+            self._at[place] = [one for one in self.all if getattr(type(one), place) is not plain]
+        return [guard for guard in self._at[place] if guard not in self._resting]

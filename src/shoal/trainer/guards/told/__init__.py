@@ -1,0 +1,1 @@
+"""Words for what guards found: loaded when there is something to say."""

@@ -1,0 +1,75 @@
+"""Words for batches that ranks must not bring: loaded where there is something to say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.base.errors import ConfigError
+
+CURE = "try: run.loader(dataset), which deals it to ranks, or a DistributedSampler in yours"
+
+Told = Sequence[dict[str, Any]]
+"""What ranks said of their batches (`BroughtBatchesGuard._told`)."""
+
+
+def refuse_unlike_data(step: int, told: Told, layout: str) -> None:
+    """Raise ConfigError where ranks read other data than they must; every rank comes to the same.
+
+    Args:
+        step: the step under way.
+        told: by rank.
+        layout: its name.
+    """
+    if len({one["loaded"] for one in told}) > 1:
+        raise ConfigError(
+            "batch: some ranks bring a batch of run.loader and others one of their own; every "
+            "rank must take its batches from the same place"
+        )
+    first: dict[int, int] = {}
+    probe = told[0]["probe"]
+    for rank, one in enumerate(told):
+        if one["probe"] != probe:
+            raise ConfigError(
+                f"run.loader: the data differ between rank 0 ({_shown(probe)}) and rank {rank} "
+                f"({_shown(one['probe'])}): every rank must give the same dataset, which "
+                f"run.loader deals out. Was it made without a seed (torch.manual_seed), or dealt "
+                f"to ranks already? Such batches of your own go to run.step(batch)"
+            )
+    for rank, one in enumerate(told):
+        other = first.setdefault(one["place"], rank)
+        if told[other]["hash"] != one["hash"]:
+            raise ConfigError(
+                f"step {step}: ranks {other} and {rank} hold different samples, and layout "
+                f"{layout} has them work on the same ones; try: run.loader(dataset), or the same "
+                f"seed where data are made (torch.manual_seed)"
+            )
+
+
+def refuse_doubled(step: int, shares: Told, *, by_chance: bool) -> None:
+    """Raise ConfigError where all ranks read the whole data, or the same samples.
+
+    Args:
+        step: the step under way.
+        shares: of ranks that must bring samples of their own.
+        by_chance: whether equal samples may be a coincidence.
+    """
+    for name, *what in shares[0]["loaders"]:
+        if all([name, *what] in other["loaders"] for other in shares[1:]):
+            raise ConfigError(
+                f"run.step: the DataLoader has a {name}, so each of {len(shares)} ranks would "
+                f"train on the whole dataset; {CURE}"
+            )
+    if by_chance:
+        return
+    hashes = [one["hash"] for one in shares]
+    again = next(place for place, key in enumerate(hashes) if key in hashes[:place])
+    raise ConfigError(
+        f"step {step}: ranks {hashes.index(hashes[again])} and {again} brought the same "
+        f"{shares[again]['samples']} samples, so each would count twice: a loader of your own "
+        f"shows every rank the same data; {CURE}"
+    )
+
+
+def _shown(probe: Sequence[Any]) -> str:
+    return ", ".join(map(str, probe)) or "nothing"

@@ -1,0 +1,92 @@
+"""Words for what a run's first step shows of its loss: loaded where there is something to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+
+SHIFT = "try: (ids[:, :-1], ids[:, 1:]) as (inputs, targets)"
+
+
+class Seen(Protocol):
+    """What of a `FirstStep` is needed.
+
+    Attributes:
+        module: the model.
+        dropped: losses of its outputs that the default loss leaves out.
+        asked: functions of torch.distributed that the loss called.
+        together: how many samples the loss compares with each other, 0 if it adds them up.
+        micro_batches: of the step, over all ranks.
+        compared: whether targets that are the inputs were compared with them, place by place.
+        labels: whether such targets are tensors of their own.
+    """
+
+    module: nn.Module
+    dropped: set[str]
+    asked: set[str]
+    together: int
+    micro_batches: int
+    compared: bool
+    labels: bool
+
+
+def tell(seen: Seen, notice: Callable[[str], None]) -> None:
+    """Print a line for each.
+
+    Raises:
+        ConfigError: the model is one that sees the place it predicts.
+    """
+    if seen.dropped:
+        from shoal.trainer.guards.told.model_notices import tell_dropped_losses
+
+        tell_dropped_losses(seen.module, seen.dropped, notice)
+    if seen.asked:
+        notice(
+            f"loss: calls torch.distributed.{', '.join(sorted(seen.asked))}; the run sums what it "
+            f"returns over all ranks and divides once, so a sum over ranks or a division by their "
+            f"number would count twice; try: (sum, count) of this rank's own samples"
+        )
+    if seen.together:
+        notice(
+            f"loss: what a sample adds depends on the others beside it (like negatives out of the "
+            f"batch), and only the {seen.together} of a micro-batch are beside each other, of "
+            f"which the step has {seen.micro_batches}; other layouts give the same numbers for the "
+            f"same micro-batches, not for the same batch"
+        )
+    if not seen.compared:
+        return
+    line = (
+        "the targets are the inputs themselves, and the loss compares place t with place t: the "
+        "model learns to repeat its input (Hugging Face's labels are shifted inside its models, "
+        "here they must come shifted)"
+    )
+    kind = type(seen.module).__name__
+    if seen.labels and ("CausalLM" in kind or "LMHead" in kind):
+        raise ConfigError(f"batch: {line}; {SHIFT}")
+    notice(f"batch: {line}; for next-token training {SHIFT}; if a copy is meant, all is well")
+
+
+def refuse_form(targets: object) -> NoReturn:
+    """Raise ConfigError: the default loss has nothing to compare, say in a batch of one dict."""
+    got = type(targets).__name__
+    if isinstance(targets, Mapping):
+        got = f"one dict ({', '.join(map(str, targets))})"
+    raise ConfigError(
+        f"loss: the default loss takes a tensor of integer targets, got {got}; try: a loss of "
+        f"your own; for a model that shifts labels and takes their mean itself: lambda out, batch: "
+        f'(out.loss * n, n) with n = (batch["labels"][:, 1:] != -100).sum()'
+    )
+
+
+def refuse_broadcast(rows: int, outputs: torch.Tensor, targets: torch.Tensor) -> NoReturn:
+    """Raise ConfigError: outputs [B, 1] and targets [B] gave B × B losses."""
+    raise ConfigError(
+        f"loss: gives {rows} × {rows} numbers for {rows} samples: outputs {list(outputs.shape)} "
+        f"and targets {list(targets.shape)} were broadcast against each other; try: "
+        f"outputs.flatten() and targets.flatten() in it"
+    )
