@@ -1,4 +1,4 @@
-"""What ranks tell each other at start does not grow as ranks × tensors."""
+"""What ranks tell each other at a start and in a step does not grow with their number."""
 
 from __future__ import annotations
 
@@ -30,3 +30,6 @@ def test_a_start_of_4096_ranks(layout: Any, programs: Forks) -> None:
     assert sum(said["told_bytes"].values()) <= MOST_BYTES, said["told_bytes"]
     assert said["told_bytes"]["differing"] >= 72 * 4  # arguments, layers, structure, optimizer
     assert said["cpu_s"] <= MOST_S
+    # Of 300 parameters: whether each was used, and in the first step whether it is cut off.
+    assert said["vector_bytes"] <= 16 * 2**10
+    assert said["row_bytes"] <= 2**10

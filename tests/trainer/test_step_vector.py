@@ -70,13 +70,13 @@ def test_a_name_has_one_entry() -> None:
 def test_the_vector_does_not_grow_with_ranks() -> None:
     run = run_of(linear())
     run.forward_backward(pair(4))
-    assert run._tally is not None
+    assert run.now.tally is not None
     lengths = {
         ranks: len(zero_sum_terms([Compared("a", 1, Group(range(ranks), 0))], 1, ranks))
         for ranks in (2, 4096)
     }
     assert len(set(lengths.values())) == 1
-    assert len(run._tally.numbers.values) <= 32
+    assert len(run.now.tally.numbers.values) <= 32
 
 
 def test_what_is_the_same_on_all_ranks_needs_no_message() -> None:
@@ -95,12 +95,12 @@ def test_all_ways_into_a_step_give_the_same_entries() -> None:
     tallies: dict[str, Any] = {}
     run = run_of(linear())
     run.forward_backward(batch)
-    tallies["batches"] = run._tally
+    tallies["batches"] = run.now.tally
     run = run_of(linear())
     for micro in run.micro_batches(batch):
         run.backward(((run.model(micro.inputs) - micro.targets) ** 2).sum(), 4)
-    assert run._own is not None
-    tallies["written-out passes"] = run._own.finish()
+    assert run.now.written is not None
+    tallies["written-out passes"] = run.now.written.finish()
     run = run_of(linear())
     run.begin(None)
     passes = FreePasses(run.program, run.step_count, run.scale, run.flags)

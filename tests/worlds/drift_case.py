@@ -125,7 +125,7 @@ def flips(
         told = message(act)
         if undo is not None:
             flip(undo, bit)
-        run._tally = None
+        run.now.tally = None
         looks += told != QUIET
         hit[f"{name.split(' of ')[0] if ' of ' in name else 'weight'} {rank}"] = (
             hit.get(f"{name.split(' of ')[0] if ' of ' in name else 'weight'} {rank}", 0) + 1
@@ -183,7 +183,7 @@ def flips_by_default(
         if world.rank == rank:
             flip(tensor, bit)
         told = message(partial(_up_to_a_save, run, ahead, at + apart))
-        run._tally = None
+        run.now.tally = None
         same = all(torch.equal(now, then) for now, then in zip(_held(run), clean, strict=True))
         alike = all(world.gather_json(same))
         outcome = (
@@ -219,7 +219,7 @@ def unlike_at_a_reading(world: World, noise: bool) -> str:
         else:
             flip(weight, 13)
     told = message(lambda: steps(run, 4))
-    run._tally = None
+    run.now.tally = None
     leave(run)
     return told
 

@@ -26,8 +26,8 @@ from shoal.parallel.data_parallel.zero import FlatWeights
 from shoal.proof import Battery, shelf
 from shoal.trainer import left_out, micro_batch
 from shoal.trainer import parallelize as parallelizing
-from shoal.trainer import run as running
 from shoal.trainer import step as stepping
+from shoal.trainer import stepping as running
 from shoal.trainer.guards.optimizer_checks import MovementCheck
 
 
@@ -128,7 +128,7 @@ def short_window(world: World) -> Iterator[None]:
     full = {"micro_batches": 0}
 
     def stretch(program: Any, tally: Any) -> Any:
-        ran = sum(tally.micro_batches)
+        ran = tally.micro_batches
         full["micro_batches"] = max(full["micro_batches"], ran)
         return replace(tally, count=tally.count * full["micro_batches"] / ran)
 
@@ -277,10 +277,10 @@ def batch_norm_drift(world: World) -> Iterator[None]:
     """Every rank moves its running statistics by its own micro-batches."""
     right = batch_norm._Rule.commit
 
-    def commit(self: Any, counts: list[int]) -> None:
+    def commit(self: Any, _uneven: bool) -> None:
         shared, self.world = self.world, Alone(self.world)
         try:
-            right(self, counts)
+            right(self, uneven=False)
         finally:
             self.world = shared
 

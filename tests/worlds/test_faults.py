@@ -65,7 +65,7 @@ def test_nan_for_ever_stops_with_a_clear_message(tmp_path: Path) -> None:
     arguments = (*TOY_ARGUMENTS, TWO, "data.source=toy:all_poison", "train.skip_limit=3")
     code, output = CommandLine(tmp_path, *arguments, "data.validation=0").finish()
     assert code == 3, output
-    assert "non-finite loss or gradient on rank 0, rank 1, 3 steps in a row" in output
+    assert "non-finite loss or gradient on ranks 0 and 1, 3 steps in a row" in output
     assert "restarting" not in output
 
 

@@ -211,6 +211,7 @@ class LoopPolicy:
     drift        how often weights and states are looked at for bits that changed in memory: auto
                  (a hundredth of a step's time), every (step), off
     spikes       what becomes of a step whose loss or norm leaps out: tell, skip, rewind, off
+    guards       on; off: no mistake of a loop is looked for, to measure what that costs
     """
 
     seed: int = number(0, least=0)
@@ -226,6 +227,9 @@ class LoopPolicy:
     spikes: str = word(SPIKES, {"true": "skip", "false": "off", "none": "off", "warn": "tell"})
     """tell, skip (no update), rewind (skip; three in a row: to the last checkpoint, without samples
     since; own loops, islands: skip), off: steps whose loss or norm leaps out of the last 128"""
+    guards: str = word(("on", "off"), {"true": "on", "false": "off", "none": "off"})
+    """on, off (for measurements): whether steps are watched for mistakes that change numbers, as
+    weights written on one rank, equal samples on all, a loss that is cut off from the model"""
 
     @staticmethod
     def traced(name: str, text: str) -> tuple[int, int]:

@@ -54,14 +54,20 @@ class FreeLoop:
         self.last: StepResult | None = None
 
     @property
+    def passes(self) -> FreePasses | None:
+        """Those of the step under way."""
+        written = self.run.now.written
+        return written if isinstance(written, FreePasses) else None
+
+    @property
     def under_way(self) -> bool:
         """Whether a forward pass waits for its backward."""
-        return self.run.free is not None and self.run.free.under_way
+        return self.passes is not None and self.passes.under_way
 
     @property
     def begun(self) -> bool:
         """Whether a step is under way: the model was called since the last update."""
-        return self.run.free is not None
+        return self.passes is not None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model; in training, as a pass of the step under way."""
@@ -89,7 +95,7 @@ class FreeLoop:
 
     def drop(self) -> None:
         """Forget the gradients of the step under way."""
-        self.run.free = None
+        self.run.now.written = None
 
     def update(self) -> StepResult:
         """Sum gradients over ranks, clip them, step the optimizer; or skip that, on all ranks."""
@@ -100,12 +106,13 @@ class FreeLoop:
         return self.last
 
     def _passes(self) -> FreePasses:
-        run = self.run
-        if run.free is None:
+        run, passes = self.run, self.passes
+        if passes is None:
             with run.meeting.at("the first pass of a step"):
                 run.begin(None)
-                run.free = FreePasses(run.program, run.step_count, run.scale, run.flags)
-        return run.free
+                passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
+                run.now.written = passes
+        return passes
 
 
 class Carried(nn.Module):

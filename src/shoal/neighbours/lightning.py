@@ -218,7 +218,7 @@ class _Methods:
         if self.loop is None:
             raise ConfigError("optimizer.step: no fit is under way; try: Trainer.fit")
         found, run = closure(), self.loop.run
-        if run.free is None or not run.free.count:
+        if self.loop.passes is None or not self.loop.passes.count:
             return found  # training_step gave None
         plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's
         run.adjust = partial(plugin._after_closure, model or self.lightning_module, optimizer)

@@ -1,7 +1,7 @@
 """The passes of one step in a loop that asks nobody: model, loss and backward whenever it likes.
 
     run.begin(None)
-    run.free = passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
+    run.now.written = passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
     loss = loss_of(passes.forward(inputs))                as often as the loop likes
     passes.backward(loss, share=1 / 4, last=False)        the last one's gradients travel at once
     run.update()

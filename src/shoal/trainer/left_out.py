@@ -5,6 +5,7 @@ Loaded where there is something to tell, up to the numbers at which a run stops 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from shoal.base.errors import ClusterError, TrainingError
@@ -12,6 +13,9 @@ from shoal.base.events import Emit
 from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.trainer.step import NO_TARGET
+
+NAMED = 8
+"""Ranks that a line names."""
 
 
 class Counts(Protocol):
@@ -77,12 +81,27 @@ def skip(
     if skips.in_a_row >= skips.limit:
         where = "all ranks"
         if culprits and not spike:
-            where = ", ".join(f"rank {m['rank']}" for m in culprits)
+            where = ranks_text([m["rank"] for m in culprits])
         raise TrainingError(
             f"step {step}: {reason} on {where}, {skips.in_a_row} steps in a row "
             f"(train.skip_limit); the weights are those of step {step - skips.in_a_row}; "
             f"{cure(reason)}"
         )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name some ranks, the first of them where they are many.
+
+    >>> ranks_text([3]), ranks_text([0, 1])
+    ('rank 3', 'ranks 0 and 1')
+    >>> ranks_text(range(4096))
+    'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4088 more'
+    """
+    named = [str(rank) for rank in ranks[:NAMED]]
+    if len(ranks) > NAMED:
+        named.append(f"{len(ranks) - NAMED} more")
+    *first, last = named
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def tell_spike(step: int, spike: str, batch: Any, world: World, emit: Emit) -> None:

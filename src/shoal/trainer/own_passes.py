@@ -22,11 +22,11 @@ from shoal.base.errors import ConfigError
 from shoal.fabric.device import is_accelerator
 from shoal.parallel.program import Program, in_turn
 from shoal.trainer.contract import sum_and_count
-from shoal.trainer.double_backward import watching
-from shoal.trainer.guards.first_step import refuse_mean
+from shoal.trainer.guards.first_step import refuse_mean, watching
 from shoal.trainer.guards.gradient_passes import PassGradients
 from shoal.trainer.measured import Measured
 from shoal.trainer.micro_batch import JOINING, MicroBatch, prepared
+from shoal.trainer.share import Share
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
 from shoal.trainer.step_vector import Compared, StepNumbers
 
@@ -55,11 +55,9 @@ class OwnPasses:
     def __init__(
         self,
         program: Program,
-        micro_batches: Sequence[tuple[int, Any]],
-        spare: Any,
+        share: Share,
         *,
         step: int,
-        rounds: int,
         scale: float,
         flags: Callable[[], Flags],
         graded: Sequence[nn.Parameter],
@@ -76,11 +74,12 @@ class OwnPasses:
                 "run.micro_batches: memory.offload = parameters brings weights for one backward "
                 "pass of each micro-batch; try: run.step(batch), or memory.offload=optimizer"
             )
-        self.program, self.spare, self.step = program, spare, step
+        self.program, self.spare, self.step = program, share.spare, step
         self._flags, self._is_first = flags, is_first
-        self._own, self._rounds = len(micro_batches), max(rounds, len(micro_batches))
+        self._own, rounds = len(share.micro_batches), share.rounds
+        self._rounds = max(rounds, self._own)
         self._ready, self._sums = begin_passes(
-            program, micro_batches, nobody, step, rounds, spare, "single", scale
+            program, share.micro_batches, nobody, step, rounds, share.spare, "single", scale
         )
         self._gradients = PassGradients(program, graded, step + 1, scale)
         self._at: MicroBatch | None = None

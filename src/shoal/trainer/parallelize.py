@@ -41,7 +41,6 @@ from shoal.trainer.arguments import (
     DEFAULT_BATCH,
     ELSEWHERE,
     check_arguments,
-    check_policies,
     plan_of_words,
     refuse_unknown,
 )
@@ -128,7 +127,9 @@ def parallelize(
     check_arguments(locals())
     said: Words = layout
     if plan is not None:
-        _refuse_beside(plan, locals())
+        from shoal.trainer.guards.told.start import refuse_beside
+
+        refuse_beside(plan, locals(), inspect.signature(parallelize).parameters)
         said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
     else:
         plan = plan_of_words(precision, policies)
@@ -156,25 +157,6 @@ def parallelize(
     if run.world.size > 1 and leaves_open(plan, said):
         run.recorder.notice(run.plan.why)
     return run
-
-
-def _refuse_beside(plan: Plan, given: Mapping[str, Any]) -> None:
-    """Errors: ConfigError for what is no plan, and for words beside one, which it has itself."""
-    if not isinstance(plan, Plan):
-        raise ConfigError(
-            f"plan = {type(plan).__name__}: a shoal.Plan is wanted; try: "
-            f'shoal.Plan(shoal.Layout(tp=2), recompute="full"), or layout={{"tp": 2}}'
-        )
-    check_policies(plan, {})
-    plain = inspect.signature(parallelize).parameters
-    for name in ("layout", "batch", "micro_batch", "precision", *given["policies"]):
-        value = given["policies"].get(name, given.get(name))
-        if name in given["policies"] or value != plain[name].default:
-            key = {"precision": "compute"}.get(name, name)
-            raise ConfigError(
-                f"{name} = {value}: stands beside a plan, which says it itself; try: "
-                f"plan=dataclasses.replace(plan, {key}=…)"
-            )
 
 
 def start_run(
@@ -490,13 +472,9 @@ def narrow_weights(parameters: Mapping[str, nn.Parameter], compute: str) -> list
     narrow = [n for n, p in parameters.items() if p.dtype in (torch.float16, torch.bfloat16)]
     if not narrow:
         return []
-    kind = str(parameters[narrow[0]].dtype).removeprefix("torch.")
-    products = compute if compute in ("bf16", "fp16") else "bf16"
-    return [
-        f"model: {len(narrow)} of {len(parameters)} trainable tensors are {kind}, first: "
-        f"{narrow[0]}; updates smaller than their rounding are lost; try: model.float() "
-        f'before, and precision="{products}" for products in that format'
-    ]
+    from shoal.trainer.guards.told.model_notices import narrow_line
+
+    return [narrow_line(narrow, parameters, compute)]
 
 
 def _refuse_untrainable(

@@ -19,53 +19,31 @@ from shoal.base.errors import ConfigError
 from shoal.base.plan import Plan
 from shoal.base.streams import write_output
 from shoal.fabric import World
-from shoal.machine.memory import peak_memory_bytes
 from shoal.parallel.program import Program
 from shoal.trainer.arguments import OF_A_LOADER, refuse_unknown
 from shoal.trainer.contract import Loss
-from shoal.trainer.epochs import Epochs
-from shoal.trainer.guards import RunGuards
-from shoal.trainer.guards.first_step import FirstStep
-from shoal.trainer.guards.optimizer_checks import LearningRate, Length
-from shoal.trainer.loaders import Feed
-from shoal.trainer.lockstep import count_forwards, meeting_of, together
+from shoal.trainer.guards.optimizer_checks import Length
+from shoal.trainer.lockstep import together
 from shoal.trainer.recorder import Recorder
-from shoal.trainer.share import busiest, lost_of, own_micro_batches, to_join_with
-from shoal.trainer.skips import Skips, Spikes
-from shoal.trainer.step import (
-    Flags,
-    StepResult,
-    Tally,
-    counted,
-    forward_backward,
-    reducer_of,
-    row_of,
-    update,
-)
+from shoal.trainer.step import StepResult, reducer_of
+from shoal.trainer.stepping import Stepping, UnderWay
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.checkpoint.lease import RunLease
     from shoal.data.iterable import IterableLoader
     from shoal.data.loader import Loader
-    from shoal.optim.average import WeightAverage
     from shoal.trainer.contract import Metric
-    from shoal.trainer.free_passes import FreePasses
-    from shoal.trainer.loss_scale import LossScale
-    from shoal.trainer.measured import Measured
     from shoal.trainer.own_passes import OwnMicroBatch, OwnPasses
     from shoal.trainer.run_state import Beside
-    from shoal.trainer.saving import Saving
 
 
-class Run:
+class Run(Stepping):
     """One model in training, with its optimizer and its worlds; a process may have several.
 
     model       the module, on its device · world  the processes · plan  what was decided
     step_count  optimizer steps taken so far, skipped ones included
-    beside      further tensors that checkpoints keep · adjust  changes the final mean gradient
-    lr_step     the step whose learning rate counts, where that is not `step_count`
+    beside      further tensors that checkpoints keep
     extra       what the last `save` kept as such, or the checkpoint that the run went on from
-    first_key   added to micro-batches' numbers, keys of randomness · free  a loop's own passes
 
     Made by `shoal.parallelize`; `given`: portions of the batch that the user fixed, `batch` and
     `micro_batch`, to which batches of one's own are held.
@@ -81,55 +59,15 @@ class Run:
         given: Collection[str] = (),
         unheld: tuple[Collection[str], Collection[str]] = ((), ()),
     ) -> None:
-        self.program, self.recorder = program, recorder
-        self.optimizer, self.loss = optimizer, loss
-        self.step_count = self.first_key = 0
-        plan = program.plan
-        self.feed = Feed(plan, program.data, recorder.notice, recorder.here, given)
+        super().__init__(program, optimizer, loss, recorder, length, given, unheld)
         self.beside: Beside | None = None
-        self.adjust: Callable[[], None] | None = None
-        self.lr_step: int | None = None
-        self.extra_record: dict[str, Any] = {}
-        self._cut = plan.micro_batch if "micro_batch" in given else 0  # of batches of one's own
-        self._tally: Tally | None = None
-        self._own: OwnPasses | None = None
-        self.free: FreePasses | None = None
-        self.metrics: Mapping[str, Metric] = {}
-        self.tokenizer: Any = None
-        self._measured: Measured | None = None
-        self._values: dict[str, float] = {}
-        self._batch: Any = None
-        self._spare: Any = None
-        self._data_wait_s = 0.0
-        self.stopping = self._stop_wanted = self._closed = False
-        self.tells_validation = True
         self.extra: dict[str, Any] = {}
-        self._restored: set[Path] = set()
+        self.extra_record: dict[str, Any] = {}
+        self.tokenizer: Any = None
+        self.tells_validation = True
+        self._closed = False
         self.lease: RunLease | None = None
-        self.loss_scale: LossScale | None = None
-        if plan.compute == "fp16":
-            from shoal.trainer.loss_scale import LossScale
-
-            self.loss_scale = LossScale(plan.loss_scale)
-        self._saving: Saving | None = None
-        self.average: WeightAverage | None = None
-        if plan.average:
-            from shoal.optim.average import WeightAverage
-
-            stepped = {name: one.parameter for name, one in program.local.items()}
-            self.average = WeightAverage(plan.average, stepped)
-        self.skips, self.spikes = Skips(plan.skip_limit, plan.unreadable), Spikes(plan.spikes)
-        self.rate = LearningRate(optimizer, length)
-        if program.owed is not None:  # first steps may be a share of the length
-            program.owed.sums.length = length
-        self.epochs_done = Epochs(self.feed)
-        self.meeting = meeting_of(program.world)
-        self.meeting.join(program.world)
-        self.guards = RunGuards(
-            program, optimizer, recorder, self.average, given, unheld, self.meeting.agreed
-        )
-        self.program = count_forwards(program, self.meeting)
-        self.recorder.tell(self.program.notices)
+        self._restored: set[Path] = set()
 
     def hear(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
         """Call hooks with every event and every step's row from now on, in this process.
@@ -153,15 +91,6 @@ class Run:
     def plan(self) -> Plan:
         """The layout, the batch arithmetic and the gradient buckets."""
         return self.program.plan
-
-    @property
-    def saving(self) -> Saving:
-        """How this run saves; made when it is first asked for."""
-        if self._saving is None:
-            from shoal.trainer.saving import Saving  # a run that never saves does without
-
-            self._saving = Saving(self.world, self.recorder.events.emit, self.recorder.warn)
-        return self._saving
 
     def loader(
         self, dataset: Any, *, workers: int = 0, collate: Any = None, **unknown: Any
@@ -199,8 +128,8 @@ class Run:
         Errors   ConfigError for a loss that returns a mean; TrainingError after too many
                  non-finite steps in a row
         """
-        self._run_passes(batch)
-        return self._update()
+        self.run_passes(batch)
+        return self.update_weights()
 
     def steps(self, data: Any, *, workers: int = 0, collate: Any = None) -> Iterator[StepResult]:
         """`step` over one epoch of a dataset, split over ranks here, or over this rank's batches.
@@ -218,22 +147,8 @@ class Run:
     @together("run.forward_backward")
     def forward_backward(self, batch: Any) -> None:
         """The first half of `step`: gradients of the loss sum, summed over ranks, in `.grad`."""
-        self._run_passes(batch)
+        self.run_passes(batch)
         self.guards.writes.after()
-
-    def _run_passes(self, batch: Any) -> None:
-        micro_batches, rounds, spare = self._begin(batch)
-        seen = self.guards.optimizer.state_checked
-        first = None if seen else FirstStep(self.loss, self.program, micro_batches)
-        with self.guards.around(self.step_count + 1, len(micro_batches)):
-            tally = forward_backward(
-                self.program, micro_batches, first or self.loss, step=self.step_count,
-                rounds=rounds, spare=spare, scale=self.scale, call=self.plan.call,
-                flags=self.flags, note=self._note,
-            )  # fmt: skip
-        self._ran(tally, spare)
-        if first is not None:
-            first.tell(self.recorder.notice)
 
     def micro_batches(self, batch: Any) -> Iterator[OwnMicroBatch]:
         """The micro-batches of one optimizer step, for a loop that runs the model itself.
@@ -249,20 +164,18 @@ class Run:
         from shoal.trainer.own_passes import OwnPasses
 
         with self.meeting.at("run.micro_batches"):
-            micro_batches, rounds, spare = self._begin(batch)
-            self._own = own = OwnPasses(
+            share = self.take(batch)
+            self.now.written = own = OwnPasses(
                 self.program,
-                micro_batches,
-                spare,
+                share,
                 step=self.step_count,
-                rounds=rounds,
                 scale=self.scale,
                 flags=self.flags,
                 graded=self.guards.writes.looked_at,
                 is_first=not self.guards.optimizer.state_checked,
             )
         # Where every pass gathers parameters all ranks make the same calls.
-        around = self.guards.around(self.step_count + 1, len(micro_batches))
+        around = self.guards.around(self.step_count + 1, len(share.micro_batches))
         with self.meeting.passes(alike=self.program.together), around:
             yield from own.run()
 
@@ -289,132 +202,45 @@ class Run:
 
     def log(self, **values: tuple[Any, Any]) -> None:
         """Add (sum, count) by names to the step's metrics, in a loop over `micro_batches`."""
-        self._passes("log", "shoal.parallelize(…, metrics={…})").log(self._measuring, values)
+        self._passes("log", "shoal.parallelize(…, metrics={…})").log(self.measuring, values)
 
     def _passes(self, name: str, near: str) -> OwnPasses:
-        if self._own is None:
+        from shoal.trainer.own_passes import OwnPasses
+
+        if not isinstance(self.now.written, OwnPasses):
             raise ConfigError(f"run.{name} is for loops over run.micro_batches(batch); try: {near}")
-        return self._own
-
-    def _note(self, result: Any, outputs: Any, targets: Any) -> None:
-        if self.metrics or (isinstance(result, tuple) and len(result) == 3):
-            self._measuring().add(result, outputs, targets)
-
-    def _measuring(self) -> Measured:
-        if self._measured is None:
-            from shoal.trainer.measured import Measured
-
-            self._measured = Measured(self.program, self.metrics)
-        return self._measured
-
-    @property
-    def scale(self) -> float:
-        """What a loss is multiplied by before backward."""
-        return self.loss_scale.value if self.loss_scale else 1.0
-
-    def _begin(self, batch: Any) -> tuple[list[tuple[int, Any]], int, Any]:
-        """Look at what was brought; (own micro-batches, those of the busiest rank, a spare one)."""
-        self.begin(batch)
-        micro_batches = own_micro_batches(batch, self._cut, self.program.data)
-        micro_batches = [(self.first_key + index, value) for index, value in micro_batches]
-        rounds = busiest(self.program, batch, len(micro_batches))
-        own = micro_batches[-1][1] if micro_batches else None
-        spare = to_join_with(self.program, batch, own, self._spare, rounds)
-        return micro_batches, rounds, spare
+        return self.now.written
 
     def begin(self, batch: Any, *, is_own: bool = True) -> None:
-        """Begin a step, which has nothing of one before, in a folder of this run.
-
-        is_own   False: nothing runs here on this batch, which others have
-        """
+        """Begin a step in a folder of this run; arguments as of `Stepping.begin`."""
         if self._closed:
             raise ConfigError("run.step was called after run.close; close a run last")
-        if self._tally is not None:
-            raise ConfigError(
-                "run.forward_backward was called twice without run.update between; give all "
-                "micro-batches of one optimizer step in one batch"
-            )
         if (folder := self.recorder.folder) is not None and folder not in self._restored:
             from shoal.trainer.folder_lease import refuse_old_checkpoints
 
             refuse_old_checkpoints(folder, self.world, self.plan.remote)
             self._restored.add(folder)
-        self._data_wait_s = self.recorder.begin(self.step_count + 1)
-        self._batch, self._own, self.free = batch, None, None
-        for guard in self.guards.at("before", self.step_count + 1):
-            guard.before(self.step_count + 1, batch if is_own else None)
+        super().begin(batch, is_own=is_own)
 
-    def flags(self) -> Flags:
-        """What this rank has to say to the others after its passes."""
-        wanted, measured = self.recorder.wanted, self._measured
-        step = self.step_count + 1
-        sums = {"unreadable": [lost_of(self._batch)], **self.guards.sums(step)}
-        return Flags(
-            stop=self._stop_wanted or "stop" in wanted, save="save" in wanted,
-            save_failed=self._saving is not None and self._saving.failed(),
-            step=step, sums=sums, compared=self.guards.compared(step),
-            measured=measured.told() if measured else None,
-            unnamed=measured is not None and measured.unknown,
-        )  # fmt: skip
-
-    def _ran(self, tally: Tally, spare: Any) -> None:
-        """The passes are over and summed up."""
-        self._tally = tally
-        for guard in self.guards.at("agree", self.step_count + 1):
-            guard.agree(self.step_count + 1, tally.numbers)
-        if tally.unnamed or self._measured is not None:
-            self._values = self._measuring().values(tally.measured, tally.unnamed)
-        if not tally.broken:
-            self._spare = spare  # one whose numbers are well, for a step that leaves nothing
-        self.stopping = tally.stop
-        if tally.save_failed:
-            self.saving.settle()  # on all ranks; says what went wrong
+    def update_weights(self) -> StepResult:
+        """Step the optimizer, and save where that was asked for on some rank."""
+        saves = self.now.tally is not None and self.now.tally.save
+        result = super().update_weights()
+        if saves:
+            self.recorder.wanted.discard("save")
+            self.save(wait=False)
+        return result
 
     @together("run.update")
     def update(self) -> StepResult:
         """The second half: mean gradient, clipping, optimizer step; or a skip, on all ranks."""
-        if (own := self._own or self.free) is not None:
-            self._own = self.free = None
-            self._ran(own.finish(), own.spare)
-        elif self._tally is not None:
+        if (written := self.now.written) is not None:
+            self.now.written = None
+            self.agreed(written.finish(), written.spare)
+        elif self.now.tally is not None:
             for guard in self.guards.at("between", self.step_count + 1):
                 guard.between(self.step_count + 1)
-        return self._update()
-
-    def _update(self) -> StepResult:
-        tally, self._tally = self._tally, None
-        if tally is None:
-            raise ConfigError("run.update was called before run.forward_backward")
-        step = self.step_count + 1
-        for guard in self.guards.at("updating", step):
-            guard.updating(step)
-        lr = self.rate.set(self.step_count if self.lr_step is None else self.lr_step)
-        with self.guards.writes.stepping():
-            done = update(
-                self.program, self.optimizer, tally, clip=self.plan.clip, scale=self.scale,
-                watch=self.guards.optimizer.watch, adjust=self.adjust, spikes=self.spikes,
-            )  # fmt: skip
-        self.recorder.tell(self.program.notices)
-        if self.average is not None and not done.skipped:
-            self.average.update()
-        for guard in self.guards.at("updated", step):
-            guard.updated(step, skipped=done.skipped)
-        self.step_count, self.epochs_done.steps = self.step_count + 1, self.epochs_done.steps + 1
-        self.feed.consumed(self._batch)
-        result = StepResult(
-            self.step_count, done.loss, done.grad_norm, lr, counted(tally.count), done.skipped,
-            done.reason, self._values, done.spike,
-        )  # fmt: skip
-        extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
-        peak_bytes = peak_memory_bytes(self.world.device, fresh=step <= 8)
-        row, samples = row_of(result, tally, self._batch, self._data_wait_s, peak_bytes, extras)
-        self.recorder.step(row, samples=samples)
-        batch, self._batch = self._batch, None
-        self.skips.note(result.step, done, tally, batch, self.loss_scale, self.recorder)
-        if tally.save:
-            self.recorder.wanted.discard("save")
-            self.save(wait=False)
-        return result
+        return self.update_weights()
 
     @together("run.evaluate")
     def evaluate(
@@ -438,7 +264,7 @@ class Run:
 
         metrics = self.metrics if metrics is None else metrics
         batches = self.feed.validation(data, workers, collate)
-        stop = (lambda: self._stop_wanted) if stops else None
+        stop = (lambda: self.stop_wanted) if stops else None
         with self._averaged():
             values = evaluate(self.program, batches, self.loss, metrics, self.plan.call, stop=stop)
         self.stopping = self.stopping or not values
@@ -509,7 +335,7 @@ class Run:
         """
         from shoal.trainer.run_state import restore_run, tagged
 
-        self._tally = self._own = self.free = None
+        self.now = UnderWay()
         self.skips.in_a_row = 0
         chosen = self._folder(folder)
         if self._saving is not None:
@@ -540,7 +366,7 @@ class Run:
 
     def request_stop(self) -> None:
         """Ask for a stop; after the next step `run.stopping` is true on every rank alike."""
-        self._stop_wanted = True
+        self.stop_wanted = True
 
     def stop_on_signals(self) -> None:
         """Have SIGTERM, Ctrl-C and SIGUSR1, on any rank, do `request_stop`, until `close`."""

@@ -169,11 +169,11 @@ class Server:
             after=self.loader.state(), stream=id(self.loader),
         )  # fmt: skip
         run.begin(batch, is_own=False)
-        run._data_wait_s = 0.0  # of the worker's reading nothing is known here
+        run.now.data_wait_s = 0.0  # of the worker's reading nothing is known here
         self.serving.take(self.parcel, arrived.gradients)
         run.world.traffic.sent_bytes["send"] += arrived.sent_bytes
-        run.free = _Given(self._tally(worker, head, batch))
-        run._values = {"staleness": staleness, "worker": worker}  # into the step's row
+        run.now.written = _Given(self._tally(worker, head, batch))
+        run.now.values = {"staleness": staleness, "worker": worker}  # into the step's row
         self.serving.between = True
         run.update()
         self.serving.between = False

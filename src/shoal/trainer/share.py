@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,38 @@ from shoal.data.step import StepBatch
 from shoal.fabric import World
 from shoal.parallel.program import Program
 from shoal.trainer.contract import batch_length, cut_batch
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of one step.
+
+    Attributes:
+        micro_batches: (number in the step, value) of each.
+        rounds: micro-batches of the busiest rank.
+        spare: one for passes without weight, or None where nobody needs one.
+    """
+
+    micro_batches: list[tuple[int, Any]]
+    rounds: int
+    spare: Any
+
+
+def share_of(program: Program, batch: Any, cut: int, first_key: int, kept: Any) -> Share:
+    """Cut a batch into this rank's micro-batches; every rank calls it.
+
+    Args:
+        program: the run's.
+        batch: of `run.loader`, or this rank's own samples.
+        cut: samples of a micro-batch of such a batch; 0: it is one.
+        first_key: added to the numbers.
+        kept: a spare micro-batch of an earlier step, or None.
+    """
+    micro_batches = own_micro_batches(batch, cut, program.data)
+    micro_batches = [(first_key + index, value) for index, value in micro_batches]
+    rounds = busiest(program, batch, len(micro_batches))
+    own = micro_batches[-1][1] if micro_batches else None
+    return Share(micro_batches, rounds, to_join_with(program, batch, own, kept, rounds))
 
 
 def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any]]:

@@ -116,7 +116,7 @@ class Comparison:
 
         Every rank calls it, with the same names.
         """
-        return not self.all_equal and any(map(self._differs, names))
+        return any(self.first_pair(name) for name in names)
 
     def by_rank(self, name: str) -> list[Any]:
         """Return what every rank has, None where one has nothing; every rank calls it."""
@@ -131,9 +131,6 @@ class Comparison:
             if group >= 0 and other != value:
                 return first, rank
         return None
-
-    def _differs(self, name: str) -> bool:
-        return self.first_pair(name) is not None
 
     def _everyone(self) -> list[dict[str, tuple[int, Any]]]:
         if not self._told:

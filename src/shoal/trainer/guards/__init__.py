@@ -19,6 +19,7 @@ from shoal.trainer.guards.guard import Guard, Guards
 from shoal.trainer.guards.memory_drift import MemoryDrift
 from shoal.trainer.guards.model_checks import ModelGuard
 from shoal.trainer.guards.optimizer_checks import OptimizerGuard
+from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard
 from shoal.trainer.guards.untrained_weights import UntrainedWeightsGuard
 from shoal.trainer.recorder import Recorder
 
@@ -55,7 +56,7 @@ class RunGuards(Guards):
         unheld: tuple[Collection[str], Collection[str]],
         agreed: Callable[[str], bool],
     ) -> None:
-        notice = recorder.notice
+        notice, ranks = recorder.notice, program.world.size
         drift = MemoryDrift(program, optimizer, average, recorder)
         self.writes = ExternalWritesGuard(program, optimizer, notice, agreed, drift)
         self.optimizer = OptimizerGuard(optimizer, program, notice)
@@ -67,7 +68,7 @@ class RunGuards(Guards):
                 # later guards would find is a consequence.
                 *layout_guards(program),
                 # Before the weights, which differ because of it one step later.
-                *_settings_guards(optimizer, program),
+                *([OptimizerSettingsGuard(optimizer, program.world)] if ranks > 1 else []),
                 # Before the weights' sums are taken: an update that moved nothing ends the run.
                 self.optimizer,
                 # First thing in a step: its batch may be well and its weights not.
@@ -78,8 +79,14 @@ class RunGuards(Guards):
                 CarriedStateGuard(program, notice),
                 # Innermost around the passes: it watches torch's `detach`, which others call.
                 self.untrained,
-            ]
+            ],
+            on=program.plan.guards == "on",
         )
+        if not self.on:
+            self.optimizer.state_checked, self.writes.watching = True, False
+            from shoal.trainer.guards.told.start import OFF
+
+            notice(OFF)
 
 
 def layout_guards(program: Program) -> list[Guard]:
@@ -89,11 +96,3 @@ def layout_guards(program: Program) -> list[Guard]:
     from shoal.trainer.guards.unit_order import UnitOrderGuard
 
     return [UnitOrderGuard(program.unit_log, program.world)]
-
-
-def _settings_guards(optimizer: torch.optim.Optimizer, program: Program) -> list[Guard]:
-    if program.world.size == 1:
-        return []
-    from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard
-
-    return [OptimizerSettingsGuard(optimizer, program.world)]

@@ -99,11 +99,10 @@ class BroughtBatchesGuard(Guard):
 
     def _check_other(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
         """Errors: ConfigError where all ranks read the whole data, or the same samples."""
-        ranks = len(shares)
-        if ranks == 1:
+        if len(shares) == 1:
             return
         hashes = [one["hash"] for one in shares]
-        self._alike = self._alike and len(set(hashes)) < ranks
+        self._alike = self._alike and len(set(hashes)) < len(shares)
         self._alike_bits += min(one["bits"] for one in shares)
         by_chance = not self._alike or self._alike_bits < CHANCE_BITS
         if shares[0]["loaders"] or not by_chance:
@@ -116,20 +115,12 @@ class BroughtBatchesGuard(Guard):
         brought = sum(one["samples"] for one in shares)
         if not self.batch or brought == self.batch:
             return
-        line = (
-            f"step {step}: batch = {self.batch} samples over all ranks were asked for, and "
-            f"{_shared(brought, shares)} were brought"
-        )
-        if brought > self.batch or brought == self._short:
-            raise ConfigError(
-                f"{line}; try: run.loader(dataset), which cuts and deals such steps, or "
-                f"batch={brought}, if each rank brings samples of its own"
-            )
+        from shoal.trainer.guards.told.brought_batches import size_line
+
+        may_be = brought < self.batch and brought != self._short
+        line = size_line(step, self.batch, shares, may_be=may_be)
+        if not may_be:
+            raise ConfigError(line)
         if self.looks == 1:  # the last step of an epoch may be short
             self._short = brought
-            self.notice(f"{line}; a short last step may be so, others are refused")
-
-
-def _shared(brought: int, shares: Sequence[dict[str, Any]]) -> str:
-    many = "" if len(shares) == 1 else f" ({' + '.join(str(s['samples']) for s in shares)})"
-    return f"{brought}{many}"
+            self.notice(line)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shoal.base.errors import ConfigError
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer._torch import step_hooks
@@ -160,11 +159,9 @@ class ExternalWritesGuard(Guard):
             refuse_dropped(held, self._gradients, self._step, "run.forward_backward")
         if not self._told and (changed or any_nonzero(regraded)):
             self._told = True
-            self.notice(
-                "gradients were changed between run.forward_backward and run.update, where they "
-                "are sums over the step's targets, and no means; to clip, try: clip=… of "
-                "shoal.parallelize (optimizer.clip=…)"
-            )
+            from shoal.trainer.guards.gradient_halves import CHANGED
+
+            self.notice(CHANGED)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -291,11 +288,9 @@ class ExternalWritesGuard(Guard):
 
     def _stepped(self, *_what: object) -> None:
         if self.watching and not self.ours:
-            raise ConfigError(
-                "optimizer.step() was called beside the run: each rank would step on its own "
-                "samples' gradients, and ranks drift apart; try: run.step(batch) in the place "
-                "of backward() and step(), or run.forward_backward(batch) and run.update()"
-            )
+            from shoal.trainer.guards.told.external_writes import stepped_beside
+
+            raise stepped_beside()
 
 
 def _few(tensors: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -28,10 +28,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.base.errors import ConfigError, PlanError
+from shoal.base.policies import CompilePolicy
 from shoal.parallel.program import Program
 from shoal.trainer._torch import gradient_hooks, pytree
 from shoal.trainer.contract import IGNORED_TARGET, Loss, is_default, named_parts, split_batch
-from shoal.trainer.double_backward import once_only, watched
 from shoal.trainer.step import NO_GRADIENT
 
 FEWEST = 8
@@ -344,3 +344,56 @@ def evaluation_line(module: nn.Module) -> str:
         "the model is in evaluation mode while it trains: dropout is off and BatchNorm frozen; "
         "try: model.train() before run.step"
     )
+
+
+def once_only(program: Program) -> str:
+    """Name what of a plan can be differentiated once only; "" for nothing."""
+    layout = program.plan.layout
+    for axis in ("tp", "cp", "ep", "pp"):
+        if getattr(layout, axis) > 1:
+            return f"layout.{axis} = {getattr(layout, axis)}"
+    if layout.zero == 3:
+        return f"layout.strategy = {layout.strategy}"
+    return "train.compile = blocks" if program.plan.asks(CompilePolicy) else ""
+
+
+def watched(outputs: Any, what: str) -> Any:
+    """Outputs whose gradient must not be differentiated again, in the place of `outputs`.
+
+    what   of the plan is in the way, by name
+    Gives  aliases: derivatives by the outputs themselves pass through nothing of a layout's
+    """
+
+    def refuse(gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                f"loss: a gradient of a gradient (create_graph=True) passes through the model, and "
+                f"{what} can be differentiated once only; try: layout.strategy=ddp, zero1 or "
+                f"zero2, without train.compile"
+            )
+
+    def watch(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+            return leaf
+        leaf.register_hook(refuse)
+        return leaf.view_as(leaf)
+
+    return pytree.tree_map(watch, outputs)
+
+
+@contextmanager
+def watching(program: Program) -> Iterator[None]:
+    """Watch the outputs of every forward pass of the program's module inside."""
+    what = once_only(program)
+    if not what:
+        yield
+        return
+
+    def after(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+        return watched(outputs, what) if torch.is_grad_enabled() else None
+
+    handle = program.module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -25,6 +25,10 @@ from shoal.trainer._torch import absent_gradient, ask_before_clipping
 from shoal.trainer.guards.bit_sums import NO_GRADIENT, Marks, any_nonzero, here, is_read
 
 CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
+CHANGED = (
+    "gradients were changed between run.forward_backward and run.update, where they are sums over "
+    f"the step's targets, and no means; to clip, {CLIP}"
+)
 
 
 def refuse_dropped(stepped: Sequence[nn.Parameter], before: Marks, step: int, call: str) -> None:

@@ -64,14 +64,15 @@ class Guard:
 
 
 class Guards:
-    """The guards of a run, in order: `Guards(table)`.
+    """The guards of a run, in order.
 
     Attributes:
         all: every one, due or not.
+        on: whether any is called but to be closed.
     """
 
-    def __init__(self, guards: Sequence[Guard]) -> None:
-        self.all = list(guards)
+    def __init__(self, guards: Sequence[Guard], *, on: bool = True) -> None:
+        self.all, self.on = list(guards), on
         self._step, self._resting = -1, list[Guard]()
         self._at: dict[str, list[Guard]] = {}
 
@@ -82,8 +83,7 @@ class Guards:
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None]:
         """Return one context of those that are due, the first one outermost."""
-        found = [guard.around(step, micro_batches) for guard in self.at("around", step)]
-        return all_around(*found)
+        return all_around(*(one.around(step, micro_batches) for one in self.at("around", step)))
 
     def sums(self, step: int) -> dict[str, Sequence[float]]:
         """Return the entries of all that are due."""
@@ -105,7 +105,7 @@ class Guards:
         """Return those that are due in a step and have something to do at a place of it."""
         if step != self._step:
             self._step = step
-            self._resting = [guard for guard in self.all if not guard.due(step)]
+            self._resting = [one for one in self.all if not (self.on and one.due(step))]
         if place not in self._at:
             plain = getattr(Guard, place)
             self._at[place] = [one for one in self.all if getattr(type(one), place) is not plain]

@@ -63,7 +63,7 @@ def refuse_unready(module: nn.Module) -> None:
         )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter) or hasattr(parameter, "device_mesh") or parameter.is_meta:
-            from shoal.trainer.guards.told.model_checks import refuse_parameter
+            from shoal.trainer.guards.told.start import refuse_parameter
 
             refuse_parameter(name, parameter)
 
@@ -88,7 +88,7 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
     unlike = world.differing(layers_of(module))
     if unlike is None:
         return
-    from shoal.trainer.guards.told.model_checks import refuse_layers
+    from shoal.trainer.guards.told.start import refuse_layers
 
     refuse_layers(unlike, world.ranks, step)
 
@@ -111,12 +111,12 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
             continue  # it trains on another rank, with its hook
         divided = layout.zero == 3 or layout.threads > 1 or name in program.cuts
         if divided or not gradient_hooks(here):
-            from shoal.trainer.guards.told.model_checks import refuse_hook
+            from shoal.trainer.guards.told.start import refuse_hook
 
             refuse_hook(name, layout.text())
     if not names:
         return []
-    from shoal.trainer.guards.told.model_checks import hooks_line
+    from shoal.trainer.guards.told.start import hooks_line
 
     return [hooks_line(list(names))]
 

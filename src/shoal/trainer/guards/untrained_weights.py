@@ -91,22 +91,18 @@ class UntrainedWeightsGuard(Guard):
         names, found = self.program.names, numbers.sums("cut_off")
         lost = [names[place] for place in self.never if found[place]]
         if lost:
-            self.notice(
-                f"model: {_listed(lost)} computed in step 1, and no rank got a gradient for it: a "
-                f".detach(), torch.no_grad() or a kernel without a backward pass lies between it "
-                f"and the loss, so it will not train; try: requires_grad_(False) on it, if that is "
-                f"meant"
-            )
+            from shoal.trainer.guards.told.model_notices import cut_off_line
+
+            self.notice(cut_off_line(lost))
 
     def close(self) -> None:
         """List what got no gradient in any step."""
         names = [self.program.names[place] for place in self.never] if self.steps else []
         if names:
             self.never = []
-            self.notice(
-                f"model: {_listed(names)} got no gradient in {self.steps} steps, and stays as it "
-                f"is; try: requires_grad_(False) on it, if that is meant"
-            )
+            from shoal.trainer.guards.told.model_notices import untrained_line
+
+            self.notice(untrained_line(names, self.steps))
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
         """Return what stands around the passes of the first step; None in later ones."""
@@ -225,8 +221,3 @@ def _is_checkpointed() -> bool:
             return frame.f_code.co_name == "forward"
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def _listed(names: list[str]) -> str:
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{names[0]}{more}"

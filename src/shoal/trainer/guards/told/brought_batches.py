@@ -73,3 +73,26 @@ def refuse_doubled(step: int, shares: Told, *, by_chance: bool) -> None:
 
 def _shown(probe: Sequence[Any]) -> str:
     return ", ".join(map(str, probe)) or "nothing"
+
+
+def size_line(step: int, batch: int, shares: Told, *, may_be: bool) -> str:
+    """Return the line for a batch of another size than was asked for.
+
+    Args:
+        step: the step under way.
+        batch: samples over all ranks that were asked for.
+        shares: of ranks that bring samples of their own.
+        may_be: whether it may be the short last step of an epoch.
+    """
+    sizes = [one["samples"] for one in shares]
+    many = "" if len(shares) == 1 else f" ({' + '.join(map(str, sizes))})"
+    line = (
+        f"step {step}: batch = {batch} samples over all ranks were asked for, and "
+        f"{sum(sizes)}{many} were brought"
+    )
+    if may_be:
+        return f"{line}; a short last step may be so, others are refused"
+    return (
+        f"{line}; try: run.loader(dataset), which cuts and deals such steps, or "
+        f"batch={sum(sizes)}, if each rank brings samples of its own"
+    )

@@ -150,3 +150,12 @@ def refuse_other_memory(program: Program, before: Written, now: Written) -> None
                 f"that the next update makes anew from its fp32 master; try: change "
                 f"weights before shoal.parallelize, or run.model.load_state_dict(…)"
             )
+
+
+def stepped_beside() -> ConfigError:
+    """Return the error for a step of the optimizer that the run did not take."""
+    return ConfigError(
+        "optimizer.step() was called beside the run: each rank would step on its own samples' "
+        "gradients, and ranks drift apart; try: run.step(batch) in the place of backward() and "
+        "step(), or run.forward_backward(batch) and run.update()"
+    )

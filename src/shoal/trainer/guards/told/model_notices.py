@@ -189,3 +189,42 @@ def unheld_line(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) ->
         f"{names[0]}, so they stay as they are; try: a group for them (optimizer.name=muon steps "
         f"what is no matrix by AdamW), or requires_grad_(False) on them"
     )
+
+
+def narrow_line(narrow: Sequence[str], parameters: Mapping[str, nn.Parameter], compute: str) -> str:
+    """Return the line for weights that are too narrow to be stepped.
+
+    Args:
+        narrow: their names.
+        parameters: all that train.
+        compute: the format of products.
+    """
+    kind = str(parameters[narrow[0]].dtype).removeprefix("torch.")
+    products = compute if compute in ("bf16", "fp16") else "bf16"
+    return (
+        f"model: {len(narrow)} of {len(parameters)} trainable tensors are {kind}, first: "
+        f"{narrow[0]}; updates smaller than their rounding are lost; try: model.float() before, "
+        f'and precision="{products}" for products in that format'
+    )
+
+
+def cut_off_line(names: Sequence[str]) -> str:
+    """Return the line for weights whose layers ran in step 1 and that no rank has a gradient of."""
+    return (
+        f"model: {_listed(names)} computed in step 1, and no rank got a gradient for it: a "
+        f".detach(), torch.no_grad() or a kernel without a backward pass lies between it and the "
+        f"loss, so it will not train; try: requires_grad_(False) on it, if that is meant"
+    )
+
+
+def untrained_line(names: Sequence[str], steps: int) -> str:
+    """Return the line for weights that got no gradient in so many steps."""
+    return (
+        f"model: {_listed(names)} got no gradient in {steps} steps, and stays as it is; try: "
+        f"requires_grad_(False) on it, if that is meant"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0]}{more}"

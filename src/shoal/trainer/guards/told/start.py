@@ -1,14 +1,23 @@
-"""Words for models that no run can begin with: loaded where there is something to say."""
+"""Words for models and arguments that no run can begin with: loaded to be said."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal.base.errors import ConfigError, PlanError
+from shoal.base.plan import Plan
+from shoal.trainer.arguments import check_policies
+
+OFF = (
+    "train.guards = off: no mistake that changes numbers is looked for, as weights written on one "
+    "rank or equal samples on all; try: on, but to measure"
+)
+"""The line of a run without guards."""
 
 
 def refuse_parameter(name: str, parameter: nn.Parameter) -> NoReturn:
@@ -75,3 +84,32 @@ def hooks_line(names: Sequence[str]) -> str:
         f"one micro-batch, and no mean; a factor or a mask is right, a clamp is not: try: clip=… "
         f"of shoal.parallelize"
     )
+
+
+def refuse_beside(
+    plan: Plan, given: Mapping[str, Any], plain: Mapping[str, inspect.Parameter]
+) -> None:
+    """Refuse what is no plan, and words beside one, which it has itself.
+
+    Args:
+        plan: what was given as one.
+        given: all arguments of `parallelize`, by name.
+        plain: its parameters, with their defaults.
+
+    Raises:
+        ConfigError: as above.
+    """
+    if not isinstance(plan, Plan):
+        raise ConfigError(
+            f"plan = {type(plan).__name__}: a shoal.Plan is wanted; try: "
+            f'shoal.Plan(shoal.Layout(tp=2), recompute="full"), or layout={{"tp": 2}}'
+        )
+    check_policies(plan, {})
+    for name in ("layout", "batch", "micro_batch", "precision", *given["policies"]):
+        value = given["policies"].get(name, given.get(name))
+        if name in given["policies"] or value != plain[name].default:
+            key = {"precision": "compute"}.get(name, name)
+            raise ConfigError(
+                f"{name} = {value}: stands beside a plan, which says it itself; try: "
+                f"plan=dataclasses.replace(plan, {key}=…)"
+            )
