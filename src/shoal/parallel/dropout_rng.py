@@ -68,43 +68,52 @@ def apply(program: Program, seed: int) -> Program:
     return replace(program, on_begin=begin, keyed=keyed, on_close=close)
 
 
+Mark = tuple[int, bytes, bytes]
+WORDS, PLACE = 4 * 624, 4
+"""Bytes of the Mersenne Twister's words, and of its place in them, as they lie in memory."""
+
+
 class _NumpyKeys:
     """Keys `numpy.random` in micro-batches, and puts the user's state back after them.
 
-    Reading and writing the state takes 75 µs, its bytes 1. So where nothing was drawn in a
-    micro-batch the bytes are put back, and where the user drew nothing since, the state is known.
+    Reading and writing the state takes 75 µs, its bytes 1, and a look at a few of them tells
+    whether anything was drawn: a draw moves the place, and after the last place there are other
+    words. So where nothing was drawn in a micro-batch the bytes are put back, and where the user
+    drew nothing since, the state is known.
     """
 
     def __init__(self) -> None:
         self._state: Any = None
-        self._users, self._keyed = b"", b""
+        self._users = b""
+        self._users_mark: Mark | None = None
+        self._keyed: Mark | None = None
 
     def enter(self, number: int) -> None:
         """Begin a micro-batch."""
-        now = self._bytes()
-        if self._state is None or not now or now != self._users:
-            self._state, self._users = np.random.get_state(), now
+        mark = self._mark()
+        if self._state is None or mark is None or mark != self._users_mark:
+            self._state, self._users_mark = np.random.get_state(), mark
+            self._users = ctypes.string_at(mark[0], WORDS + PLACE) if mark else b""
         np.random.seed(number % 2**32)
-        self._keyed = self._bytes()
+        self._keyed = self._mark()
 
     def leave(self) -> None:
         """End it."""
         waits = self._state[3] if isinstance(self._state, tuple) else 1
-        if waits or not self._users or self._bytes() != self._keyed:
+        if waits or self._keyed is None or self._users_mark is None or self._mark() != self._keyed:
             np.random.set_state(self._state)  # a second normal number waits beside the bytes
         else:
-            ctypes.memmove(self._twister().ctypes.state_address, self._users, len(self._users))
+            ctypes.memmove(self._keyed[0], self._users, len(self._users))
         if waits:
             self._state = None  # whether the user takes it no byte tells
 
-    def _twister(self) -> Any:
-        return np.random.mtrand._rand._bit_generator
-
-    def _bytes(self) -> bytes:
-        """The 624 words and the place of the Mersenne Twister, as they lie in memory."""
-        bits = self._twister()
-        size = 4 * 625 if isinstance(bits, np.random.MT19937) else 0
-        return ctypes.string_at(bits.ctypes.state_address, size)
+    def _mark(self) -> Mark | None:
+        """Where the Mersenne Twister lies, its first and last words and its place."""
+        bits = np.random.mtrand._rand._bit_generator
+        if not isinstance(bits, np.random.MT19937):
+            return None
+        at = bits.ctypes.state_address
+        return at, ctypes.string_at(at, 16), ctypes.string_at(at + WORDS - 16, 16 + PLACE)
 
 
 class _Keyed:

@@ -194,6 +194,7 @@ def _tally(
     ran   micro-batches of this rank that count
     """
     world, reducer = program.world, reducer_of(program)
+    alone = world.size == 1
     here = {name for name, used in zip(program.parameters, used_here, strict=True) if used}
     vector = StepVector()
     lies = vector.add("loss_and_count", [0.0, 0.0])
@@ -223,9 +224,11 @@ def _tally(
         vector.values[lies] = [float(program.speaks * (x if isfinite(x) else 0.0)) for x in numbers]
         vector.values[square.start] = float(square_sum)
         loss_broken = not all(map(isfinite, numbers))
-        own = sum(norm.item() for norm in norms) if world.size > 1 else float(square_sum)
+        own = float(square_sum) if alone else sum(norm.item() for norm in norms)
         is_broken = loss_broken or not isfinite(own)
         vector.values[broken] = [float(is_broken), float(loss_broken)]
+        if alone and flags.measured is None:
+            return _tally_of(vector.summed(vector.values, flags.compared, world), world, is_broken)
         sent = torch.tensor(vector.values, dtype=torch.float64)
     if flags.measured is not None:
         sent = torch.cat((sent, flags.measured))

@@ -83,7 +83,8 @@ class RunGuards(Guards):
             on=program.plan.guards == "on",
         )
         if not self.on:
-            self.optimizer.state_checked, self.writes.watching = True, False
+            self.optimizer.state_checked = self.optimizer.movement.done = True
+            self.writes.watching = False
             from shoal.trainer.guards.told.start import OFF
 
             notice(OFF)

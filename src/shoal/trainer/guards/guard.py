@@ -104,9 +104,11 @@ class Guards:
     def at(self, place: str, step: int) -> list[Guard]:
         """Return those that are due in a step and have something to do at a place of it."""
         if step != self._step:
-            self._step = step
+            self._step, before = step, self._resting
             self._resting = [one for one in self.all if not (self.on and one.due(step))]
+            self._at = self._at if self._resting == before else {}
         if place not in self._at:
             plain = getattr(Guard, place)
-            self._at[place] = [one for one in self.all if getattr(type(one), place) is not plain]
-        return [guard for guard in self._at[place] if guard not in self._resting]
+            due = [one for one in self.all if one not in self._resting]
+            self._at[place] = [one for one in due if getattr(type(one), place) is not plain]
+        return self._at[place]

@@ -60,17 +60,10 @@ class LearningRate:
         groups = self.optimizer.param_groups
         if policy is not None:
             if total < 1:
-                raise ConfigError(
-                    f"total_steps = {total}: schedule = {policy.schedule} needs the length of the "
-                    f"run; give shoal.parallelize(…, total_steps=…)"
-                )
+                raise told().endless(policy.schedule, total)
             now = [float(group["lr"]) for group in groups]
             if self._last and now != self._last:
-                raise ConfigError(
-                    f"optimizer: lr was set to {now[0]:g} beside the run, which sets it by "
-                    f"schedule = {policy.schedule}: one of two schedules would be without effect; "
-                    f"try: leave out schedule=…, or the other scheduler"
-                )
+                raise told().other_rate(policy.schedule, now[0])
             from shoal.optim.schedule import lr_factor
 
             factor = lr_factor(policy, step, total)
@@ -101,7 +94,7 @@ class OptimizerGuard(Guard):
     ) -> None:
         self.optimizer, self.program, self.notice = optimizer, program, notice
         self.state_checked = False
-        self._movement = MovementCheck()
+        self.movement = MovementCheck()
         self._held = parameters_held(self.optimizer)
         self._loading: RemovableHandle | None = None
         layout = program.plan.layout
@@ -111,7 +104,7 @@ class OptimizerGuard(Guard):
     @property
     def watch(self) -> Callable[[Program, torch.optim.Optimizer], None] | None:
         """What looks at weights before the optimizer's step, until one was seen to move."""
-        return None if self._movement.done else self._movement.look
+        return None if self.movement.done else self.movement.look
 
     def updating(self, step: int) -> None:
         """Raises: ConfigError, for parameters that came or went since `parallelize`."""
@@ -119,20 +112,14 @@ class OptimizerGuard(Guard):
             self.notice("optimizer: every learning rate is 0, so nothing trains yet")
         held = parameters_held(self.optimizer)
         if held != self._held:
-            raise ConfigError(
-                f"optimizer: holds {held} parameters, {self._held} when shoal.parallelize was "
-                f"called; change groups before, or save, and parallelize again"
-            )
+            raise told().other_groups(held, self._held)
 
     def updated(self, step: int, *, skipped: bool) -> None:
         """Raises: ConfigError, for an optimizer that moves nothing, or that cannot be saved."""
         if skipped:
             return
-        if not self._movement.done and self._movement.moved() is False:
-            raise ConfigError(
-                "optimizer: its first step moved no parameter that has a gradient: it steps over "
-                "other tensors than the model's; give parallelize a function params -> optimizer"
-            )
+        if not self.movement.done and self.movement.moved() is False:
+            raise told().moved_nothing()
         if not self.state_checked:
             names: dict[Any, str] = {p.parameter: n for n, p in self.program.local.items()}
             names.update({p: n for n, p in self.program.frozen.items()})
@@ -147,11 +134,14 @@ class OptimizerGuard(Guard):
             self._loading.remove()
 
     def _refuse_state(self, *_what: object) -> None:
-        raise ConfigError(
-            f"optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
-            f"{self.program.plan.layout.text()}); try: load before shoal.parallelize, or "
-            f"run.restore()"
-        )
+        raise told().state_of_parts(self.program.plan.layout.text())
+
+
+def told() -> Any:
+    """Import the words: they are seldom needed."""
+    from shoal.trainer.guards.told import optimizer
+
+    return optimizer
 
 
 def _stepped(program: Program) -> list[nn.Parameter]:

@@ -167,7 +167,7 @@ class OptimizerSettingsGuard(Guard):
 
     def _refuse(self, step: int) -> None:
         """Raise for the first number that differs; every rank calls it."""
-        from shoal.trainer.guards.told.optimizer_settings import refuse_unlike_settings
+        from shoal.trainer.guards.told.optimizer import refuse_unlike_settings
 
         told = self.world.gather_json([list(map(list, self._settings())), self._used_values])
         refuse_unlike_settings(step, told, self.stepped, SETTINGS)

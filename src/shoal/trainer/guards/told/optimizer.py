@@ -1,4 +1,4 @@
-"""Name the first setting of an optimizer that differs between ranks; loaded when one does."""
+"""Words for an optimizer: a setting that differs between ranks, and errors; loaded to be said."""
 
 from __future__ import annotations
 
@@ -64,4 +64,50 @@ def _line(key: str, number: int | None, shown: Mapping[int, str], when: str) -> 
     return (
         f"optimizer: {key}{group} is {told}{when}: each rank would step by numbers of its own; "
         f"try: the same change of optimizer.param_groups on every rank"
+    )
+
+
+def endless(schedule: str, total: int) -> ConfigError:
+    """Return the error for a schedule without an end."""
+    return ConfigError(
+        f"total_steps = {total}: schedule = {schedule} needs the length of the run; give "
+        f"shoal.parallelize(…, total_steps=…)"
+    )
+
+
+def other_rate(schedule: str, rate: float) -> ConfigError:
+    """Return the error for a rate that somebody else changed."""
+    return ConfigError(
+        f"optimizer: lr was set to {rate:g} beside the run, which sets it by schedule = "
+        f"{schedule}: one of two schedules would be without effect; try: leave out schedule=…, or "
+        f"the other scheduler"
+    )
+
+
+def other_groups(held: int, before: int) -> ConfigError:
+    """Return the error for parameters that came or went.
+
+    Args:
+        held: how many the optimizer holds now.
+        before: how many it held when the run began.
+    """
+    return ConfigError(
+        f"optimizer: holds {held} parameters, {before} when shoal.parallelize was called; change "
+        f"groups before, or save, and parallelize again"
+    )
+
+
+def moved_nothing() -> ConfigError:
+    """Return the error for an optimizer whose first step moved nothing."""
+    return ConfigError(
+        "optimizer: its first step moved no parameter that has a gradient: it steps over other "
+        "tensors than the model's; give parallelize a function params -> optimizer"
+    )
+
+
+def state_of_parts(layout: str) -> ConfigError:
+    """Return the error for a state that is loaded where a rank steps a part of the weights."""
+    return ConfigError(
+        f"optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
+        f"{layout}); try: load before shoal.parallelize, or run.restore()"
     )
