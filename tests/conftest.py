@@ -30,11 +30,13 @@ sys.path.append(str(Path(__file__).parent))
 
 from file_times import FileTimes
 from forks import Forks, shared
+from guard_off import switch_off
 from known_machine import write_machine
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+switch_off()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -23,6 +23,7 @@ PROOFS = "docs/proof"
 PARTS: dict[str, tuple[str, ...]] = {
     "kills": ("python tests/proof/kills.py",),
     "flips": ("python tests/proof/flips.py",),
+    "guards": ("python tests/proof/guards.py --off",),
     "endings": tuple(
         f"python tests/proof/endings.py {what} --out {PROOFS}/endings.json"
         for what in ("worlds", "nodes", "sharded", "differ", "closed")

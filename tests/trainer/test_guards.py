@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from trainer_small import linear, pair, run_of
 
+from guard_off import guard_classes
 from shoal.base.errors import ConfigError
 from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step_vector import Compared, StepNumbers
@@ -135,3 +138,10 @@ def test_guards_that_are_off_compute_the_same_and_say_so(caplog: pytest.LogCaptu
     assert told[0].startswith("shoal: train.guards = off: no mistake that changes numbers")
     with pytest.raises(ConfigError, match="guards = of: not one of on, off; try: off"):
         run_of(linear(), guards="of")
+
+
+def test_every_guard_has_tests_that_fail_without_it() -> None:
+    """As `make proof PART=guards` found: a new guard comes with its tests."""
+    kept = json.loads((Path(__file__).parents[2] / "docs" / "proof" / "guards.json").read_text())
+    assert set(kept) == set(guard_classes())
+    assert all(kept.values())

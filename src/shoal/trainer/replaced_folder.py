@@ -26,7 +26,7 @@ ENTRY = "folder_replaced"
 
 
 class RunFolderGuard(Guard):
-    """Tell all ranks that the folder of one was replaced."""
+    """Find a run's folder that was moved away, with another one in its place."""
 
     def __init__(self, run: Kept) -> None:
         self.run = run

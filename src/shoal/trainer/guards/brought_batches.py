@@ -31,7 +31,7 @@ CHANCE_BITS = 32
 
 
 class BroughtBatchesGuard(Guard):
-    """Compare the first batches of a run over ranks.
+    """Find ranks that bring equal samples, or other samples where they must be equal.
 
     batch   samples of a step over all ranks, if the user said so; 0: not said
     """

@@ -39,7 +39,7 @@ ASKED = frozenset({"__get__", "size", "dim", "numel", "stride", "is_floating_poi
 
 
 class CarriedStateGuard(Guard):
-    """Look at the first two steps of a run."""
+    """Find states in plain attributes that a model carries from batch to batch."""
 
     def __init__(self, program: Program, notice: Callable[[str], None]) -> None:
         self.module, self.notice = program.module, notice

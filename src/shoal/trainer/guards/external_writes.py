@@ -55,7 +55,7 @@ _all: weakref.WeakSet[ExternalWritesGuard] = weakref.WeakSet()
 
 
 class ExternalWritesGuard(Guard):
-    """Remember what weights and gradients looked like when the run's last step ended.
+    """Find weights, gradients, layers and modes that somebody changed beside the run.
 
     Args:
         program: the run's.

@@ -122,7 +122,7 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
 
 
 class ModelGuard(Guard):
-    """Say a line on a model in evaluation mode, on its hooks, on its BatchNorm.
+    """Find models in evaluation mode, hooks that never run, weights that a forward pass writes.
 
     Args:
         program: the run's.

@@ -78,7 +78,7 @@ class LearningRate:
 
 
 class OptimizerGuard(Guard):
-    """Check what the first steps show of an optimizer, and that its groups stay what they are.
+    """Find optimizers that move nothing, whose groups changed, whose state cannot be saved.
 
     Args:
         optimizer: the run's.

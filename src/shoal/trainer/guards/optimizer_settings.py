@@ -58,7 +58,7 @@ _NOTHING = object()
 
 
 class OptimizerSettingsGuard(Guard):
-    """Compare one run's optimizer with those of the other ranks.
+    """Find learning rates and other settings that differ between ranks.
 
     Every rank makes it, with equal numbers of groups: they tell each other which they step.
     """

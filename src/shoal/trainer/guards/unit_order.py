@@ -31,7 +31,7 @@ from shoal.trainer.step_vector import Compared, Group, StepNumbers
 
 
 class UnitOrderGuard(Guard):
-    """Compare the blocks that this rank gathered with those of the others."""
+    """Find ranks of fsdp that run different blocks."""
 
     def __init__(self, log: UnitLog, world: World) -> None:
         self.log, self.world = log, world

@@ -36,7 +36,7 @@ NEAR, MOST = 4, 50_000
 
 
 class UntrainedWeightsGuard(Guard):
-    """Track which weights of a run get gradients.
+    """Find weights that get no gradient.
 
     Args:
         program: the run's.
