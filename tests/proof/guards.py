@@ -34,8 +34,9 @@ TARGET = ROOT / "docs" / "proof" / "guards.json"
 POOL = (
     *("tests/worlds/test_mistakes.py", "tests/worlds/test_unlike_ranks.py"),
     *("tests/worlds/test_drift.py", "tests/worlds/test_guards.py"),
-    *(f"tests/trainer/test_{name}.py" for name in ("touched", "carried", "untrained_weights")),
-    *(f"tests/trainer/test_{name}.py" for name in ("model_notices", "optimizers", "suspicions")),
+    *("tests/trainer/test_touched.py", "tests/trainer/test_carried.py"),
+    *("tests/trainer/test_untrained_weights.py", "tests/trainer/test_model_notices.py"),
+    *("tests/trainer/test_optimizers.py", "tests/trainer/test_suspicions.py"),
     "tests/trainer/test_damaged_folder.py",
 )
 PLACES = ("before", "around", "sums", "compared", "agree", "between", "updating", "updated")

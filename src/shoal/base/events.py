@@ -42,6 +42,7 @@ EVENTS = {
     "loss_scale_lowered": "fp16 overflowed, the weights did not move: ranks, the new scale",
     "validated": "validation loss: value, targets counted",
     "stop_requested": "a signal asked the run to save and stop: which, rank, steps made, step_s",
+    "memory_peaks": "the most memory that each rank held until its run ended: bytes by rank",
     "run_finished": "the run ended: how, steps",
     "islands_met": "an island joined the others: count, at, encrypted (never)",
     "round_committed": "islands merged: round, who, tokens, bytes, seconds, digest",

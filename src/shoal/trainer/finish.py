@@ -12,7 +12,6 @@ from shoal.base.errors import short
 from shoal.base.phases import counting, phase
 from shoal.data.sources import Source
 from shoal.machine.device_pool import device_pool, pool_text
-from shoal.machine.memory import peak_memory_bytes
 from shoal.models.llama import Llama
 from shoal.trainer.run import Run
 
@@ -31,18 +30,16 @@ def finish(
     steps: int,
     wall_s: float,
     how: str = "completed",
-    peaks: list[int] | None = None,
 ) -> None:
     """Emit the last events of a run that reached its end; rank 0 speaks.
 
     values   of the last validation, or None without held-out data
     how      it ended; after a ";" what went wrong
-    peaks    of memory, by rank, where these are not the ranks of `run`
     """
     run.guards.untrained.close()
     text = _try_sample(run, source)
     fullest = _fullest_pool(run)
-    peaks = peaks_by_rank(run) if peaks is None else peaks
+    run.recorder.tell_peaks()
     if not run.world.keeps:
         return
     emit = run.recorder.events.emit
@@ -54,15 +51,9 @@ def finish(
         how=how,
         steps_here=steps,
         wall_s=wall_s,
-        peak_memory_bytes_by_rank=peaks,
         validation_loss=_finite(values["loss"]) if values else None,
         **({"allocator": fullest} if fullest else {}),
     )
-
-
-def peaks_by_rank(run: Run) -> list[int]:
-    """Every rank's peak of memory; all of them call it."""
-    return run.world.gather_json(peak_memory_bytes(run.world.device))
 
 
 def _try_sample(run: Run, source: Source) -> str | None:

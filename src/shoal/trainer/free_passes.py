@@ -26,6 +26,7 @@ from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program, in_turn
 from shoal.trainer.micro_batch import MicroBatch, prepared
 from shoal.trainer.own_passes import described, nobody
+from shoal.trainer.share import Share
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
 from shoal.trainer.step_vector import Compared, Group
 
@@ -52,7 +53,7 @@ class FreePasses:
             )
         self.program, self.step, self.count = replace(program, keyed=None), step, 0
         self._flags, self._scale = flags, scale
-        _, self._sums = begin_passes(program, [], nobody, step, 0, None, "single", scale)
+        _, self._sums = begin_passes(program, Share([]), nobody, step, "single", scale)
         self._at: MicroBatch | None = None
         self._sent, self._tally = False, cast("Tally | None", None)
         self._weighs = self._whole = False

@@ -36,7 +36,7 @@ from shoal.machine.memory import forget_peak
 from shoal.parallel.compose import check_here
 from shoal.parallel.spmd.passed import checked_once
 from shoal.planner.settle import Words, is_open
-from shoal.trainer.finish import finish, peaks_by_rank
+from shoal.trainer.finish import finish
 from shoal.trainer.hub_files import keep_tokenizer
 from shoal.trainer.island_join import Joined, foresee_rounds, join
 from shoal.trainer.island_loop import STOPPED, train_rounds
@@ -217,13 +217,12 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
 def _stop(run: Run, saved: Path | None = None) -> int:
     """Save, unless this step was saved already, and leave; gives the exit code."""
     saved = saved or run.save()
-    peaks = peaks_by_rank(run)
+    run.recorder.tell_peaks()
     if run.world.keeps:
         run.recorder.events.emit(
             "run_finished",
             step=run.step_count,
             how="stopped on request" if saved else "stopped on request; the last save failed",
-            peak_memory_bytes_by_rank=peaks,
         )
     run.close()
     return STOPPED if saved else UNSAVED_CODE

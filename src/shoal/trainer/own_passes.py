@@ -76,11 +76,9 @@ class OwnPasses:
             )
         self.program, self.spare, self.step = program, share.spare, step
         self._flags, self._is_first = flags, is_first
-        self._own, rounds = len(share.micro_batches), share.rounds
-        self._rounds = max(rounds, self._own)
-        self._ready, self._sums = begin_passes(
-            program, share.micro_batches, nobody, step, rounds, share.spare, "single", scale
-        )
+        self._own = len(share.micro_batches)
+        self._rounds = max(share.rounds, self._own)
+        self._ready, self._sums = begin_passes(program, share, nobody, step, "single", scale)
         self._gradients = PassGradients(program, graded, step + 1, scale)
         self._at: MicroBatch | None = None
         self._count: torch.Tensor | None = None

@@ -19,6 +19,7 @@ from shoal.base.errors import ConfigError, short
 from shoal.base.events import EventLog, append_line
 from shoal.fabric import World
 from shoal.fabric.device import utilisation
+from shoal.machine.memory import peak_memory_bytes
 
 if TYPE_CHECKING:  # few runs record their steps
     from shoal.trainer.step_trace import StepTrace
@@ -54,7 +55,7 @@ class Recorder:
         self.owner, self.replaced = self.events.owner, False
         self.waiting_since_s = time.perf_counter()
         self.wanted = set[str]()
-        self.saves_apart, self._told_apart = "", False
+        self.saves_apart, self._told_apart, self.told_peaks = "", False, False
         self._went_back_to: int | None = None
         self.trace: StepTrace | None = None
 
@@ -115,6 +116,15 @@ class Recorder:
             self.trace.before(step)
         phases.part(phases.PASSES)
         return time.perf_counter() - self.waiting_since_s
+
+    def tell_peaks(self) -> None:
+        """Tell the most memory that each rank held, once; every rank calls it."""
+        if self.folder is None or self.told_peaks:
+            return
+        self.told_peaks = True
+        peaks = self.world.gather_json(peak_memory_bytes(self.world.device))
+        if self.world.keeps:
+            self.events.emit("memory_peaks", peak_memory_bytes_by_rank=peaks)
 
     def restart_clock(self) -> None:
         """Time from here on belongs to the next step: call after validating or saving."""

@@ -391,6 +391,7 @@ class Run(Stepping):
         sharded), and the optimizer what this rank stepped.
         """
         self._closed = True
+        self.recorder.tell_peaks()
         if self._saving is not None:
             self._saving.close()
         self.guards.close()

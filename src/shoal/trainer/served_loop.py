@@ -42,7 +42,7 @@ from shoal.trainer.job import import_object, open_run
 from shoal.trainer.run import Run
 from shoal.trainer.served import Arrived, Brought, Line, Orders, Parcel, Reading
 from shoal.trainer.served_server import Server
-from shoal.trainer.share import lost_of, own_micro_batches
+from shoal.trainer.share import Share, lost_of, own_micro_batches
 from shoal.trainer.step import forward_backward, reducer_of
 from shoal.trainer.stop_signals import ask_on_signals
 
@@ -159,7 +159,7 @@ class _Worker:
         micro_batches = own_micro_batches(batch, 0, program.data)
         tally = forward_backward(
             program,
-            micro_batches,
+            Share(micro_batches),
             run.loss,
             step=reading.number,
             call=run.plan.call,

@@ -139,6 +139,7 @@ class Server:
         self.turns = Admission(bound, run.step_count)
         self.made: dict[int, int] = dict.fromkeys(lines, 0)
         self.peaks: dict[int, int] = {}
+        run.recorder.told_peaks = True  # the first server tells those of the workers
         self.draining = False
         self.validate = validator(run, source, config)
 
@@ -388,7 +389,8 @@ class Server:
             workers = self.plan.layout.processes - self.plan.layout.servers
             peaks = [self.peaks.get(rank, 0) for rank in range(workers)]
             peaks.append(peak_memory_bytes(run.world.device))  # this server's
-            finish(run, self.source, values, steps=steps, wall_s=wall_s, how=how, peaks=peaks)
+            run.recorder.events.emit("memory_peaks", peak_memory_bytes_by_rank=peaks)
+            finish(run, self.source, values, steps=steps, wall_s=wall_s, how=how)
         self.orders.give(served.FINISH, code)
         self.end(code)
         for hearing in self.orders.hearing:

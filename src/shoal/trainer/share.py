@@ -25,8 +25,8 @@ class Share:
     """
 
     micro_batches: list[tuple[int, Any]]
-    rounds: int
-    spare: Any
+    rounds: int = 0
+    spare: Any = None
 
 
 def share_of(program: Program, batch: Any, cut: int, first_key: int, kept: Any) -> Share:

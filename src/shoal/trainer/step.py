@@ -29,6 +29,7 @@ from shoal.fabric.device import is_accelerator, numbers_on
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer.contract import Loss
 from shoal.trainer.micro_batch import JOINING, MicroBatch
+from shoal.trainer.share import Share
 from shoal.trainer.step_vector import Compared, StepNumbers, StepVector
 
 
@@ -98,12 +99,10 @@ def reducer_of(program: Program) -> Reducer:
 
 def forward_backward(
     program: Program,
-    micro_batches: Sequence[tuple[int, Any]],
+    share: Share,
     loss: Loss,
     *,
     step: int,
-    rounds: int = 0,
-    spare: Any = None,
     call: str = "single",
     scale: float = 1.0,
     flags: Callable[[], Flags] = Flags,
@@ -111,30 +110,24 @@ def forward_backward(
 ) -> Tally:
     """Run this rank's micro-batches of one step and sum everything over all ranks.
 
-    micro_batches   (number in the step, batch) pairs; may be empty, the rank then joins with zeros
-    rounds          micro-batches of the busiest rank · spare  a batch for passes without weight,
-                    where layouts gather parameters and every rank must pass as often as any
-    scale           what the loss is multiplied by before backward (fp16)
-    flags           gives what this rank has to say, after its passes
-    note            hears what the loss returned, outputs and targets, of each micro-batch
-    Gives           the tally; the program's local gradients are then sums over all ranks, scaled
-    Errors          ConfigError for a loss that returns a mean, PlanError for a parameter that was
-                    frozen when the program was composed, both before anything was updated
+    share   this rank's micro-batches; may be none, the rank then joins with zeros
+    scale   what the loss is multiplied by before backward (fp16)
+    flags   gives what this rank has to say, after its passes
+    note    hears what the loss returned, outputs and targets, of each micro-batch
+    Gives   the tally; the program's local gradients are then sums over all ranks, scaled
+    Errors  ConfigError for a loss that returns a mean, PlanError for a parameter that was frozen
+            when the program was composed, both before anything was updated
     """
-    reducer = reducer_of(program)
-    begun = begin_passes(program, micro_batches, loss, step, rounds, spare, call, scale, note)
-    ready, sums = begun
-    program.run(program, ready, reducer)
-    return sum_up(program, sums, len(micro_batches), flags())
+    ready, sums = begin_passes(program, share, loss, step, call, scale, note)
+    program.run(program, ready, reducer_of(program))
+    return sum_up(program, sums, len(share.micro_batches), flags())
 
 
 def begin_passes(
     program: Program,
-    micro_batches: Sequence[tuple[int, Any]],
+    share: Share,
     loss: Loss,
     step: int,
-    rounds: int,
-    spare: Any,
     call: str,
     scale: float,
     note: Callable[[Any, Any, Any], None] | None = None,
@@ -144,13 +137,13 @@ def begin_passes(
     Those that only join the others' collectives come last. Arguments as in `forward_backward`.
     """
     _check_frozen(program)
-    reducer_of(program).begin(max(rounds, len(micro_batches)))
+    reducer_of(program).begin(max(share.rounds, len(share.micro_batches)))
     for begin in program.on_begin:
         begin()
     sums = torch.zeros(2, dtype=torch.float64, device=program.world.device)
-    passes = list(micro_batches)
+    passes = list(share.micro_batches)
     if program.together:
-        passes += [(JOINING, spare)] * (rounds - len(passes))
+        passes += [(JOINING, share.spare)] * (share.rounds - len(passes))
     shared = (call, scale, sums, note)
     ready = [MicroBatch(program, loss, step, n, batch, *shared) for n, batch in passes]
     return ready, sums

@@ -134,8 +134,7 @@ class Stepping:
         if self._saving is None:
             from shoal.trainer.saving import Saving  # a run that never saves does without
 
-            world, recorder = self.program.world, self.recorder
-            self._saving = Saving(world, recorder.events.emit, recorder.warn)
+            self._saving = Saving(self.program.world, self.recorder.events.emit, self.recorder.warn)
         return self._saving
 
     @property
@@ -173,11 +172,9 @@ class Stepping:
         with self.guards.around(self.step_count + 1, len(share.micro_batches)):
             tally = forward_backward(
                 self.program,
-                share.micro_batches,
+                share,
                 first or self.loss,
                 step=self.step_count,
-                rounds=share.rounds,
-                spare=share.spare,
                 scale=self.scale,
                 call=self.program.plan.call,
                 flags=self.flags,
