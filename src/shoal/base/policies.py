@@ -228,8 +228,8 @@ class LoopPolicy:
     """tell, skip (no update), rewind (skip; three in a row: to the last checkpoint, without samples
     since; own loops, islands: skip), off: steps whose loss or norm leaps out of the last 128"""
     guards: str = word(("on", "off"), {"true": "on", "false": "off", "none": "off"})
-    """on, off (for measurements): whether steps are watched for mistakes that change numbers, as
-    weights written on one rank, equal samples on all, a loss that is cut off from the model"""
+    """on: ranks are compared in every step, and a loop is watched for mistakes that change numbers
+    (weights written on one rank, equal samples on all ranks); off: to measure what that costs"""
 
     @staticmethod
     def traced(name: str, text: str) -> tuple[int, int]:

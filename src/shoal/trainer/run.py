@@ -88,6 +88,11 @@ class Run(Stepping):
         return self.program.world
 
     @property
+    def rank(self) -> int:
+        """This process's number among those of the run; `world.size` is how many there are."""
+        return self.world.rank
+
+    @property
     def plan(self) -> Plan:
         """The layout, the batch arithmetic and the gradient buckets."""
         return self.program.plan

@@ -30,15 +30,7 @@ from shoal.trainer.lockstep import count_forwards, meeting_of
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.share import Share, lost_of, share_of
 from shoal.trainer.skips import Skips, Spikes
-from shoal.trainer.step import (
-    Flags,
-    StepResult,
-    Tally,
-    counted,
-    forward_backward,
-    row_of,
-    update,
-)
+from shoal.trainer.step import Flags, StepResult, Tally, counted, forward_backward, row_of, update
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.optim.average import WeightAverage

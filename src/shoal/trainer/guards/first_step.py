@@ -257,10 +257,9 @@ def _compared(result: Any, outputs: Any, targets: Any) -> int:
             if isinstance(leaf, torch.Tensor) and leaf.ndim]  # fmt: skip
     if not rows or rows[0] < 2 or not isinstance(total, torch.Tensor) or not total.requires_grad:
         return 0
-    for leaf in pytree.tree_leaves(outputs):
-        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or leaf.ndim < 2:
-            continue
-        if leaf.shape[0] == rows[0] and leaf.numel() <= MOST and _couples(total.sum(), leaf):
+    for out in pytree.tree_leaves(outputs):
+        wide = isinstance(out, torch.Tensor) and out.requires_grad and out.ndim > 1
+        if wide and out.shape[0] == rows[0] and out.numel() <= MOST and _couples(total.sum(), out):
             return rows[0]
     return 0
 
@@ -340,10 +339,9 @@ def evaluation_line(module: nn.Module) -> str:
     """What to tell of a model that trains in evaluation mode; "" where nothing depends on it."""
     if module.training or not any(isinstance(part, DRAWS) for part in module.modules()):
         return ""
-    return (
-        "the model is in evaluation mode while it trains: dropout is off and BatchNorm frozen; "
-        "try: model.train() before run.step"
-    )
+    from shoal.trainer.guards.told.first_step import EVALUATES
+
+    return EVALUATES
 
 
 def once_only(program: Program) -> str:

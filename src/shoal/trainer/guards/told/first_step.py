@@ -10,6 +10,10 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 
+EVALUATES = (
+    "the model is in evaluation mode while it trains: dropout is off and BatchNorm frozen; try: "
+    "model.train() before run.step"
+)
 SHIFT = "try: (ids[:, :-1], ids[:, 1:]) as (inputs, targets)"
 
 

@@ -14,8 +14,8 @@ from shoal.base.plan import Plan
 from shoal.trainer.arguments import check_policies
 
 OFF = (
-    "train.guards = off: no mistake that changes numbers is looked for, as weights written on one "
-    "rank or equal samples on all; try: on, but to measure"
+    "train.guards = off: mistakes that change numbers are not looked for (weights written on one "
+    "rank, equal samples on all ranks, …); try: train.guards=on for what is no measurement"
 )
 """The line of a run without guards."""
 
