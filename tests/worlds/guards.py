@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
+from shoal.trainer.free_passes import FreePasses
 
 INPUTS = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(24, 2, generator=torch.Generator().manual_seed(2))
@@ -256,6 +257,23 @@ def frozen_statistics(world: World) -> dict[str, Any]:
         "calls": [int(model[k].num_batches_tracked) for k in (1, 3)],
         "mean": model[3].running_mean.tolist(),
     }
+
+
+def a_forward_pass_more(world: World) -> dict[str, Any]:
+    """A loop that asks nobody; rank 0 runs the model once more before each update."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    run = run_of(world, model)
+    x, y = share(world)
+    for _ in range(2):
+        run.begin(None)
+        run.now.written = passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
+        loss = ((passes.forward(x) - y) ** 2).sum(1).mean()
+        passes.backward(loss, share=1.0, last=True)
+        if world.rank == 0:
+            passes.forward(x)
+        run.update()
+    return {"digest": digest(model), "calls": int(model[1].num_batches_tracked)}
 
 
 def gan(world: World, out: str = "") -> list[list[float]]:

@@ -99,6 +99,12 @@ def test_frozen_statistics_stay_frozen(worlds) -> None:
     assert told["mean"] == [0.0] * 6
 
 
+def test_a_rank_that_runs_the_model_once_more_is_waited_for(worlds) -> None:
+    """Its BatchNorm has one row more, of which all ranks learn."""
+    found = everywhere(worlds, "a_forward_pass_more")
+    assert found["calls"] == 2 * 2 + 2, "two ranks, two steps, and rank 0 once more in each"
+
+
 def test_a_gan_on_two_ranks_is_the_gan_of_one(worlds) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

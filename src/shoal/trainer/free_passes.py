@@ -30,7 +30,7 @@ from shoal.trainer.share import Share
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
 from shoal.trainer.step_vector import Compared, Group
 
-PASSES = "backward passes"
+PASSES, UNFINISHED = "backward passes", "unfinished passes"
 
 
 class FreePasses:
@@ -119,10 +119,11 @@ class FreePasses:
         """Sum up over all ranks, once. Errors: ConfigError on all where some made fewer passes."""
         if self._tally is not None:
             return self._tally
+        unfinished = {UNFINISHED: [float(self.under_way)]}
         self._leave()
         flags, world = self._flags(), self.program.world
         own = Compared(PASSES, self.count, Group(range(world.size), world.rank))
-        told = replace(flags, compared=[*flags.compared, own])
+        told = replace(flags, sums={**flags.sums, **unfinished}, compared=[*flags.compared, own])
         tally = sum_up(self.program, self._sums, self.count, told)
         if tally.numbers.compared.differs(PASSES):
             counts = tally.numbers.compared.by_rank(PASSES)
@@ -134,7 +135,9 @@ class FreePasses:
         weight = float(self.program.data.size)
         if self._weighs:  # a loop that divides a loss itself makes several passes of share 1
             weight = tally.count / (self.count if self._whole else 1)
-        self._tally = replace(tally, count=weight)
+        # A model may have run once more on some rank, whose BatchNorm then has one row more.
+        uneven = tally.uneven or tally.numbers.sums(UNFINISHED)[0] > 0
+        self._tally = replace(tally, count=weight, uneven=uneven)
         return self._tally
 
     def _enter(self) -> MicroBatch:
