@@ -115,6 +115,19 @@ def test_what_a_guard_finds_ends_the_step_before_its_update() -> None:
     assert all(torch.equal(value, before[name]) for name, value in run.state_dict().items())
 
 
+def test_an_update_that_is_refused_leaves_no_step_behind() -> None:
+    run = run_of(linear())
+    run.step(pair(4))
+    run.forward_backward(pair(4))
+    for parameter in run.model.parameters():
+        parameter.grad = None
+    with pytest.raises(ConfigError, match="gradients were set to None or zero"):
+        run.update()
+    with pytest.raises(ConfigError, match=r"run\.update was called before run\.forward_backward"):
+        run.update()
+    assert run.step(pair(4)).step == 2
+
+
 def test_guards_that_are_off_compute_the_same_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     losses = {}

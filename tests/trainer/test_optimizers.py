@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,9 @@ from trainer_small import assert_same_bits, bits, busy, linear, pair, run_of, sg
 import shoal
 from shoal.base.errors import ConfigError, PlanError
 from shoal.base.policies import OptimizerPolicy
+from shoal.fabric import start_world
 from shoal.trainer.guards.optimizer_checks import MovementCheck
+from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard
 
 
 def test_parameters_of_another_model_are_refused() -> None:
@@ -345,3 +348,15 @@ def test_a_first_step_copies_little_of_a_model_with_few_large_tensors() -> None:
     assert [parameter.numel() for parameter, _ in check.before] == [1024, 1024]
     run.update()
     assert check.moved()
+
+
+def test_a_rate_that_was_a_number_of_numpy_for_a_while_is_read_again() -> None:
+    """Its object comes back, and with it the checksum that it had."""
+    optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
+    group, guard = optimizer.param_groups[0], OptimizerSettingsGuard(optimizer, start_world({}))
+    rate = group["lr"]
+    first = guard.compared(1)[0].value
+    group["lr"] = np.float64(0.2)
+    assert guard.compared(2)[0].value != first
+    group["lr"] = rate
+    assert guard.compared(3)[0].value == first

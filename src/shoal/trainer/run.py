@@ -243,8 +243,10 @@ class Run(Stepping):
             self.now.written = None
             self.agreed(written.finish(), written.spare)
         elif self.now.tally is not None:
+            now, self.now = self.now, UnderWay()  # of a step that a guard refuses nothing is left
             for guard in self.guards.at("between", self.step_count + 1):
                 guard.between(self.step_count + 1)
+            self.now = now
         return self.update_weights()
 
     @together("run.evaluate")

@@ -137,8 +137,8 @@ class OptimizerSettingsGuard(Guard):
                     code = zlib.crc32(f"{key} {self._plain(value)!r}".encode())
                     seen.sums[key not in SETTINGS] ^= seen.codes[place] ^ code
                     seen.codes[place] = code
-                if key in PARAMETERS or value.__class__ in FIXED:  # what it holds stays
-                    seen.values[place] = value
+                fixed = key in PARAMETERS or value.__class__ in FIXED  # what it holds stays
+                seen.values[place] = value if fixed else _NOTHING
             found[number] = (seen.sums[0], seen.sums[1])
         return found
 
