@@ -77,13 +77,13 @@ def switched_off(only: str | None) -> int:
 
 
 def failing(name: str | None) -> list[str]:
-    """Return the tests of the pool that fail without a guard."""
+    """Return the test functions of the pool of which some case fails without a guard."""
     environ = {**os.environ, **({VARIABLE: name} if name else {})}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *POOL, "-q", "-p", "no:cacheprovider", "--no-header"],
         cwd=ROOT, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
-    return sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)))
+    return sorted(set(re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.MULTILINE)))
 
 
 def table(steps: int) -> int:
