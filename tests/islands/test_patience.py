@@ -53,16 +53,14 @@ def test_doubt_goes_with_experience() -> None:
 
 def test_a_larger_payload_gets_longer_and_a_much_larger_one_is_unknown() -> None:
     patience = taught((2.0, MB))
-    assert patience.predict_s(3 * MB) == pytest.approx(6)
-    assert patience.predict_s(10) == 2, "what was waiting does not shrink with the payload"
-    assert patience.predict_s(16 * MB) == pytest.approx(32)
-    assert patience.predict_s(17 * MB) is None, "a vote says nothing about a model"
+    known = taught((2.0, MB)).deadline_s(MB)
+    assert patience.deadline_s(3 * MB) == pytest.approx(GRACE_S + 3 * (known - GRACE_S))
+    assert patience.deadline_s(10) == known, "what was waiting does not shrink with the payload"
     assert patience.deadline_s(17 * MB) == FIRST_S
     assert taught((0.1, 0)).deadline_s(MB) == FIRST_S
 
 
 def test_nothing_known_is_patient() -> None:
-    assert Patience().predict_s(0) is None
     assert Patience().deadline_s(0) == FIRST_S
     assert Patience().deadline_s(0, round_s=1000) == FIRST_S + 1000
 

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.base.cluster import Link
 from shoal.base.errors import PlanError
-from shoal.teach.costs import AnalyticalCosts, MeasuredCosts
+from shoal.teach.costs import AnalyticalCosts
 from shoal.teach.engine import Op, run_ops
 
 SECONDS = AnalyticalCosts({"forward": 1.0, "all-reduce": 1.0, "send": 0.0}, None)
@@ -131,11 +131,6 @@ def test_tables() -> None:
     assert AnalyticalCosts({}).seconds(Op("collective", "all-reduce", ranks=range(4))) == 0
     with pytest.raises(PlanError, match="try: forward"):
         AnalyticalCosts({"forward": 1.0}).seconds(Op("compute", "forwards"))
-    measured = MeasuredCosts({"forward": 2.0}, {"send": 0.5})
-    assert measured.seconds(Op("compute", "forward", amount=7)) == 2
-    assert measured.travel_s(Op("send", "send")) == 0.5
-    with pytest.raises(PlanError, match="measured costs = backward"):
-        measured.seconds(Op("compute", "backward"))
 
 
 def test_thousands_of_ranks_in_linear_time() -> None:

@@ -14,7 +14,6 @@ from shoal.teach.failures import (
     FailureCase,
     erlang_b,
     expected_goodput,
-    failure_timeline,
     simulate_failures,
     spares_for,
     stretches,
@@ -118,14 +117,6 @@ def test_stretches_follow_each_other() -> None:
         assert piece.start_s <= piece.up_s <= piece.run_s <= piece.end_s
         last = piece.end_s
     assert last == 30 * 86400.0
-
-
-def test_the_drawing_covers_the_time_it_shows() -> None:
-    drawn = failure_timeline(replace(LLAMA, spares=0, repair_s=HOUR), 48 * HOUR, seed=2)
-    assert {span.kind for span in drawn.spans} == {"compute", "checkpoint", "failure", "wait"}
-    for before, after in zip(drawn.spans, drawn.spans[1:], strict=False):
-        assert after.start_s == pytest.approx(before.end_s)
-    assert drawn.end_s == pytest.approx(48 * HOUR)
 
 
 def test_erlang_b_is_the_truncated_poisson_share() -> None:

@@ -52,19 +52,6 @@ class Patience:
         self._past.append((seconds, size_bytes))
         self._paused = False
 
-    def predict_s(self, size_bytes: int) -> float | None:
-        """How long an exchange of so many bytes may take, by the slowest comparable one.
-
-        A larger one takes longer in proportion; a smaller one no less, since what was waiting in it
-        cannot be told from what was transfer. None: nothing comparable was seen.
-
-        >>> patience = Patience()
-        >>> patience.learn(2.0, 1_000_000)
-        >>> patience.predict_s(3_000_000), patience.predict_s(10), patience.predict_s(17_000_000)
-        (6.0, 2.0, None)
-        """
-        return max(self._comparable(size_bytes), default=None)
-
     def deadline_s(self, size_bytes: int, round_s: float = 0.0) -> float:
         """How long silence is borne in an exchange of so many bytes.
 

@@ -4,7 +4,6 @@
                      collectives 0.3 of any size, pass and receive 0.2 each, loss 0; unit: steps
     AnalyticalCosts  seconds per unit of work, and links as latency + bytes / bandwidth; a ring
                      moves 2(n − 1)/n · M in 2(n − 1) rounds (all-reduce) or half of both
-    MeasuredCosts    seconds that somebody took, by label or by kind
 
 Sources: github.com/srush/LLM-Training-Puzzles (MIT); Thakur et al. 2005 for the ring.
 """
@@ -12,7 +11,7 @@ Sources: github.com/srush/LLM-Training-Puzzles (MIT); Thakur et al. 2005 for the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shoal.base.cluster import Link
 from shoal.base.errors import PlanError, one_of
@@ -92,29 +91,3 @@ class AnalyticalCosts:
         turns = 2 if op.what == "all-reduce" else 1
         sent = turns * (n - 1) / n * op.amount
         return turns * (n - 1) * self.link.latency_s + sent / self.link.bytes_per_s
-
-
-@dataclass(frozen=True)
-class MeasuredCosts:
-    """Seconds by an operation's label, else by its kind; nothing is scaled.
-
-    travel  of messages, by label or by kind
-
-    >>> MeasuredCosts({"forward": 0.2, "F0@1": 0.3}).seconds(Op("compute", "forward", "F0@1"))
-    0.3
-    """
-
-    by_name: Mapping[str, float]
-    travel: Mapping[str, float] = field(default_factory=dict)
-
-    def seconds(self, op: Op) -> float:
-        """What was measured; PlanError for an operation that nobody measured."""
-        if op.label in self.by_name:
-            return self.by_name[op.label]
-        if op.what not in self.by_name:
-            raise PlanError(one_of("measured costs", op.what, self.by_name))
-        return self.by_name[op.what]
-
-    def travel_s(self, op: Op) -> float:
-        """0 where nothing was measured."""
-        return self.travel.get(op.label, self.travel.get(op.what, 0.0))

@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.base.errors import PlanError
-from shoal.base.timeline import Span, Timeline
 from shoal.teach.calculators.goodput import goodput, mtbf_s
 
 MOST_FAILURES = 2_000_000
@@ -215,31 +214,3 @@ def _enough_nodes(back: list[float], now: float, spares: int) -> float:
     while len(back) > spares:
         now = heapq.heappop(back)
     return now
-
-
-def failure_timeline(case: FailureCase, duration_s: float, seed: int = 0) -> Timeline:
-    """The first hours of a drawn run as one lane: work, checkpoints, failures, waiting.
-
-    >>> case = FailureCase(16384, 3.1 * 3600 * 16384, 1140, 60, 600)
-    >>> drawn = failure_timeline(case, 6 * 3600.0, seed=1)
-    >>> sorted({span.kind for span in drawn.spans})
-    ['checkpoint', 'compute', 'failure']
-    """
-    spans: list[Span] = []
-    for stretch in stretches(case, duration_s, seed):
-        spans += [
-            Span(0, stretch.start_s, stretch.up_s, "wait", "no node"),
-            Span(0, stretch.up_s, stretch.run_s, "failure", "restart"),
-        ]
-        now, end_s = stretch.run_s, stretch.end_s
-        while now < end_s:
-            saves_s = min(now + case.interval_s, end_s)
-            done_s = min(saves_s + case.stall_s, end_s)
-            spans += [
-                Span(0, now, saves_s, "compute", "work"),
-                Span(0, saves_s, done_s, "checkpoint", "save"),
-            ]
-            now = done_s
-    kept = tuple(span for span in spans if span.end_s > span.start_s)
-    facts = {"goodput": f"{simulate_failures(case, duration_s, seed).goodput:.1%}"}
-    return Timeline(f"{case.devices} devices", 1, kept, facts=facts)
