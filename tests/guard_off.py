@@ -1,4 +1,4 @@
-"""Switch one guard off in a test's processes: `SHOAL_TEST_WITHOUT=ExternalWritesGuard`.
+"""Switch one guard off in a test's processes: `SHOAL_TEST_WITHOUT=ExternalWriteGuard`.
 
 By its class's name, for `tests/proof/guards.py`, which looks what tests then say.
 """
@@ -31,7 +31,7 @@ def switch_off() -> None:
         return
     from shoal.trainer.guards.guard import Guard
 
-    places = ("before", "around", "sums", "compared", "agree", "between", "updating", "updated")
+    places = ("before", "around", "sums", "invariants", "agree", "between", "updating", "updated")
     guard = guard_classes()[name]
     for place in places:
         if place == "sums":  # another guard may read an entry

@@ -39,7 +39,7 @@ POOL = (
     *("tests/trainer/test_optimizers.py", "tests/trainer/test_suspicions.py"),
     "tests/trainer/test_damaged_folder.py",
 )
-PLACES = ("before", "around", "sums", "compared", "agree", "between", "updating", "updated")
+PLACES = ("before", "around", "sums", "invariants", "agree", "between", "updating", "updated")
 PROCESSES, WARM, DEADLINE_S = 2, 3, 600
 
 

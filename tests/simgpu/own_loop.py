@@ -229,9 +229,9 @@ def rate(world: World) -> list[float]:
     optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     optimizer.param_groups[0]["lr"] = there = torch.tensor(0.5, device=world.device)
     check = OptimizerSettingsGuard(optimizer, world)
-    first, again = (check.compared(1)[0].value for _ in range(2))
+    first, again = (check.invariants(1)[0].value for _ in range(2))
     there.fill_(0.25)
-    return [float(first == again), float(first == check.compared(1)[0].value)]
+    return [float(first == again), float(first == check.invariants(1)[0].value)]
 
 
 PARTS = {

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shoal.fabric import World, start_world
 from shoal.trainer import step, step_vector
-from shoal.trainer.guards.brought_batches import BroughtBatchesGuard
+from shoal.trainer.guards.batch_consistency import BatchConsistencyGuard
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
@@ -93,7 +93,9 @@ def steps_of(run: Run, sample: torch.Tensor) -> dict[str, Any]:
         sent.append(8 * len(found.numbers.values))
         return found
 
-    run.guards.all[:] = [one for one in run.guards.all if not isinstance(one, BroughtBatchesGuard)]
+    run.guards.all[:] = [
+        one for one in run.guards.all if not isinstance(one, BatchConsistencyGuard)
+    ]
     with patch.object(step_vector, "zero_sum_terms", alone), patch.object(step, "_tally", timed):
         for _ in range(STEPS):
             run.step((sample, sample))

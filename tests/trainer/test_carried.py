@@ -12,8 +12,8 @@ from torch import nn
 
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
-from shoal.trainer.guards.carried_state import CarriedStateGuard
 from shoal.trainer.guards.guard import Guards
+from shoal.trainer.guards.hidden_state import HiddenStateGuard
 
 
 class Keeps(nn.Module):
@@ -34,7 +34,7 @@ def told(module: nn.Module, *, ranks: int = 2, micro_batches: int = 1) -> list[s
     plan = Plan(Layout(dp_replicate=2))
     program = SimpleNamespace(module=module, plan=plan, data=SimpleNamespace(size=ranks))
     lines: list[str] = []
-    carried = CarriedStateGuard(cast("Any", program), lines.append)
+    carried = HiddenStateGuard(cast("Any", program), lines.append)
     guards = Guards([carried])
     for step in (1, 2, 3):
         with guards.around(step, micro_batches):

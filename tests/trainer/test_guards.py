@@ -15,7 +15,7 @@ from trainer_small import linear, pair, run_of
 from guard_off import guard_classes
 from shoal.base.errors import ConfigError
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step_vector import Compared, StepNumbers
+from shoal.trainer.step_vector import Invariant, StepNumbers
 
 
 class Toy(Guard):
@@ -41,12 +41,12 @@ class Toy(Guard):
         self.calls.append("sums")
         return {"toy": [2.0]}
 
-    def compared(self, step: int) -> Sequence[Compared]:
-        self.calls.append("compared")
-        return [Compared("toy", step, None)]
+    def invariants(self, step: int) -> Sequence[Invariant]:
+        self.calls.append("invariants")
+        return [Invariant("toy", step, None)]
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        self.calls.append(f"agree {numbers.sums('toy')[0]:g} {numbers.compared.by_rank('toy')}")
+        self.calls.append(f"agree {numbers.sums('toy')[0]:g} {numbers.invariants.by_rank('toy')}")
         loss_sum, count = numbers.sums("loss_and_count")
         if loss_sum / count > self.limit:
             raise ConfigError(f"step {step}: toy")
@@ -68,14 +68,14 @@ class Idle(Guard):
     """Overrides nothing."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("before", "around", "sums", "compared", "agree", "updating", "updated"):
+        if name in ("before", "around", "sums", "invariants", "agree", "updating", "updated"):
             raise AssertionError(f"{name} of a guard that has nothing to do there")
         return super().__getattribute__(name)
 
 
-PASSES = ["enter 1", "sums", "compared", "leave"]
+PASSES = ["enter 1", "sums", "invariants", "leave"]
 """Of `run.step`, whose passes and sum are one call; written-out passes are left before the sum."""
-OWN_PASSES = ["enter 1", "leave", "sums", "compared"]
+OWN_PASSES = ["enter 1", "leave", "sums", "invariants"]
 
 
 def test_a_guard_is_called_at_its_places_in_order() -> None:

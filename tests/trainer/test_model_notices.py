@@ -12,7 +12,7 @@ from trainer_small import Rows, pair, run_of
 
 from shoal.models.loss import token_loss
 from shoal.trainer import share_fits, trial_passes
-from shoal.trainer.guards.told.model_notices import auxiliary_loss_lines
+from shoal.trainer.guards.reports.model_notices import auxiliary_loss_lines
 from shoal.trainer.recorder import Recorder
 
 LINE = (

@@ -355,8 +355,8 @@ def test_a_rate_that_was_a_number_of_numpy_for_a_while_is_read_again() -> None:
     optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     group, guard = optimizer.param_groups[0], OptimizerSettingsGuard(optimizer, start_world({}))
     rate = group["lr"]
-    first = guard.compared(1)[0].value
+    first = guard.invariants(1)[0].value
     group["lr"] = np.float64(0.2)
-    assert guard.compared(2)[0].value != first
+    assert guard.invariants(2)[0].value != first
     group["lr"] = rate
-    assert guard.compared(3)[0].value == first
+    assert guard.invariants(3)[0].value == first

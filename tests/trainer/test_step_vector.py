@@ -13,9 +13,9 @@ from shoal.trainer.free_passes import FreePasses
 from shoal.trainer.served_server import _same_on_all_ranks
 from shoal.trainer.step_vector import (
     UNLIKE,
-    Compared,
-    Comparison,
     Group,
+    Invariant,
+    InvariantCheck,
     StepVector,
     zero_sum_terms,
 )
@@ -44,7 +44,7 @@ def vector_of(rank: int) -> StepVector:
     own = vector.add("broken", [0.0, 0.0])
     vector.add("none", [])
     vector.add("used", [float(rank == 1)])
-    vector.add_compared((), 1, world_of(RANKS, []))
+    vector.add_invariants((), 1, world_of(RANKS, []))
     vector.add_rest("measured")
     vector.values[own] = [100.0 + rank, 200.0 + rank]  # as a device would fill it
     return vector
@@ -70,20 +70,20 @@ def test_a_name_has_one_entry() -> None:
 def test_the_vector_does_not_grow_with_ranks() -> None:
     run = run_of(linear())
     run.forward_backward(pair(4))
-    assert run.now.tally is not None
+    assert run.step_state.tally is not None
     lengths = {
-        ranks: len(zero_sum_terms([Compared("a", 1, Group(range(ranks), 0))], 1, ranks))
+        ranks: len(zero_sum_terms([Invariant("a", 1, Group(range(ranks), 0))], 1, ranks))
         for ranks in (2, 4096)
     }
     assert len(set(lengths.values())) == 1
-    assert len(run.now.tally.numbers.values) <= 32
+    assert len(run.step_state.tally.numbers.values) <= 32
 
 
 def test_what_is_the_same_on_all_ranks_needs_no_message() -> None:
     world = world_of(2, [])
-    own = [Compared("lr", 0.5, Group(range(2), 0))]
+    own = [Invariant("lr", 0.5, Group(range(2), 0))]
     numbers = _same_on_all_ranks(own, {"unreadable": [3.0]}, world)
-    assert not numbers.compared.differs("lr")
+    assert not numbers.invariants.differs("lr")
     assert numbers.sums("unreadable") == [3.0]
     assert cast("Any", world).asked == 0
 
@@ -95,12 +95,12 @@ def test_all_ways_into_a_step_give_the_same_entries() -> None:
     tallies: dict[str, Any] = {}
     run = run_of(linear())
     run.forward_backward(batch)
-    tallies["batches"] = run.now.tally
+    tallies["batches"] = run.step_state.tally
     run = run_of(linear())
     for micro in run.micro_batches(batch):
         run.backward(((run.model(micro.inputs) - micro.targets) ** 2).sum(), 4)
-    assert run.now.written is not None
-    tallies["written-out passes"] = run.now.written.finish()
+    assert run.step_state.written is not None
+    tallies["written-out passes"] = run.step_state.written.finish()
     run = run_of(linear())
     run.begin(None)
     passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
@@ -122,10 +122,10 @@ def test_all_ways_into_a_step_give_the_same_entries() -> None:
                 way,
                 name,
             )
-        assert numbers.compared.by_rank("training_mode") == [True], way
+        assert numbers.invariants.by_rank("training_mode") == [True], way
         assert numbers.sums("used") == [1.0] * 4, way
     assert tallies["written-out passes"].numbers.sums("backward_calls") == [1.0, 1.0, 1.0]
-    assert tallies["free passes"].numbers.compared.by_rank("backward passes") == [1]
+    assert tallies["free passes"].numbers.invariants.by_rank("backward passes") == [1]
 
 
 def test_sums_are_zero_where_members_of_all_groups_agree_and_else_they_are_not() -> None:
@@ -138,7 +138,10 @@ def test_sums_are_zero_where_members_of_all_groups_agree_and_else_they_are_not()
     def summed(values: list[int], step: int) -> list[float]:
         terms = [
             zero_sum_terms(
-                [Compared("own", values[rank], seen[rank]), Compared("all", step, everyone[rank])],
+                [
+                    Invariant("own", values[rank], seen[rank]),
+                    Invariant("all", step, everyone[rank]),
+                ],
                 step,
                 ranks,
             )
@@ -160,8 +163,8 @@ def test_no_order_of_adding_rounds() -> None:
     own = [[Group(range(ranks), rank) for _ in range(groups)] for rank in range(ranks)]
     totals = [0.0, 0.0]
     for rank in range(ranks):
-        compared = [Compared(str(place), 1, group) for place, group in enumerate(own[rank])]
-        terms = zero_sum_terms(compared, 7, ranks)
+        invariants = [Invariant(str(place), 1, group) for place, group in enumerate(own[rank])]
+        terms = zero_sum_terms(invariants, 7, ranks)
         totals = [total + abs(term) for total, term in zip(totals, terms, strict=True)]
     assert max(totals) < 2**53
 
@@ -179,12 +182,12 @@ def test_who_differs_is_asked_only_where_somebody_does() -> None:
         asked.append(own)
         return told
 
-    own = [Compared("mode", True, Group(range(4), 0)), Compared("weights", 5, Group((0, 1), 0))]
-    equal = Comparison(own, [0.0, 0.0], gather)
+    own = [Invariant("mode", True, Group(range(4), 0)), Invariant("weights", 5, Group((0, 1), 0))]
+    equal = InvariantCheck(own, [0.0, 0.0], gather)
     assert not equal.differs("mode", "weights")
     assert equal.first_pair("weights") is None
     assert asked == []
-    found = Comparison(own, [0.0, 3.0], gather)
+    found = InvariantCheck(own, [0.0, 3.0], gather)
     assert found.differs("mode", "weights")
     assert not found.differs("mode")
     assert found.first_pair("weights") == (2, 3)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shoal.base.layout import Layout
 from shoal.base.plan import Plan
-from shoal.trainer.guards.first_step import FirstStep, _compared
+from shoal.trainer.guards.first_step_checks import FirstStepLoss, _compared
 
 Tensor = torch.Tensor
 B, T, C = 6, 5, 4
@@ -126,7 +126,7 @@ def test_hooks_of_outputs_run_once_in_the_first_step() -> None:
     seen: list[Tensor] = []
     outputs = drawn(B, C).requires_grad_() * 1
     outputs.register_hook(seen.append)
-    first = FirstStep(
+    first = FirstStepLoss(
         lambda o, t: negatives(o, o.roll(1, 1)), cast(Any, program), [(0, (outputs, CLASSES))]
     )
     first(outputs, CLASSES).sum().backward()

@@ -11,7 +11,7 @@ import torch
 import shoal
 from shoal.fabric import start_world
 from shoal.machine.memory import trim_heap
-from shoal.trainer.guards.bit_sums import LOOKED_AT, SURE, fingerprint
+from shoal.trainer.guards.checksums import LOOKED_AT, SURE, fingerprint
 
 MIB = 2**20
 

@@ -21,8 +21,8 @@ from guards import message
 from shoal.checkpoint.listing import find
 from shoal.checkpoint.read import load
 from shoal.fabric import World, messages, start_world
-from shoal.trainer.guards.bit_sums import here
-from shoal.trainer.guards.memory_drift import SHARE, MemoryDrift
+from shoal.trainer.guards.checksums import here
+from shoal.trainer.guards.corruption import SHARE, CorruptionCheck
 from shoal.trainer.run import Run
 
 SAMPLES = torch.rand(64, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -125,7 +125,7 @@ def flips(
         told = message(act)
         if undo is not None:
             flip(undo, bit)
-        run.now.tally = None
+        run.step_state.tally = None
         looks += told != QUIET
         hit[f"{name.split(' of ')[0] if ' of ' in name else 'weight'} {rank}"] = (
             hit.get(f"{name.split(' of ')[0] if ' of ' in name else 'weight'} {rank}", 0) + 1
@@ -183,7 +183,7 @@ def flips_by_default(
         if world.rank == rank:
             flip(tensor, bit)
         told = message(partial(_up_to_a_save, run, ahead, at + apart))
-        run.now.tally = None
+        run.step_state.tally = None
         same = all(torch.equal(now, then) for now, then in zip(_held(run), clean, strict=True))
         alike = all(world.gather_json(same))
         outcome = (
@@ -219,7 +219,7 @@ def unlike_at_a_reading(world: World, noise: bool) -> str:
         else:
             flip(weight, 13)
     told = message(lambda: steps(run, 4))
-    run.now.tally = None
+    run.step_state.tally = None
     leave(run)
     return told
 
@@ -349,7 +349,7 @@ def costs() -> dict[str, dict[str, float]]:
             micro_batch=rows,
             drift="off",
         )
-        watched = MemoryDrift(replace(run.program, plan=replace(run.plan, drift="every")),
+        watched = CorruptionCheck(replace(run.program, plan=replace(run.plan, drift="every")),
                         run.optimizer, None, run.recorder)  # fmt: skip
         took: list[tuple[float, float]] = []
         for _ in range(12):

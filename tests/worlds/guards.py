@@ -267,7 +267,9 @@ def a_forward_pass_more(world: World) -> dict[str, Any]:
     x, y = share(world)
     for _ in range(2):
         run.begin(None)
-        run.now.written = passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
+        run.step_state.written = passes = FreePasses(
+            run.program, run.step_count, run.scale, run.flags
+        )
         loss = ((passes.forward(x) - y) ** 2).sum(1).mean()
         passes.backward(loss, share=1.0, last=True)
         if world.rank == 0:

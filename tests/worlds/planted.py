@@ -27,7 +27,7 @@ from shoal.proof import Battery, shelf
 from shoal.trainer import left_out, micro_batch
 from shoal.trainer import parallelize as parallelizing
 from shoal.trainer import step as stepping
-from shoal.trainer import stepping as running
+from shoal.trainer import step_runner as running
 from shoal.trainer.guards.optimizer_checks import MovementCheck
 
 

@@ -9,7 +9,7 @@ import pytest
 TALLY = "tolist at trainer/step.py:"
 ON_A_CPU = (
     "models/loss.py:", "parallel/tensor_parallel/vocabulary.py:", "numpy at trainer/guards/external_writes.py:",
-    "numpy at trainer/guards/bit_sums.py:",  # of the host's tensors: a device's are summed there
+    "numpy at trainer/guards/checksums.py:",  # of the host's tensors: a device's are summed there
     "parallel/dropout_rng.py:",  # states of generators, which lie on the host
 )  # fmt: skip
 """Places that read values behind `device.type == "cpu"`, where a read costs nothing."""

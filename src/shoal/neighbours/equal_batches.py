@@ -3,7 +3,7 @@
 A plain `DataLoader` shows every rank the whole dataset, in the same order where seeds are equal.
 Such a loop trains, and every sample counts once per rank: n ranks do the work of one. The first
 steps' inputs are therefore compared over ranks, as those of `run.step` are
-(trainer/guards/brought_batches.py).
+(trainer/guards/batch_consistency.py).
 Here one line is enough, and training goes on: a benchmark on made-up data does the same rightly.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.data.dataset import digest_of
-from shoal.trainer.guards.brought_batches import CHANCE_BITS, LOOKS
-from shoal.trainer.guards.told.own_loaders import information
+from shoal.trainer.guards.batch_consistency import CHANCE_BITS, LOOKS
+from shoal.trainer.guards.reports.own_loaders import information
 from shoal.trainer.run import Run
 
 

@@ -56,7 +56,7 @@ class FreeLoop:
     @property
     def passes(self) -> FreePasses | None:
         """Those of the step under way."""
-        written = self.run.now.written
+        written = self.run.step_state.written
         return written if isinstance(written, FreePasses) else None
 
     @property
@@ -95,7 +95,7 @@ class FreeLoop:
 
     def drop(self) -> None:
         """Forget the gradients of the step under way."""
-        self.run.now.written = None
+        self.run.step_state.written = None
 
     def update(self) -> StepResult:
         """Sum gradients over ranks, clip them, step the optimizer; or skip that, on all ranks."""
@@ -111,7 +111,7 @@ class FreeLoop:
             with run.meeting.at("the first pass of a step"):
                 run.begin(None)
                 passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
-                run.now.written = passes
+                run.step_state.written = passes
         return passes
 
 

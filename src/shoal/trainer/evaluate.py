@@ -74,12 +74,12 @@ def evaluate(
     vector = StepVector()
     vector.add("loss_and_count", [0.0, 0.0])
     guards = Guards(layout_guards(program))  # ranks that ran different blocks have another loss
-    compared = guards.compared(0)
-    vector.add_compared(compared, 0, program.world)
-    if compared:
+    invariants = guards.invariants(0)
+    vector.add_invariants(invariants, 0, program.world)
+    if invariants:
         totals = torch.cat((totals, numbers_on(totals.device, vector.values[2:])))
     program.world.all_reduce(totals)
-    numbers = vector.summed(totals.tolist(), compared, program.world)
+    numbers = vector.summed(totals.tolist(), invariants, program.world)
     for guard in guards.at("agree", 0):
         guard.agree(0, numbers)
     loss_sum, targets = numbers.sums("loss_and_count")

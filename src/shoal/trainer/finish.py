@@ -39,7 +39,7 @@ def finish(
     run.guards.untrained.close()
     text = _try_sample(run, source)
     fullest = _fullest_pool(run)
-    run.recorder.tell_peaks()
+    run.recorder.log_memory_peaks()
     if not run.world.keeps:
         return
     emit = run.recorder.events.emit

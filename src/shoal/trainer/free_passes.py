@@ -1,7 +1,7 @@
 """The passes of one step in a loop that asks nobody: model, loss and backward whenever it likes.
 
     run.begin(None)
-    run.now.written = passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
+    run.step_state.written = passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
     loss = loss_of(passes.forward(inputs))                as often as the loop likes
     passes.backward(loss, share=1 / 4, last=False)        the last one's gradients travel at once
     run.update()
@@ -28,7 +28,7 @@ from shoal.trainer.micro_batch import MicroBatch, prepared
 from shoal.trainer.own_passes import described, nobody
 from shoal.trainer.share import Share
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
-from shoal.trainer.step_vector import Compared, Group
+from shoal.trainer.step_vector import Group, Invariant
 
 PASSES, UNFINISHED = "backward passes", "unfinished passes"
 
@@ -122,11 +122,12 @@ class FreePasses:
         unfinished = {UNFINISHED: [float(self.under_way)]}
         self._leave()
         flags, world = self._flags(), self.program.world
-        own = Compared(PASSES, self.count, Group(range(world.size), world.rank))
-        told = replace(flags, sums={**flags.sums, **unfinished}, compared=[*flags.compared, own])
-        tally = sum_up(self.program, self._sums, self.count, told)
-        if tally.numbers.compared.differs(PASSES):
-            counts = tally.numbers.compared.by_rank(PASSES)
+        own = Invariant(PASSES, self.count, Group(range(world.size), world.rank))
+        invariants = [*flags.invariants, own]
+        flags = replace(flags, sums={**flags.sums, **unfinished}, invariants=invariants)
+        tally = sum_up(self.program, self._sums, self.count, flags)
+        if tally.numbers.invariants.differs(PASSES):
+            counts = tally.numbers.invariants.by_rank(PASSES)
             few, many = (one(range(len(counts)), key=counts.__getitem__) for one in (min, max))
             raise ConfigError(
                 f"step {self.step + 1}: rank {few} made {counts[few]} backward passes and "

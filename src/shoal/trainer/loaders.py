@@ -177,7 +177,7 @@ class Feed:
         if isinstance(data, IterableDataset) or (is_indexed(data) and not isinstance(data, list)):
             return self.open(data, workers, collate)
         _refuse_collate("run.steps", data, collate)
-        from shoal.trainer.guards.told.own_loaders import whole_data
+        from shoal.trainer.guards.reports.own_loaders import whole_data
 
         entry = whole_data(getattr(data, "batch_sampler", None), getattr(data, "dataset", None))
         told = self.world.gather_json(entry) if self.world.size > 1 else []

@@ -217,7 +217,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
 def _stop(run: Run, saved: Path | None = None) -> int:
     """Save, unless this step was saved already, and leave; gives the exit code."""
     saved = saved or run.save()
-    run.recorder.tell_peaks()
+    run.recorder.log_memory_peaks()
     if run.world.keeps:
         run.recorder.events.emit(
             "run_finished",

@@ -22,13 +22,13 @@ from shoal.base.errors import ConfigError
 from shoal.fabric.device import is_accelerator
 from shoal.parallel.program import Program, in_turn
 from shoal.trainer.contract import sum_and_count
-from shoal.trainer.guards.first_step import refuse_mean, watching
+from shoal.trainer.guards.first_step_checks import refuse_mean, watching
 from shoal.trainer.guards.gradient_passes import PassGradients
 from shoal.trainer.measured import Measured
 from shoal.trainer.micro_batch import JOINING, MicroBatch, prepared
 from shoal.trainer.share import Share
 from shoal.trainer.step import Flags, Tally, begin_passes, reducer_of, sum_up
-from shoal.trainer.step_vector import Compared, StepNumbers
+from shoal.trainer.step_vector import Invariant, StepNumbers
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,9 @@ class OwnPasses:
             "backward_calls": [float(sum(c**power for c in calls)) for power in range(3)],
             "counts": [float(True in self._counts), float(False in self._counts)],
         }
-        told = Compared(CALLS, [min(calls), max(calls)] if calls else [], None)
+        told = Invariant(CALLS, [min(calls), max(calls)] if calls else [], None)
         flags = self._flags()
-        flags = replace(flags, sums={**flags.sums, **passes}, compared=[*flags.compared, told])
+        flags = replace(flags, sums={**flags.sums, **passes}, invariants=[*flags.invariants, told])
         tally = sum_up(self.program, self._sums, self._own, flags)
         self._compare_counts()  # the host has waited for the step already
         self._gradients.compare()
@@ -215,7 +215,7 @@ class OwnPasses:
                 f"run.update: run.backward was not called in step {self.step + 1}; try: "
                 f"run.backward(loss_sum, count) in the loop over run.micro_batches(batch)"
             )
-        told = numbers.compared.by_rank(CALLS)
+        told = numbers.invariants.by_rank(CALLS)
         ranks = [rank for rank, one in enumerate(told) if one]
         low = min(ranks, key=lambda rank: told[rank][0])
         high = max(ranks, key=lambda rank: told[rank][1])

@@ -127,7 +127,7 @@ def parallelize(
     check_arguments(locals())
     said: Words = layout
     if plan is not None:
-        from shoal.trainer.guards.told.start import refuse_beside
+        from shoal.trainer.guards.reports.start import refuse_beside
 
         refuse_beside(plan, locals(), inspect.signature(parallelize).parameters)
         said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
@@ -299,7 +299,7 @@ def _auxiliary_losses(module: nn.Module, loss: Loss) -> list[str]:
     """Return a line for auxiliary losses of transformers' models that `loss` leaves out."""
     if "transformers" not in sys.modules:
         return []
-    from shoal.trainer.guards.told.model_notices import auxiliary_loss_lines
+    from shoal.trainer.guards.reports.model_notices import auxiliary_loss_lines
 
     return auxiliary_loss_lines(module, loss)
 
@@ -312,7 +312,7 @@ def _unheld(
     unheld = {name for name, p in parameters.items() if id(p) not in held}
     if not unheld:
         return (), ()
-    from shoal.trainer.guards.told.model_notices import forgotten
+    from shoal.trainer.guards.reports.model_notices import forgotten
 
     return unheld, forgotten(module, unheld)
 
@@ -472,7 +472,7 @@ def narrow_weights(parameters: Mapping[str, nn.Parameter], compute: str) -> list
     narrow = [n for n, p in parameters.items() if p.dtype in (torch.float16, torch.bfloat16)]
     if not narrow:
         return []
-    from shoal.trainer.guards.told.model_notices import narrow_line
+    from shoal.trainer.guards.reports.model_notices import narrow_line
 
     return [narrow_line(narrow, parameters, compute)]
 

@@ -55,7 +55,7 @@ class Recorder:
         self.owner, self.replaced = self.events.owner, False
         self.waiting_since_s = time.perf_counter()
         self.wanted = set[str]()
-        self.saves_apart, self._told_apart, self.told_peaks = "", False, False
+        self.saves_apart, self._told_apart, self.peaks_logged = "", False, False
         self._went_back_to: int | None = None
         self.trace: StepTrace | None = None
 
@@ -117,11 +117,11 @@ class Recorder:
         phases.part(phases.PASSES)
         return time.perf_counter() - self.waiting_since_s
 
-    def tell_peaks(self) -> None:
+    def log_memory_peaks(self) -> None:
         """Tell the most memory that each rank held, once; every rank calls it."""
-        if self.folder is None or self.told_peaks:
+        if self.folder is None or self.peaks_logged:
             return
-        self.told_peaks = True
+        self.peaks_logged = True
         peaks = self.world.gather_json(peak_memory_bytes(self.world.device))
         if self.world.keeps:
             self.events.emit("memory_peaks", peak_memory_bytes_by_rank=peaks)

@@ -46,7 +46,7 @@ def restore_weights(
     Raises:
         CheckpointError: a tensor has another shape or format than in the model.
     """
-    run.now.written = None
+    run.step_state.written = None
     run.saving.settle()
     here = model_parts(run)
     known = {name for names in run.world.gather_json(list(here)) for name in names}

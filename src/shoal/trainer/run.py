@@ -26,7 +26,7 @@ from shoal.trainer.guards.optimizer_checks import Length
 from shoal.trainer.lockstep import together
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.step import StepResult, reducer_of
-from shoal.trainer.stepping import Stepping, UnderWay
+from shoal.trainer.step_runner import StepRunner, StepState
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.checkpoint.lease import RunLease
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
     from shoal.trainer.run_state import Beside
 
 
-class Run(Stepping):
+class Run(StepRunner):
     """One model in training, with its optimizer and its worlds; a process may have several.
 
     model       the module, on its device · world  the processes · plan  what was decided
@@ -169,8 +169,8 @@ class Run(Stepping):
         from shoal.trainer.own_passes import OwnPasses
 
         with self.meeting.at("run.micro_batches"):
-            share = self.take(batch)
-            self.now.written = own = OwnPasses(
+            share = self.begin_batch(batch)
+            self.step_state.written = own = OwnPasses(
                 self.program,
                 share,
                 step=self.step_count,
@@ -207,17 +207,17 @@ class Run(Stepping):
 
     def log(self, **values: tuple[Any, Any]) -> None:
         """Add (sum, count) by names to the step's metrics, in a loop over `micro_batches`."""
-        self._passes("log", "shoal.parallelize(…, metrics={…})").log(self.measuring, values)
+        self._passes("log", "shoal.parallelize(…, metrics={…})").log(self.metric_sums, values)
 
     def _passes(self, name: str, near: str) -> OwnPasses:
         from shoal.trainer.own_passes import OwnPasses
 
-        if not isinstance(self.now.written, OwnPasses):
+        if not isinstance(self.step_state.written, OwnPasses):
             raise ConfigError(f"run.{name} is for loops over run.micro_batches(batch); try: {near}")
-        return self.now.written
+        return self.step_state.written
 
     def begin(self, batch: Any, *, is_own: bool = True) -> None:
-        """Begin a step in a folder of this run; arguments as of `Stepping.begin`."""
+        """Begin a step in a folder of this run; arguments as of `StepRunner.begin`."""
         if self._closed:
             raise ConfigError("run.step was called after run.close; close a run last")
         if (folder := self.recorder.folder) is not None and folder not in self._restored:
@@ -229,7 +229,7 @@ class Run(Stepping):
 
     def update_weights(self) -> StepResult:
         """Step the optimizer, and save where that was asked for on some rank."""
-        saves = self.now.tally is not None and self.now.tally.save
+        saves = self.step_state.tally is not None and self.step_state.tally.save
         result = super().update_weights()
         if saves:
             self.recorder.wanted.discard("save")
@@ -239,14 +239,15 @@ class Run(Stepping):
     @together("run.update")
     def update(self) -> StepResult:
         """The second half: mean gradient, clipping, optimizer step; or a skip, on all ranks."""
-        if (written := self.now.written) is not None:
-            self.now.written = None
-            self.agreed(written.finish(), written.spare)
-        elif self.now.tally is not None:
-            now, self.now = self.now, UnderWay()  # of a step that a guard refuses nothing is left
+        if (written := self.step_state.written) is not None:
+            self.step_state.written = None
+            self.accept_sums(written.finish(), written.spare)
+        elif self.step_state.tally is not None:
+            # Nothing is left of a step that a guard refuses.
+            state, self.step_state = self.step_state, StepState()
             for guard in self.guards.at("between", self.step_count + 1):
                 guard.between(self.step_count + 1)
-            self.now = now
+            self.step_state = state
         return self.update_weights()
 
     @together("run.evaluate")
@@ -342,7 +343,7 @@ class Run(Stepping):
         """
         from shoal.trainer.run_state import restore_run, tagged
 
-        self.now = UnderWay()
+        self.step_state = StepState()
         self.skips.in_a_row = 0
         chosen = self._folder(folder)
         if self._saving is not None:
@@ -398,7 +399,7 @@ class Run(Stepping):
         sharded), and the optimizer what this rank stepped.
         """
         self._closed = True
-        self.recorder.tell_peaks()
+        self.recorder.log_memory_peaks()
         if self._saving is not None:
             self._saving.close()
         self.guards.close()

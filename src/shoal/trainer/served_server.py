@@ -35,7 +35,7 @@ from shoal.trainer.predict import cluster_here, facts_of, foresee, held_now_byte
 from shoal.trainer.run import Run
 from shoal.trainer.served import Arrived, Brought, Line, Orders, Parcel, Reading
 from shoal.trainer.step import Tally, reducer_of
-from shoal.trainer.step_vector import Compared, StepNumbers, StepVector
+from shoal.trainer.step_vector import Invariant, StepNumbers, StepVector
 from shoal.trainer.validate import validator
 
 STOPPED = 143
@@ -139,7 +139,7 @@ class Server:
         self.turns = Admission(bound, run.step_count)
         self.made: dict[int, int] = dict.fromkeys(lines, 0)
         self.peaks: dict[int, int] = {}
-        run.recorder.told_peaks = True  # the first server tells those of the workers
+        run.recorder.peaks_logged = True  # the first server tells those of the workers
         self.draining = False
         self.validate = validator(run, source, config)
 
@@ -170,11 +170,11 @@ class Server:
             after=self.loader.state(), stream=id(self.loader),
         )  # fmt: skip
         run.begin(batch, is_own=False)
-        run.now.data_wait_s = 0.0  # of the worker's reading nothing is known here
+        run.step_state.data_wait_s = 0.0  # of the worker's reading nothing is known here
         self.serving.take(self.parcel, arrived.gradients)
         run.world.traffic.sent_bytes["send"] += arrived.sent_bytes
-        run.now.written = _Given(self._tally(worker, head, batch))
-        run.now.values = {"staleness": staleness, "worker": worker}  # into the step's row
+        run.step_state.written = _Given(self._tally(worker, head, batch))
+        run.step_state.values = {"staleness": staleness, "worker": worker}  # into the step's row
         self.serving.between = True
         run.update()
         self.serving.between = False
@@ -199,7 +199,7 @@ class Server:
             used=list(head.used),
             micro_batches=head.ran,
             uneven=True,  # one worker made them all
-            numbers=_same_on_all_ranks(flags.compared, sums, run.world),
+            numbers=_same_on_all_ranks(flags.invariants, sums, run.world),
             measured=[],
             unnamed=False,
             broken_ranks=lambda: [worker],
@@ -420,17 +420,17 @@ class Server:
 
 
 def _same_on_all_ranks(
-    compared: Sequence[Compared], sums: Mapping[str, Sequence[float]], world: World
+    invariants: Sequence[Invariant], sums: Mapping[str, Sequence[float]], world: World
 ) -> StepNumbers:
     """Return the numbers of a step in which every rank has the same; nothing is sent.
 
     Args:
-        compared: values that ranks have in common.
+        invariants: values that ranks have in common.
         sums: entries that are sums over ranks already.
         world: the ranks.
     """
     vector = StepVector()
     for name, values in sums.items():
         vector.add(name, values)
-    vector.add_compared((), 0, world)
-    return vector.summed(vector.values, compared, world)
+    vector.add_invariants((), 0, world)
+    return vector.summed(vector.values, invariants, world)

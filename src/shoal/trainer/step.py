@@ -30,7 +30,7 @@ from shoal.parallel.program import Program, Reducer
 from shoal.trainer.contract import Loss
 from shoal.trainer.micro_batch import JOINING, MicroBatch
 from shoal.trainer.share import Share
-from shoal.trainer.step_vector import Compared, StepNumbers, StepVector
+from shoal.trainer.step_vector import Invariant, StepNumbers, StepVector
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Flags:
     stop, save, save_failed   as in `Tally`
     step       the one under way, from 1
     sums       numbers by name, summed over ranks; names, order and lengths are the same on each
-    compared   values that ranks must have in common
+    invariants values that ranks must have in common
     measured   float64, to be summed over ranks, as many on each; None: nothing
     unnamed    this rank has values by names that others may not know
     """
@@ -85,7 +85,7 @@ class Flags:
     save_failed: bool = False
     step: int = 0
     sums: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    compared: Sequence[Compared] = ()
+    invariants: Sequence[Invariant] = ()
     measured: torch.Tensor | None = None
     unnamed: bool = False
 
@@ -198,7 +198,7 @@ def _tally(
     vector.add("micro_batches", [float(ran), float(ran * ran)])
     for name, values in flags.sums.items():
         vector.add(name, values)
-    vector.add_compared(flags.compared, flags.step, world)
+    vector.add_invariants(flags.invariants, flags.step, world)
     vector.add("used", [float(name in here) for name in program.names])
     vector.add_rest("measured")
     square_sum = _squares(program, reducer)
@@ -221,13 +221,15 @@ def _tally(
         is_broken = loss_broken or not isfinite(own)
         vector.values[broken] = [float(is_broken), float(loss_broken)]
         if alone and flags.measured is None:
-            return _tally_of(vector.summed(vector.values, flags.compared, world), world, is_broken)
+            return _tally_of(
+                vector.summed(vector.values, flags.invariants, world), world, is_broken
+            )
         sent = torch.tensor(vector.values, dtype=torch.float64)
     if flags.measured is not None:
         sent = torch.cat((sent, flags.measured))
     world.all_reduce(sent)
     summed = sent.tolist()  # the one place of a step where the host waits
-    return _tally_of(vector.summed(summed, flags.compared, world), world, is_broken)
+    return _tally_of(vector.summed(summed, flags.invariants, world), world, is_broken)
 
 
 def _tally_of(numbers: StepNumbers, world: World, is_broken: torch.Tensor | bool) -> Tally:

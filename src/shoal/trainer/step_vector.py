@@ -1,12 +1,12 @@
 """The vector of a step's one all-reduce, built and read by names.
 
     everyone = Group(range(world.size), world.rank)
-    own = [Compared("training_mode", True, everyone), Compared("weights", 7, replicas)]
+    own = [Invariant("training_mode", True, everyone), Invariant("weights", 7, replicas)]
     vector = StepVector()
     vector.add("flags", [stop, save])
-    vector.add_compared(own, step, world)
+    vector.add_invariants(own, step, world)
     numbers = vector.summed(all_reduced.tolist(), own, world)
-    numbers.sums("flags"), numbers.compared.differs("weights")
+    numbers.sums("flags"), numbers.invariants.differs("weights")
 
 Every rank adds the same names with as many numbers in the same order, whatever way leads into the
 step: batches, written-out passes, free passes, servers. So no reader counts positions. All that it
@@ -30,7 +30,7 @@ from shoal.base.errors import BugError
 from shoal.fabric import World
 
 Value = float | int | str | Sequence[Any]
-"""What can be compared: anything that JSON keeps as it is, the same type on all ranks."""
+"""Type of a compared value: anything that JSON keeps as it is, the same type on all ranks."""
 
 NUMBERS, HASH_BITS, SUM_BITS = 2, 20, 52
 """Sums, with coefficients of their own · bits of a hash in each · bits of all terms together."""
@@ -39,7 +39,7 @@ GROUPS = 32
 
 
 class Group:
-    """The ranks among which values are compared, as one of them sees it.
+    """Ranks that must agree on a value, as one of them sees them.
 
     Args:
         ranks: of the group, in one order on all its members.
@@ -53,7 +53,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Invariant:
     """A value of this rank.
 
     Attributes:
@@ -67,16 +67,16 @@ class Compared:
     group: Group | None
 
 
-def zero_sum_terms(compared: Iterable[Compared], step: int, ranks: int) -> list[float]:
+def zero_sum_terms(invariants: Iterable[Invariant], step: int, ranks: int) -> list[float]:
     """Return this rank's terms of the sums that are 0 where the members of all groups agree.
 
     Args:
-        compared: the values of this rank.
+        invariants: the values of this rank.
         step: from which all ranks draw the same coefficients.
         ranks: how many are summed over.
     """
     found: dict[int, tuple[Group, list[tuple[str, Value]]]] = {}
-    for one in compared:
+    for one in invariants:
         if one.group is not None and one.group.size > 1:
             _, values = found.setdefault(id(one.group), (one.group, []))
             values.append((one.name, one.value))
@@ -93,7 +93,7 @@ def zero_sum_terms(compared: Iterable[Compared], step: int, ranks: int) -> list[
     return list(map(float, totals))
 
 
-class Comparison:
+class InvariantCheck:
     """What a step's sums say of the values that ranks must have in common.
 
     Args:
@@ -104,7 +104,7 @@ class Comparison:
 
     def __init__(
         self,
-        own: Sequence[Compared],
+        own: Sequence[Invariant],
         sums: Sequence[float] = (),
         gather: Callable[[Any], list[Any]] = lambda own: [own],
     ) -> None:
@@ -163,12 +163,12 @@ class StepNumbers:
     Attributes:
         slices: where each entry lies in `values`.
         values: the summed vector.
-        compared: which of the values differ that ranks must have in common.
+        invariants: which of the values differ that ranks must have in common.
     """
 
     slices: Mapping[str, slice]
     values: Sequence[float]
-    compared: Comparison
+    invariants: InvariantCheck
 
     def sums(self, name: str) -> Sequence[float]:
         """Return the numbers of an entry."""
@@ -191,15 +191,17 @@ class StepVector:
         self._slices[name] = lies = slice(start, len(self.values))
         return lies
 
-    def add_compared(self, compared: Sequence[Compared], step: int, world: World) -> None:
+    def add_invariants(self, invariants: Sequence[Invariant], step: int, world: World) -> None:
         """Add the terms that say whether ranks have these values in common."""
-        self.add(UNLIKE, zero_sum_terms(compared, step, world.size))
+        self.add(UNLIKE, zero_sum_terms(invariants, step, world.size))
 
     def add_rest(self, name: str) -> None:
         """Name what is appended on the device after all numbers of the host; call it last."""
         self._slices[name] = slice(len(self.values), None)
 
-    def summed(self, values: Sequence[float], own: Sequence[Compared], world: World) -> StepNumbers:
+    def summed(
+        self, values: Sequence[float], own: Sequence[Invariant], world: World
+    ) -> StepNumbers:
         """Return the all-reduced vector under the names of this one.
 
         Args:
@@ -208,4 +210,4 @@ class StepVector:
             world: the ranks that were summed over.
         """
         sums = values[self._slices[UNLIKE]]
-        return StepNumbers(self._slices, values, Comparison(own, sums, world.gather_json))
+        return StepNumbers(self._slices, values, InvariantCheck(own, sums, world.gather_json))

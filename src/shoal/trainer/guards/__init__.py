@@ -1,7 +1,7 @@
-"""The guards of a run: each watches its steps for one kind of mistake, and ends it or says a line.
+"""Watch the steps of a run for mistakes: a guard for each kind, in the order in which a step calls it.
 
-Here they stand in the order in which a step calls them. `guard.py` says what a guard is; `told/`
-has the words for what was found, loaded when there is something to say.
+`guard.py` defines what a guard is. `reports/` holds the texts of errors and notices, and is imported
+when there is one to print.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.parallel.program import Program
-from shoal.trainer.guards.brought_batches import BroughtBatchesGuard
-from shoal.trainer.guards.carried_state import CarriedStateGuard
-from shoal.trainer.guards.external_writes import ExternalWritesGuard
+from shoal.trainer.guards.batch_consistency import BatchConsistencyGuard
+from shoal.trainer.guards.corruption import CorruptionCheck
+from shoal.trainer.guards.external_writes import ExternalWriteGuard
 from shoal.trainer.guards.guard import Guard, Guards
-from shoal.trainer.guards.memory_drift import MemoryDrift
+from shoal.trainer.guards.hidden_state import HiddenStateGuard
 from shoal.trainer.guards.model_checks import ModelGuard
 from shoal.trainer.guards.optimizer_checks import OptimizerGuard
 from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard
@@ -57,8 +57,8 @@ class RunGuards(Guards):
         agreed: Callable[[str], bool],
     ) -> None:
         notice, ranks = recorder.notice, program.world.size
-        drift = MemoryDrift(program, optimizer, average, recorder)
-        self.writes = ExternalWritesGuard(program, optimizer, notice, agreed, drift)
+        drift = CorruptionCheck(program, optimizer, average, recorder)
+        self.writes = ExternalWriteGuard(program, optimizer, notice, agreed, drift)
         self.optimizer = OptimizerGuard(optimizer, program, notice)
         self.model = ModelGuard(program, "micro_batch" not in given, notice)
         self.untrained = UntrainedWeightsGuard(program, *unheld, notice)
@@ -74,9 +74,9 @@ class RunGuards(Guards):
                 # First thing in a step: its batch may be well and its weights not.
                 self.writes,
                 # Samples before what is computed of them.
-                BroughtBatchesGuard(program, program.plan.batch * ("batch" in given), notice),
+                BatchConsistencyGuard(program, program.plan.batch * ("batch" in given), notice),
                 self.model,
-                CarriedStateGuard(program, notice),
+                HiddenStateGuard(program, notice),
                 # Innermost around the passes: it watches torch's `detach`, which others call.
                 self.untrained,
             ],
@@ -85,7 +85,7 @@ class RunGuards(Guards):
         if not self.on:
             self.optimizer.state_checked = self.optimizer.movement.done = True
             self.writes.watching = False
-            from shoal.trainer.guards.told.start import OFF
+            from shoal.trainer.guards.reports.start import OFF
 
             notice(OFF)
 

@@ -20,7 +20,7 @@ from torch import nn
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer._torch import step_hooks
-from shoal.trainer.guards.bit_sums import (
+from shoal.trainer.guards.checksums import (
     Marks,
     any_nonzero,
     changed_since,
@@ -28,10 +28,10 @@ from shoal.trainer.guards.bit_sums import (
     is_read,
     marks_of,
 )
+from shoal.trainer.guards.corruption import CorruptionCheck
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.guards.memory_drift import MemoryDrift
 from shoal.trainer.guards.model_checks import layers_of, refuse_unlike
-from shoal.trainer.step_vector import Compared, Group, StepNumbers
+from shoal.trainer.step_vector import Group, Invariant, StepNumbers
 
 if TYPE_CHECKING:  # steps that nobody writes out do without
     from shoal.trainer.guards.gradient_halves import HalfGradients
@@ -51,10 +51,10 @@ UNCOUNTED = 2
 CLOSELY = 8
 """First steps in which every tensor's counter is read; later, in most steps, those of a few."""
 
-_all: weakref.WeakSet[ExternalWritesGuard] = weakref.WeakSet()
+_all: weakref.WeakSet[ExternalWriteGuard] = weakref.WeakSet()
 
 
-class ExternalWritesGuard(Guard):
+class ExternalWriteGuard(Guard):
     """Find weights, gradients, layers and modes that somebody changed beside the run.
 
     Args:
@@ -75,7 +75,7 @@ class ExternalWritesGuard(Guard):
         optimizer: torch.optim.Optimizer,
         notice: Callable[[str], None],
         agreed: Callable[[str], bool],
-        drift: MemoryDrift,
+        drift: CorruptionCheck,
     ) -> None:
         self.program, self.optimizer, self.notice = program, optimizer, notice
         self._agreed, self.drift = agreed, drift
@@ -125,19 +125,19 @@ class ExternalWritesGuard(Guard):
 
             raise changed_beside()
         if self._closely and (held := self._holders()) != self._held:
-            from shoal.trainer.guards.told.external_writes import refuse_other_parts
+            from shoal.trainer.guards.reports.external_writes import refuse_other_parts
 
             refuse_other_parts(self._held, held)
         if self._closely and (trains := self._trains()) != self._training:
             self._training = trains
             if self.program.plan.layout.zero == 3:  # else the step's all-reduce finds it
-                from shoal.trainer.guards.told.external_writes import refuse_other_trained
+                from shoal.trainer.guards.reports.external_writes import refuse_other_trained
 
                 refuse_other_trained(step, trains, self._agreed)
         now = self._of_weights()
         self.weights_written = now != self._weights
         if self.weights_written:
-            from shoal.trainer.guards.told.external_writes import refuse_other_memory
+            from shoal.trainer.guards.reports.external_writes import refuse_other_memory
 
             refuse_other_memory(self.program, self._weights, now)
         self._uncounted = False
@@ -189,7 +189,7 @@ class ExternalWritesGuard(Guard):
         """Return how many ranks have weights that changed uncounted, and the drift's numbers."""
         return {"uncounted": [float(self._uncounted)], "drift": self.drift.sums()}
 
-    def compared(self, step: int) -> Sequence[Compared]:
+    def invariants(self, step: int) -> Sequence[Invariant]:
         """Return what ranks must have in common to train one model.
 
         Weights are read where they were written, and else in steps 1, 2, 4, 8, …, there in part.
@@ -197,18 +197,18 @@ class ExternalWritesGuard(Guard):
         program, everyone, replicas = self.program, self._everyone, self._replicas
         written = UNCOUNTED if self._uncounted else int(self.weights_written)
         found = [
-            Compared("weights_written", written, everyone),
-            Compared("training_mode", program.module.training, everyone),
+            Invariant("weights_written", written, everyone),
+            Invariant("training_mode", program.module.training, everyone),
         ]
         if program.plan.layout.zero < 3 and (self.weights_written or is_read(step)):
             held = [p for name, p in program.parameters.items() if not program.is_expert(name)]
             read = fingerprint(held, whole=self.weights_written)
-            found.append(Compared("weights", int(read), replicas))
+            found.append(Invariant("weights", int(read), replicas))
         if self._closely:
-            found.append(Compared("trainable", self._trains(), replicas))
+            found.append(Invariant("trainable", self._trains(), replicas))
         if is_read(step):
-            found.append(Compared("layers", self._layers(), replicas))
-        return [*found, *self.drift.compared()]
+            found.append(Invariant("layers", self._layers(), replicas))
+        return [*found, *self.drift.invariants()]
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """Raises: ConfigError, the same on all ranks, where they would train different models."""
@@ -218,10 +218,10 @@ class ExternalWritesGuard(Guard):
             return
         # What can be nothing but a flipped bit is no mistake of the user's, who would be told one.
         self.drift.agree(numbers, alone=True)
-        if numbers.sums("uncounted")[0] or numbers.compared.differs(*COMPARED):
-            from shoal.trainer.guards.told.external_writes import refuse_unlike_ranks
+        if numbers.sums("uncounted")[0] or numbers.invariants.differs(*COMPARED):
+            from shoal.trainer.guards.reports.external_writes import refuse_unlike_ranks
 
-            refuse_unlike_ranks(self, step, numbers.compared, refuse_unlike)
+            refuse_unlike_ranks(self, step, numbers.invariants, refuse_unlike)
         self.drift.agree(numbers)
 
     def after(self, following: int = 0) -> None:
@@ -288,7 +288,7 @@ class ExternalWritesGuard(Guard):
 
     def _stepped(self, *_what: object) -> None:
         if self.watching and not self.ours:
-            from shoal.trainer.guards.told.external_writes import stepped_beside
+            from shoal.trainer.guards.reports.external_writes import stepped_beside
 
             raise stepped_beside()
 

@@ -22,7 +22,7 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program
 from shoal.trainer._torch import absent_gradient, ask_before_clipping
-from shoal.trainer.guards.bit_sums import NO_GRADIENT, Marks, any_nonzero, here, is_read
+from shoal.trainer.guards.checksums import NO_GRADIENT, Marks, any_nonzero, here, is_read
 
 CLIP = "try: clip=… of shoal.parallelize (optimizer.clip=…)"
 CHANGED = (

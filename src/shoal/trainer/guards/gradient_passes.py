@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.base.errors import ConfigError
 from shoal.parallel.program import Program, Reducer
 from shoal.trainer._torch import absent_gradient, step_hooks
-from shoal.trainer.guards.bit_sums import (
+from shoal.trainer.guards.checksums import (
     Marks,
     any_nonzero,
     changed_since,

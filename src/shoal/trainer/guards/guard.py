@@ -5,7 +5,7 @@ A step calls its guards at fixed places, those only that are due and have someth
     before      the batch is here, nothing has run
     around      a context around the forward and backward passes
     sums        numbers for the step's one all-reduce, as many on every rank
-    compared    values that ranks must have in common, for the same all-reduce
+    invariants  values that ranks must have in common, for the same all-reduce
     agree       all ranks know the sums; nothing was updated yet
     between     `run.update` begins, and code of the user's ran since the passes
     updating    the update begins
@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from shoal.trainer.micro_batch import all_around
-from shoal.trainer.step_vector import Compared, StepNumbers
+from shoal.trainer.step_vector import Invariant, StepNumbers
 
 
 class Guard:
@@ -43,7 +43,7 @@ class Guard:
         """Return entries of the step's vector, to be summed over ranks, by name."""
         return {}
 
-    def compared(self, step: int) -> Sequence[Compared]:
+    def invariants(self, step: int) -> Sequence[Invariant]:
         """Return values that ranks must have in common."""
         return ()
 
@@ -92,9 +92,9 @@ class Guards:
             entries |= guard.sums(step)
         return entries
 
-    def compared(self, step: int) -> list[Compared]:
+    def invariants(self, step: int) -> list[Invariant]:
         """Return the values of all that are due."""
-        return [one for guard in self.at("compared", step) for one in guard.compared(step)]
+        return [one for guard in self.at("invariants", step) for one in guard.invariants(step)]
 
     def close(self) -> None:
         """Close all, due or not."""

@@ -33,7 +33,7 @@ from shoal.fabric import World
 from shoal.parallel.program import Program
 from shoal.parallel.rewritten import refuse_rewritten
 from shoal.trainer._torch import gradient_hooks
-from shoal.trainer.guards.first_step import evaluation_line
+from shoal.trainer.guards.first_step_checks import evaluation_line
 from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step_vector import StepNumbers
 
@@ -63,7 +63,7 @@ def refuse_unready(module: nn.Module) -> None:
         )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter) or hasattr(parameter, "device_mesh") or parameter.is_meta:
-            from shoal.trainer.guards.told.start import refuse_parameter
+            from shoal.trainer.guards.reports.start import refuse_parameter
 
             refuse_parameter(name, parameter)
 
@@ -88,7 +88,7 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
     unlike = world.differing(layers_of(module))
     if unlike is None:
         return
-    from shoal.trainer.guards.told.start import refuse_layers
+    from shoal.trainer.guards.reports.start import refuse_layers
 
     refuse_layers(unlike, world.ranks, step)
 
@@ -111,12 +111,12 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
             continue  # it trains on another rank, with its hook
         divided = layout.zero == 3 or layout.threads > 1 or name in program.cuts
         if divided or not gradient_hooks(here):
-            from shoal.trainer.guards.told.start import refuse_hook
+            from shoal.trainer.guards.reports.start import refuse_hook
 
             refuse_hook(name, layout.text())
     if not names:
         return []
-    from shoal.trainer.guards.told.start import hooks_line
+    from shoal.trainer.guards.reports.start import hooks_line
 
     return [hooks_line(list(names))]
 
@@ -160,7 +160,7 @@ class ModelGuard(Guard):
         plan = self.program.plan
         is_cut = plan.micro_batch * plan.layout.data_degree < plan.batch
         if self.cut_by_default and is_cut and isinstance(batch, StepBatch):
-            from shoal.trainer.guards.told.model_notices import batch_norm_line
+            from shoal.trainer.guards.reports.model_notices import batch_norm_line
 
             self.cut_by_default = False
             if line := batch_norm_line(module, plan):

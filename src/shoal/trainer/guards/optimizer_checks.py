@@ -139,7 +139,7 @@ class OptimizerGuard(Guard):
 
 def told() -> Any:
     """Import the words: they are seldom needed."""
-    from shoal.trainer.guards.told import optimizer
+    from shoal.trainer.guards.reports import optimizer
 
     return optimizer
 

@@ -27,7 +27,7 @@ from shoal.fabric import World
 from shoal.optim.state import inner_optimizers
 from shoal.parallel._torch import writes
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step_vector import Compared, Group, StepNumbers
+from shoal.trainer.step_vector import Group, Invariant, StepNumbers
 
 PARAMETERS = ("params", "param_names")
 """Keys of a group that hold this rank's own."""
@@ -87,7 +87,7 @@ class OptimizerSettingsGuard(Guard):
             if world.rank in ranks
         ]
 
-    def compared(self, step: int) -> Sequence[Compared]:
+    def invariants(self, step: int) -> Sequence[Invariant]:
         """Return checksums: of all groups' settings, of the other keys by who steps a group."""
         now, used = self._checksums(), self._used
         found = []
@@ -95,12 +95,12 @@ class OptimizerSettingsGuard(Guard):
             others = [one.get(n, (0, 0))[1] for n in numbers for one in (now, used)]
             settings = [one[0] for both in (now, used) for one in both.values()]
             all_of = settings if group.size == self.world.size else []
-            found.append(Compared(name, all_of + others, group))
+            found.append(Invariant(name, all_of + others, group))
         return found
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """Raises: ConfigError, the same on all ranks, naming the first number that differs."""
-        if numbers.compared.differs(*self._names):
+        if numbers.invariants.differs(*self._names):
             self._refuse(step)
 
     def updated(self, step: int, *, skipped: bool) -> None:
@@ -167,7 +167,7 @@ class OptimizerSettingsGuard(Guard):
 
     def _refuse(self, step: int) -> None:
         """Raise for the first number that differs; every rank calls it."""
-        from shoal.trainer.guards.told.optimizer import refuse_unlike_settings
+        from shoal.trainer.guards.reports.optimizer import refuse_unlike_settings
 
         told = self.world.gather_json([list(map(list, self._settings())), self._used_values])
         refuse_unlike_settings(step, told, self.stepped, SETTINGS)

@@ -27,7 +27,7 @@ from shoal.base.unlike_ranks import blocks_line
 from shoal.fabric import World
 from shoal.parallel.unit_log import UnitLog
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step_vector import Compared, Group, StepNumbers
+from shoal.trainer.step_vector import Group, Invariant, StepNumbers
 
 
 class UnitOrderGuard(Guard):
@@ -37,10 +37,10 @@ class UnitOrderGuard(Guard):
         self.log, self.world = log, world
         self._groups = [Group(calls.ranks, world.rank) for calls in log.calls]
 
-    def compared(self, step: int) -> Sequence[Compared]:
+    def invariants(self, step: int) -> Sequence[Invariant]:
         """Return a checksum for each axis."""
         pairs = zip(self.log.calls, self._groups, strict=True)
-        return [Compared(f"units of {c.axis}", c.checksum, group) for c, group in pairs]
+        return [Invariant(f"units of {c.axis}", c.checksum, group) for c, group in pairs]
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
         """Compare and begin anew; step 0 is an evaluation.
@@ -48,7 +48,7 @@ class UnitOrderGuard(Guard):
         Raises:
             ConfigError: the same on all ranks, where ranks of a group ran different blocks.
         """
-        differs = [numbers.compared.differs(f"units of {c.axis}") for c in self.log.calls]
+        differs = [numbers.invariants.differs(f"units of {c.axis}") for c in self.log.calls]
         if any(differs):
             told = self.world.gather_json([[list(c.ranks), c.names] for c in self.log.calls])
             self.log.clear()

@@ -79,7 +79,7 @@ class UntrainedWeightsGuard(Guard):
         used = [count > 0 for count in numbers.sums("used")]
         self.steps += 1
         if self.steps == 1 and self.forgotten:
-            from shoal.trainer.guards.told.model_notices import unheld_line
+            from shoal.trainer.guards.reports.model_notices import unheld_line
 
             pairs = zip(self.program.names, used, strict=True)
             got = [name for name, has in pairs if has and name in self.forgotten]
@@ -91,7 +91,7 @@ class UntrainedWeightsGuard(Guard):
         names, found = self.program.names, numbers.sums("cut_off")
         lost = [names[place] for place in self.never if found[place]]
         if lost:
-            from shoal.trainer.guards.told.model_notices import cut_off_line
+            from shoal.trainer.guards.reports.model_notices import cut_off_line
 
             self.notice(cut_off_line(lost))
 
@@ -100,7 +100,7 @@ class UntrainedWeightsGuard(Guard):
         names = [self.program.names[place] for place in self.never] if self.steps else []
         if names:
             self.never = []
-            from shoal.trainer.guards.told.model_notices import untrained_line
+            from shoal.trainer.guards.reports.model_notices import untrained_line
 
             self.notice(untrained_line(names, self.steps))
 

@@ -1,6 +1,6 @@
 """Sums of tensors' bytes as whole numbers: exact, in whatever order, and others for any one bit.
 
-`fingerprint` is one number for some tensors, for ranks to compare. `BitSums` gives one for each
+`fingerprint` is one number for some tensors, for ranks to compare. `Checksums` gives one for each
 tensor and is made to be asked in every step: eight bytes at a time, modulo 2**64, over views that
 are kept, so that a tensor costs a microsecond and the reading of its bytes. A bit that flips
 changes such a sum by a power of two.
@@ -107,7 +107,7 @@ class Look:
     changed: Sequence[int] = ()
 
 
-class BitSums:
+class Checksums:
     """Reads many tensors, again and again: how memory is read that stays in its place is kept."""
 
     def __init__(self) -> None:

@@ -29,9 +29,9 @@ from shoal.base.placement import Placement
 from shoal.fabric.device import is_accelerator, synchronize
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
-from shoal.trainer.guards.bit_sums import WEIGHT, BitSums, Key, Look, here
+from shoal.trainer.guards.checksums import WEIGHT, Checksums, Key, Look, here
 from shoal.trainer.recorder import Recorder
-from shoal.trainer.step_vector import Compared, Comparison, Group, StepNumbers
+from shoal.trainer.step_vector import Group, Invariant, InvariantCheck, StepNumbers
 
 if TYPE_CHECKING:
     from shoal.optim.average import WeightAverage
@@ -45,7 +45,7 @@ Axes = tuple[tuple[str, ...], tuple[int, ...]]
 """Over which axes ranks hold the same, and in which stages of a pipeline, () for one's own."""
 
 
-class MemoryDrift:
+class CorruptionCheck:
     """Looks at what a run holds on this rank.
 
     every   steps from one look to the next, the same on all ranks
@@ -65,7 +65,7 @@ class MemoryDrift:
         self.every, self.told = 1, False
         self.taken: Look | None = None
         self._next, self._looks = 0, 0
-        self._bits = BitSums()
+        self._bits = Checksums()
         self._costs_s, self._step_s = deque[float](maxlen=TIMES), math.inf
         self._before_s = self._spent_s = 0.0
         self.kinds = sorted({self.held_over(*one) for one in self._rows()}) if self.on else []
@@ -112,10 +112,10 @@ class MemoryDrift:
         every = 1 if self.mode == "every" else math.ceil(cost_s / SHARE / self._step_s)
         return [float(len(self.taken.changed)), float(min(max(1, every), 2**20))]
 
-    def compared(self) -> list[Compared]:
+    def invariants(self) -> list[Invariant]:
         """Return what replicas must have in common after this look; call `sums` before."""
         return [
-            Compared(f"held alike {number}", fold, self._own_groups[number])
+            Invariant(f"held alike {number}", fold, self._own_groups[number])
             for number, fold in enumerate(self._folds_now)
         ]
 
@@ -123,7 +123,7 @@ class MemoryDrift:
         """Look at what all ranks said.
 
         Args:
-            numbers: of the step, with `sums` and `compared` of all ranks.
+            numbers: of the step, with `sums` and `invariants` of all ranks.
             alone: look only for what can be nothing but a flipped bit; the rest comes later.
 
         Raises:
@@ -136,11 +136,11 @@ class MemoryDrift:
         self.every = max(1, math.ceil(every / self.program.world.size))  # ranks look together
         self._next = look.step + self.every
         if changed:
-            from shoal.trainer.guards.told.memory_drift import changed_at_rest
+            from shoal.trainer.guards.reports.corruption import changed_at_rest
 
             changed_at_rest(self, look, alone=alone)
         if not alone:
-            self._compare_replicas(look, numbers.compared)
+            self._compare_replicas(look, numbers.invariants)
             self.taken = None
 
     def before_save(self, step: int) -> None:
@@ -154,10 +154,10 @@ class MemoryDrift:
         if self.taken is not None:
             self._compare(look)
         self._folds_now = self._folds(look, look.now)
-        own = [Compared("changed", len(look.changed), None), *self.compared()]
-        found = Comparison(own, [1.0], self.program.world.gather_json)  # 1: who holds what
+        own = [Invariant("changed", len(look.changed), None), *self.invariants()]
+        found = InvariantCheck(own, [1.0], self.program.world.gather_json)  # 1: who holds what
         if any(found.by_rank("changed")):
-            from shoal.trainer.guards.told.memory_drift import changed_at_rest
+            from shoal.trainer.guards.reports.corruption import changed_at_rest
 
             changed_at_rest(self, look)
         self._compare_replicas(look, found)
@@ -233,10 +233,10 @@ class MemoryDrift:
             found[numbers[self.held_over(rows[name], what)]].append(place)
         return found
 
-    def _compare_replicas(self, look: Look, found: Comparison) -> None:
+    def _compare_replicas(self, look: Look, found: InvariantCheck) -> None:
         for number in range(len(self.kinds)):
             if found.differs(f"held alike {number}"):
-                from shoal.trainer.guards.told.memory_drift import replicas_differ
+                from shoal.trainer.guards.reports.corruption import replicas_differ
 
                 replicas_differ(self, look, number)
 

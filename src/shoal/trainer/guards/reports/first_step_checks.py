@@ -18,7 +18,7 @@ SHIFT = "try: (ids[:, :-1], ids[:, 1:]) as (inputs, targets)"
 
 
 class Seen(Protocol):
-    """What of a `FirstStep` is needed.
+    """What of a `FirstStepLoss` is needed.
 
     Attributes:
         module: the model.
@@ -46,7 +46,7 @@ def tell(seen: Seen, notice: Callable[[str], None]) -> None:
         ConfigError: the model is one that sees the place it predicts.
     """
     if seen.dropped:
-        from shoal.trainer.guards.told.model_notices import tell_dropped_losses
+        from shoal.trainer.guards.reports.model_notices import tell_dropped_losses
 
         tell_dropped_losses(seen.module, seen.dropped, notice)
     if seen.asked:

@@ -14,16 +14,16 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.base.policies import OffloadPolicy
 from shoal.parallel.program import Program
-from shoal.trainer.guards.bit_sums import Look
-from shoal.trainer.guards.told.memory_drift import Looking, one_element_differs
-from shoal.trainer.step_vector import Comparison
+from shoal.trainer.guards.checksums import Look
+from shoal.trainer.guards.reports.corruption import Looking, one_element_differs
+from shoal.trainer.step_vector import InvariantCheck
 
 Written = Mapping[int, tuple[int, int, torch.dtype]]
 """By id of a tensor: its count of writes, its address, its format."""
 
 
 class Drifting(Looking, Protocol):
-    """What of a `MemoryDrift` is needed."""
+    """What of a `CorruptionCheck` is needed."""
 
     on: bool
 
@@ -32,7 +32,7 @@ class Drifting(Looking, Protocol):
 
 
 class Touching(Protocol):
-    """What of an `ExternalWritesGuard` is needed."""
+    """What of an `ExternalWriteGuard` is needed."""
 
     program: Program
 
@@ -42,14 +42,14 @@ class Touching(Protocol):
 
 
 def refuse_unlike_ranks(
-    touched: Touching, step: int, found: Comparison, refuse_unlike: Callable[..., None]
+    touched: Touching, step: int, found: InvariantCheck, refuse_unlike: Callable[..., None]
 ) -> None:
     """Raise for ranks that would train different models; every rank calls it.
 
     Args:
         touched: the guard.
         step: the one under way.
-        found: what `ExternalWritesGuard.compared` gave, of all ranks.
+        found: what `ExternalWriteGuard.invariants` returned on all ranks.
         refuse_unlike: names the first layer that differs.
 
     Raises:

@@ -38,7 +38,7 @@ ASKED = frozenset({"__get__", "size", "dim", "numel", "stride", "is_floating_poi
 """What asks a tensor for its form, and reads no number of it."""
 
 
-class CarriedStateGuard(Guard):
+class HiddenStateGuard(Guard):
     """Find states in plain attributes that a model carries from batch to batch."""
 
     def __init__(self, program: Program, notice: Callable[[str], None]) -> None:

@@ -44,7 +44,7 @@ DRAWS = (
 """Layers that compute something else in evaluation mode."""
 
 
-class FirstStep:
+class FirstStepLoss:
     """The loss of a run as it is called in its first step; counts the same."""
 
     def __init__(self, loss: Loss, program: Program, batches: list[tuple[int, Any]]) -> None:
@@ -65,11 +65,11 @@ class FirstStep:
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
         if is_default(self.loss) and not isinstance(targets, torch.Tensor):
-            from shoal.trainer.guards.told.first_step import refuse_form
+            from shoal.trainer.guards.reports.first_step_checks import refuse_form
 
             refuse_form(targets)
         if is_default(self.loss) and not isinstance(outputs, torch.Tensor):
-            from shoal.trainer.guards.told.model_notices import dropped_losses
+            from shoal.trainer.guards.reports.model_notices import dropped_losses
 
             self.dropped |= dropped_losses(outputs)
         outputs = pytree.tree_map(
@@ -101,7 +101,7 @@ class FirstStep:
             raise ConfigError(NO_GRADIENT)
         self.compared = self.compared and self.copied
         if self.dropped or self.asked or self.together or self.compared:
-            from shoal.trainer.guards.told.first_step import tell
+            from shoal.trainer.guards.reports.first_step_checks import tell
 
             tell(self, notice)
 
@@ -301,7 +301,7 @@ def _refuse_pairs(losses: Any, outputs: Any, targets: Any) -> None:
     shapes = {tuple(outputs.shape), tuple(targets.shape)}
     rows = len(losses) if losses.ndim == 2 else 0
     if rows > 1 and losses.shape[1] == rows and shapes == {(rows,), (rows, 1)}:
-        from shoal.trainer.guards.told.first_step import refuse_broadcast
+        from shoal.trainer.guards.reports.first_step_checks import refuse_broadcast
 
         refuse_broadcast(rows, outputs, targets)
 
@@ -339,7 +339,7 @@ def evaluation_line(module: nn.Module) -> str:
     """What to tell of a model that trains in evaluation mode; "" where nothing depends on it."""
     if module.training or not any(isinstance(part, DRAWS) for part in module.modules()):
         return ""
-    from shoal.trainer.guards.told.first_step import EVALUATES
+    from shoal.trainer.guards.reports.first_step_checks import EVALUATES
 
     return EVALUATES
 

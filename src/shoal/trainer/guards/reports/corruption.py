@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shoal.base.errors import ClusterError
 from shoal.base.placement import Placement
 from shoal.parallel.program import Program
-from shoal.trainer.guards.bit_sums import WEIGHT, Look
+from shoal.trainer.guards.checksums import WEIGHT, Look
 from shoal.trainer.recorder import Recorder
 
 WORD_BITS = 64

@@ -1,4 +1,4 @@
-"""What ranks bring to the first steps, compared: each its own samples, and the same data on all.
+"""Check that ranks train on different samples of the same data, in a run's first steps.
 
 A loader of the user's own knows nothing of ranks: under torchrun it shows each of them the whole
 dataset, in the same order where seeds are equal. A dataset made of unseeded numbers is another one
@@ -30,7 +30,7 @@ CHANCE_BITS = 32
 """Information from which equal samples are no coincidence."""
 
 
-class BroughtBatchesGuard(Guard):
+class BatchConsistencyGuard(Guard):
     """Find ranks that bring equal samples, or other samples where they must be equal.
 
     batch   samples of a step over all ranks, if the user said so; 0: not said
@@ -66,7 +66,7 @@ class BroughtBatchesGuard(Guard):
         samples = {(one["place"], one["hash"]) for one in told}
         unlike = len(samples) > len({one["place"] for one in told})
         if mixed or unlike or any(one["probe"] != told[0]["probe"] for one in told):
-            from shoal.trainer.guards.told.brought_batches import refuse_unlike_data
+            from shoal.trainer.guards.reports.batch_consistency import refuse_unlike_data
 
             refuse_unlike_data(step, told, self.program.plan.layout.text())
         if loaded:
@@ -90,7 +90,7 @@ class BroughtBatchesGuard(Guard):
             "loaders": [],
         }
         if not loaded and self.program.data.size > 1:
-            from shoal.trainer.guards.told.own_loaders import information, whole_loaders
+            from shoal.trainer.guards.reports.own_loaders import information, whole_loaders
 
             told["bits"] = information(batch)
             if self.looks == 1:
@@ -106,7 +106,7 @@ class BroughtBatchesGuard(Guard):
         self._alike_bits += min(one["bits"] for one in shares)
         by_chance = not self._alike or self._alike_bits < CHANCE_BITS
         if shares[0]["loaders"] or not by_chance:
-            from shoal.trainer.guards.told.brought_batches import refuse_doubled
+            from shoal.trainer.guards.reports.batch_consistency import refuse_doubled
 
             refuse_doubled(step, shares, by_chance=by_chance)
 
@@ -115,7 +115,7 @@ class BroughtBatchesGuard(Guard):
         brought = sum(one["samples"] for one in shares)
         if not self.batch or brought == self.batch:
             return
-        from shoal.trainer.guards.told.brought_batches import size_line
+        from shoal.trainer.guards.reports.batch_consistency import size_line
 
         may_be = brought < self.batch and brought != self._short
         line = size_line(step, self.batch, shares, may_be=may_be)

@@ -1,9 +1,9 @@
-"""Take the optimizer steps of a run: its micro-batches → passes → sum over ranks → update.
+"""Run the optimizer steps of a program: micro-batches → passes → sum over ranks → update.
 
-    take       the batch is here: this rank's micro-batches
-    passes     forward and backward of each; gradients, loss and count are summed over all ranks
-    agreed     what ranks say of themselves is known, and the guards have looked at it
-    update     mean gradient, clipping, optimizer step; or a skip, on all ranks
+    begin_batch      cut the batch into this rank's micro-batches
+    run_passes       forward and backward of each; sum gradients, loss and count over all ranks
+    accept_sums      let the guards look at the sums, before anything is updated
+    update_weights   mean gradient, clipping, optimizer step; or a skip, on all ranks
 
 Loops that write the passes out themselves (`own_passes.py`, `free_passes.py`) come in between the
 first and the second, with the same sum and the same update. `Run` is what users see of it.
@@ -23,7 +23,7 @@ from shoal.parallel.program import Program
 from shoal.trainer.contract import Loss
 from shoal.trainer.epochs import Epochs
 from shoal.trainer.guards import RunGuards
-from shoal.trainer.guards.first_step import FirstStep
+from shoal.trainer.guards.first_step_checks import FirstStepLoss
 from shoal.trainer.guards.optimizer_checks import LearningRate, Length
 from shoal.trainer.loaders import Feed
 from shoal.trainer.lockstep import count_forwards, meeting_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
 
 
 @dataclass
-class UnderWay:
+class StepState:
     """A step between its first pass and its update.
 
     Attributes:
@@ -61,12 +61,12 @@ class UnderWay:
     values: dict[str, float] = field(default_factory=dict)
 
 
-class Stepping:
-    """The steps of one run; arguments as of `Run`.
+class StepRunner:
+    """Run the steps of one program; arguments as of `Run`.
 
     Attributes:
         step_count: optimizer steps taken so far, skipped ones included.
-        now: the step under way.
+        step_state: what is known of the step under way.
         spare: a micro-batch for passes without weight, whose numbers are well.
         adjust: changes the final mean gradient.
         lr_step: the step whose learning rate counts, where that is not `step_count`.
@@ -87,7 +87,7 @@ class Stepping:
         plan = program.plan
         self.recorder, self.optimizer, self.loss = recorder, optimizer, loss
         self.step_count = self.first_key = 0
-        self.now, self.spare = UnderWay(), None
+        self.step_state, self.spare = StepState(), None
         self.feed = Feed(plan, program.data, recorder.notice, recorder.here, given)
         self.cut = plan.micro_batch if "micro_batch" in given else 0  # of batches of one's own
         self.adjust: Callable[[], None] | None = None
@@ -141,26 +141,26 @@ class Stepping:
             batch: what it is given; None: a loop of the user's calls the model itself.
             is_own: False: nothing runs here on this batch, which others have.
         """
-        if self.now.tally is not None:
+        if self.step_state.tally is not None:
             raise ConfigError(
                 "run.forward_backward was called twice without run.update between; give all "
                 "micro-batches of one optimizer step in one batch"
             )
         step = self.step_count + 1
-        self.now = UnderWay(batch, self.recorder.begin(step))
+        self.step_state = StepState(batch, self.recorder.begin(step))
         for guard in self.guards.at("before", step):
             guard.before(step, batch if is_own else None)
 
-    def take(self, batch: Any) -> Share:
+    def begin_batch(self, batch: Any) -> Share:
         """Begin a step on a batch, and return this rank's share of it."""
         self.begin(batch)
         return share_of(self.program, batch, self.cut, self.first_key, self.spare)
 
     def run_passes(self, batch: Any) -> None:
         """Run the passes of a step, and sum up over all ranks."""
-        share = self.take(batch)
+        share = self.begin_batch(batch)
         seen = self.guards.optimizer.state_checked
-        first = None if seen else FirstStep(self.loss, self.program, share.micro_batches)
+        first = None if seen else FirstStepLoss(self.loss, self.program, share.micro_batches)
         with self.guards.around(self.step_count + 1, len(share.micro_batches)):
             tally = forward_backward(
                 self.program,
@@ -172,7 +172,7 @@ class Stepping:
                 flags=self.flags,
                 note=self._note,
             )
-        self.agreed(tally, share.spare)
+        self.accept_sums(tally, share.spare)
         if first is not None:
             first.tell(self.recorder.notice)
 
@@ -184,13 +184,13 @@ class Stepping:
             stop=self.stop_wanted or "stop" in self.recorder.wanted,
             save="save" in self.recorder.wanted,
             save_failed=self._saving is not None and self._saving.failed(),
-            sums={"unreadable": [lost_of(self.now.batch)], **self.guards.sums(step)},
-            compared=self.guards.compared(step),
+            sums={"unreadable": [lost_of(self.step_state.batch)], **self.guards.sums(step)},
+            invariants=self.guards.invariants(step),
             measured=measured.told() if measured else None,
             unnamed=measured is not None and measured.unknown,
         )
 
-    def agreed(self, tally: Tally, spare: Any) -> None:
+    def accept_sums(self, tally: Tally, spare: Any) -> None:
         """Look at what all ranks know of a step, before its update.
 
         Args:
@@ -200,11 +200,11 @@ class Stepping:
         Raises:
             ShoalError: what a guard found, the same on all ranks.
         """
-        self.now.tally = tally
+        self.step_state.tally = tally
         for guard in self.guards.at("agree", self.step_count + 1):
             guard.agree(self.step_count + 1, tally.numbers)
         if tally.unnamed or self._measured is not None:
-            self.now.values = self.measuring().values(tally.measured, tally.unnamed)
+            self.step_state.values = self.metric_sums().values(tally.measured, tally.unnamed)
         if not tally.broken:
             self.spare = spare  # for a step that leaves nothing
         self.stopping = tally.stop
@@ -213,8 +213,8 @@ class Stepping:
 
     def update_weights(self) -> StepResult:
         """Step the optimizer by the mean gradient, or skip, on all ranks alike."""
-        now, self.now = self.now, UnderWay()
-        if now.tally is None:
+        state, self.step_state = self.step_state, StepState()
+        if (tally := state.tally) is None:
             raise ConfigError("run.update was called before run.forward_backward")
         step = self.step_count + 1
         for guard in self.guards.at("updating", step):
@@ -224,7 +224,7 @@ class Stepping:
             done = update(
                 self.program,
                 self.optimizer,
-                now.tally,
+                tally,
                 clip=self.program.plan.clip,
                 scale=self.scale,
                 watch=self.guards.optimizer.watch,
@@ -237,17 +237,17 @@ class Stepping:
         for guard in self.guards.at("updated", step):
             guard.updated(step, skipped=done.skipped)
         self.step_count, self.epochs_done.steps = step, self.epochs_done.steps + 1
-        self.feed.consumed(now.batch)
-        targets = counted(now.tally.count)
-        result = StepResult(step=step, lr=lr, targets=targets, metrics=now.values, **vars(done))
+        self.feed.consumed(state.batch)
+        targets = counted(tally.count)
+        result = StepResult(step=step, lr=lr, targets=targets, metrics=state.values, **vars(done))
         extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
         peak_bytes = peak_memory_bytes(self.program.world.device, fresh=step <= 8)
-        row, samples = row_of(result, now.tally, now.batch, now.data_wait_s, peak_bytes, extras)
+        row, samples = row_of(result, tally, state.batch, state.data_wait_s, peak_bytes, extras)
         self.recorder.step(row, samples=samples)
-        self.skips.note(step, done, now.tally, now.batch, self.loss_scale, self.recorder)
+        self.skips.note(step, done, tally, state.batch, self.loss_scale, self.recorder)
         return result
 
-    def measuring(self) -> Measured:
+    def metric_sums(self) -> Measured:
         """Return the sums by name, made when they are first asked for."""
         if self._measured is None:
             from shoal.trainer.measured import Measured
@@ -257,4 +257,4 @@ class Stepping:
 
     def _note(self, result: Any, outputs: Any, targets: Any) -> None:
         if self.metrics or (isinstance(result, tuple) and len(result) == 3):
-            self.measuring().add(result, outputs, targets)
+            self.metric_sums().add(result, outputs, targets)

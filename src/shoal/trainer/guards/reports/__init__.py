@@ -1,0 +1,1 @@
+"""Texts of what guards find, imported when there is something to print."""

@@ -1,1 +1,0 @@
-"""Words for what guards found: loaded when there is something to say."""
