@@ -1,7 +1,7 @@
-"""Watch the steps of a run for mistakes: a guard for each kind, in the order in which a step calls it.
+"""Watch the steps of a run for mistakes, with a guard for each kind, in the order of their calls.
 
-`guard.py` defines what a guard is. `reports/` holds the texts of errors and notices, and is imported
-when there is one to print.
+`guard.py` defines what a guard is. `reports/` holds the texts of errors and notices, imported when
+there is one to print.
 """
 
 from __future__ import annotations
