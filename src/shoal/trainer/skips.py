@@ -68,12 +68,11 @@ class Skips:
             from shoal.trainer.left_out import lose
 
             lose(self, step, count, batch, world, emit)
+        ranks = tally.broken_ranks() if tally.broken else []
         if scale is not None and scale.lowered(done, tally):
-            ranks = tally.broken_ranks()
             if world.keeps:
                 emit("loss_scale_lowered", step=step, ranks=ranks, scale=scale.value)
         elif done.skipped:
-            ranks = tally.broken_ranks() if tally.broken else []
             ranks = list(range(world.size)) if done.spike else ranks
             from shoal.trainer.left_out import skip
 
