@@ -108,7 +108,7 @@ class _NumpyKeys:
             self._state = None  # whether the user takes it no byte tells
 
     def _mark(self) -> Mark | None:
-        """Where the Mersenne Twister lies, its first and last words and its place."""
+        """Return the address of the Mersenne Twister, its first and last words, its position."""
         bits = np.random.mtrand._rand._bit_generator
         if not isinstance(bits, np.random.MT19937):
             return None

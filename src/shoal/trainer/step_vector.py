@@ -59,7 +59,7 @@ class Invariant:
     Attributes:
         name: the same on all ranks.
         value: as above.
-        group: the ranks that must have it in common; None: it is told where it is asked for.
+        group: the ranks that must have it in common; None: nobody compares it.
     """
 
     name: str
@@ -94,7 +94,7 @@ def zero_sum_terms(invariants: Iterable[Invariant], step: int, ranks: int) -> li
 
 
 class InvariantCheck:
-    """What a step's sums say of the values that ranks must have in common.
+    """Find which invariants differ, and on which ranks, from a step's sums.
 
     Args:
         own: the values of this rank.

@@ -43,7 +43,7 @@ Counters = dict[int, tuple[int, int, torch.dtype]]
 """By id of a tensor: its count of writes, its address, its format."""
 
 COMPARED = ("weights_written", "training_mode", "weights", "trainable", "layers")
-"""What is equal on all ranks, the last three among those that hold the same part of the model."""
+"""Values that all ranks share; ranks of one part of the model share the last three."""
 
 UNCOUNTED = 2
 """Value of `weights_written` for weights that changed though no write was counted."""

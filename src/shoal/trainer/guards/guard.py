@@ -1,4 +1,4 @@
-"""What a guard is: it watches the steps of a run for one kind of mistake.
+"""Define a guard, which watches the steps of a run for one kind of mistake.
 
 A step calls its guards at fixed places, those only that are due and have something to do there:
 
@@ -26,7 +26,7 @@ from shoal.trainer.step_vector import Invariant, StepNumbers
 
 
 class Guard:
-    """Watches for one kind of mistake; a subclass overrides the places where it has work."""
+    """Watch for one kind of mistake; a subclass overrides the places where it has work."""
 
     def due(self, step: int) -> bool:
         """Tell whether this guard has anything to do in a step, from 1; the same on all ranks."""

@@ -103,7 +103,7 @@ class OptimizerGuard(Guard):
 
     @property
     def watch(self) -> Callable[[Program, torch.optim.Optimizer], None] | None:
-        """What looks at weights before the optimizer's step, until one was seen to move."""
+        """Return the check before the optimizer's step, until a weight was seen to move."""
         return None if self.movement.done else self.movement.look
 
     def updating(self, step: int) -> None:

@@ -10,7 +10,7 @@ from shoal.base.errors import ConfigError
 CURE = "try: run.loader(dataset), which deals it to ranks, or a DistributedSampler in yours"
 
 Told = Sequence[dict[str, Any]]
-"""What ranks said of their batches (`BatchConsistencyGuard._told`)."""
+"""Messages of all ranks about their batches (`BatchConsistencyGuard._told`)."""
 
 
 def refuse_unlike_data(step: int, told: Told, layout: str) -> None:
