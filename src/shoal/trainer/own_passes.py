@@ -228,7 +228,7 @@ class OwnPasses:
 
 
 CALLS = "fewest and most backward calls"
-"""What ranks ask each other for where a backward pass was left out or doubled."""
+"""Name of the counts that ranks gather when their backward passes differ."""
 
 
 def nobody(_outputs: Any, _targets: Any) -> Any:

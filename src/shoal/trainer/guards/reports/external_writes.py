@@ -23,7 +23,7 @@ Written = Mapping[int, tuple[int, int, torch.dtype]]
 
 
 class Drifting(Looking, Protocol):
-    """What of a `CorruptionCheck` is needed."""
+    """Describe the part of a `CorruptionCheck` that reports read."""
 
     on: bool
 
@@ -32,7 +32,7 @@ class Drifting(Looking, Protocol):
 
 
 class Touching(Protocol):
-    """What of an `ExternalWriteGuard` is needed."""
+    """Describe the part of an `ExternalWriteGuard` that reports read."""
 
     program: Program
 

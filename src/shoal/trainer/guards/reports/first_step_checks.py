@@ -18,7 +18,7 @@ SHIFT = "try: (ids[:, :-1], ids[:, 1:]) as (inputs, targets)"
 
 
 class Seen(Protocol):
-    """What of a `FirstStepLoss` is needed.
+    """Describe the part of a `FirstStepLoss` that reports read.
 
     Attributes:
         module: the model.

@@ -92,7 +92,7 @@ def refuse_beside(
     """Refuse what is no plan, and words beside one, which it has itself.
 
     Args:
-        plan: what was given as one.
+        plan: the argument `plan` of `parallelize`.
         given: all arguments of `parallelize`, by name.
         plain: its parameters, with their defaults.
 
