@@ -15,6 +15,7 @@ from trainer_small import Rows, linear, run_of
 from shoal.base.errors import CheckpointError, ConfigError, ShoalError
 from shoal.checkpoint.lease import RunLease
 from shoal.checkpoint.manifest import _sealed
+from shoal.trainer.replaced_folder import save_if_deleted
 
 ROWS = Rows(8)
 HEAD = b'{"step":1,"loss":2.0}\n{"step":2,"loss":1.0}\n'
@@ -258,19 +259,27 @@ def test_a_folder_that_is_copied_and_put_back_is_the_runs_own(tmp_path: Path) ->
 HOOK = """
 import shutil
 
+GONE = []
+
 def clean(record):
-    if record["event"] == "step" and record["step"] == {step}:
+    found = [record["event"], record.get("step")] == {at!r}
+    if found and (record["event"] == "step" or not GONE):
+        GONE.append(found)
         shutil.rmtree({folder!r}, ignore_errors=True)
 """
 
 
 @pytest.mark.proof("faults")
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("step", [3, 6], ids=["a step", "the last step"])
+@pytest.mark.parametrize(
+    "at",
+    [("step", 3), ("step", 6), ("checkpoint_saved", 6), ("validated", 6)],
+    ids=["a step", "the last step", "the last save", "the last validation"],
+)
 def test_a_command_whose_folder_is_deleted_can_be_resumed(
-    tmp_path: Path, programs: Any, processes: int, step: int
+    tmp_path: Path, programs: Any, processes: int, at: tuple[str, int]
 ) -> None:
-    (tmp_path / "cleaner.py").write_text(HOOK.format(step=step, folder="runs/one"))
+    (tmp_path / "cleaner.py").write_text(HOOK.format(at=list(at), folder="runs/one"))
     small = [
         "model.name=mlp", "data.source=digits", "train.batch=8", "train.micro_batch=4",
         f"launch.processes={processes}", "run.folder=runs", "run.name=one",
@@ -279,11 +288,30 @@ def test_a_command_whose_folder_is_deleted_can_be_resumed(
     done = programs.run("-m", "shoal", "train", *small, "train.steps=6", hook, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "was deleted while the run trains" in done.stdout + done.stderr
+    assert "run folder: runs/one\n" in done.stdout
     again = ("-m", "shoal", "train", "--resume", "runs/one", "train.steps=8", 'train.on=""')
     done = programs.run(*again, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows][-2:] == [7, 8]
+
+
+def test_a_checkpoint_that_is_deleted_before_the_end_is_saved_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = made(folder)
+    (folder / "run.toml").write_text("[train]\n")
+    a_step(run)
+    saved = run.save()
+    assert save_if_deleted(run, saved) == saved
+    shutil.rmtree(folder)
+    again = save_if_deleted(run, saved)
+    assert again == saved
+    assert (saved / "manifest.json").exists()
+    assert (folder / "run.toml").read_text() == "[train]\n"
+    shutil.rmtree(saved)
+    assert save_if_deleted(run, saved) == saved
+    assert (saved / "manifest.json").exists()
+    run.close()
 
 
 PUT = """

@@ -361,9 +361,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
             code, how, lines = end_of_islands(folder, outcomes)
             if code == ConfigError.exit_code:
                 _put_back(before)
-            for line in lines:
-                sys.stderr.write(told(line))
-            sys.stderr.flush()
+            _print_errors(lines)
             typer.echo(summary(island_folder(folder, 0)))
             typer.echo(next_lines(folder, code, how, Ending.of(folder).saved))
             return code
@@ -388,7 +386,8 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
             )
         finally:
             view.finish()
-    ending = Ending.of(folder := events.owner.place() if events.owner else folder)
+        # While owner.json is there: a folder that was deleted and made anew is known by it alone.
+        ending = Ending.of(folder := events.owner.place() if events.owner else folder)
     is_moved = folder != prepared.folder
     if not is_moved and prepared.resumed and outcome.status == "failed" and not ending.began:
         _put_back(before)
@@ -396,14 +395,19 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
         typer.echo(ending.forget())
         return ending.status(outcome)
     if trouble := ending.trouble(outcome):
-        sys.stderr.write(told(trouble))
-        sys.stderr.flush()
+        _print_errors([trouble])
     if outcome.exit_code == 2:
         return outcome.exit_code
     if ending.made or prepared.resumed:
         typer.echo(summary(folder, view.console.width if view.on_terminal else 80))
     typer.echo(ending.next(outcome))
     return ending.status(outcome)
+
+
+def _print_errors(lines: list[str]) -> None:
+    """Print lines on standard error, where what follows on standard output comes after them."""
+    sys.stderr.writelines(told(line) for line in lines)
+    sys.stderr.flush()
 
 
 def _put_back(before: dict[Path, str]) -> None:

@@ -39,6 +39,7 @@ from shoal.islands.stream import inner_steps, steps_in, unused
 from shoal.trainer.finish import finish
 from shoal.trainer.island_data import check_same_data
 from shoal.trainer.island_join import Joined, agree, movable, take_merged
+from shoal.trainer.replaced_folder import save_if_deleted
 from shoal.trainer.run import Run
 from shoal.trainer.step import reducer_of
 from shoal.trainer.validate import validator
@@ -87,6 +88,7 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     # island that added nothing to it has broken data or a broken loss, whatever theirs are like.
     rounds.check_moved()
     values = validate() if joined.policy.index == 0 else None
+    saved = save_if_deleted(run, saved)
     wall_s, steps = time.perf_counter() - began_s, run.step_count - rounds.first_step
     how = "completed" if saved else "completed; the last checkpoint could not be written"
     finish(run, source, values, steps=steps, wall_s=wall_s, how=how)

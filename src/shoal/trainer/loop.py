@@ -53,6 +53,7 @@ from shoal.trainer.predict import (
     held_now_bytes,
 )
 from shoal.trainer.rank_layouts import choose
+from shoal.trainer.replaced_folder import save_if_deleted
 from shoal.trainer.rewind import go_back
 from shoal.trainer.run import Run
 from shoal.trainer.stop_signals import ask_on_signals
@@ -205,6 +206,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
     run.skips.check_moved(first_step, run.step_count)
     saved = run.save()
     values = validate()
+    saved = save_if_deleted(run, saved)
     if run.stopping:
         return _stop(run, saved)
     wall_s, steps = time.perf_counter() - began_s, run.step_count - first_step
@@ -216,7 +218,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
 
 def _stop(run: Run, saved: Path | None = None) -> int:
     """Save, unless this step was saved already, and leave; gives the exit code."""
-    saved = saved or run.save()
+    saved = save_if_deleted(run, saved or run.save())
     run.recorder.log_memory_peaks()
     if run.world.keeps:
         run.recorder.events.emit(

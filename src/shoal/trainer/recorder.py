@@ -170,8 +170,11 @@ class Recorder:
             self.trace.after(row["step"])
         return row
 
-    def remake_folder(self) -> None:
+    def remake_folder(self) -> bool:
         """Look at the run folder before something is written there.
+
+        Returns:
+            Whether it was deleted, and is made anew.
 
         Raises:
             OSError: it was deleted, and cannot be made.
@@ -180,6 +183,8 @@ class Recorder:
             self.replaced = self.replaced or self.owner.state() == "replaced"
             if not self.replaced and (line := self.owner.remake()):
                 self.notice(line)
+                return True
+        return False
 
     def _mfu(self, samples: int, step_s: float) -> float | None:
         """The share of the machine's rate that a step used; None where that cannot be right."""

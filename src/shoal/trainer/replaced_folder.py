@@ -3,6 +3,7 @@
     a step's row     the keeper of the folder sees it (`Recorder.remake_folder`), and writes nothing
     next step        the step's all-reduce carries it: all ranks save, and end with one line
     a save           ranks agree before anything is written
+    the run's end    what was deleted since the last save is saved again (`save_if_deleted`)
 
 The last weights go where the run's folder lies now, if that is a sibling of the old place; else
 into a new folder beside it, with the files that a resume needs.
@@ -14,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from shoal.base.errors import ConfigError, ShoalError
 from shoal.base.folder_owner import FolderOwner
@@ -23,6 +24,13 @@ from shoal.trainer.run_state import Kept, save_run
 from shoal.trainer.step_vector import StepNumbers
 
 ENTRY = "folder_replaced"
+
+
+class Saves(Kept, Protocol):
+    """A run that writes checkpoints."""
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of this step; None if that failed."""
 
 
 class RunFolderGuard(Guard):
@@ -53,6 +61,20 @@ def save_checked(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | Non
     if folder == recorder.folder and not run.program.world.all_true(not recorder.replaced):
         leave_replaced_folder(run)
     return save_run(run, folder, tag=tag, wait=wait)
+
+
+def save_if_deleted(run: Saves, saved: Path | None) -> Path | None:
+    """Return the run's last checkpoint, saved again if somebody deleted it; every rank calls it.
+
+    Raises:
+        ConfigError: another folder lies there.
+    """
+    deleted = False
+    if run.recorder.world.keeps:
+        with suppress(OSError):  # the save itself says why its folder cannot be made
+            deleted = run.recorder.remake_folder()
+        deleted = deleted or (saved is not None and not saved.is_dir())
+    return saved if run.recorder.world.all_true(not deleted) else run.save()
 
 
 def leave_replaced_folder(run: Kept) -> NoReturn:
