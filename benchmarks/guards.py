@@ -129,7 +129,7 @@ def shared_out(found: Ratio, part: float) -> Ratio:
 def watching(seconds: float) -> float:
     """Processor seconds a second of a watch whose two ranks take a step in every look."""
     from shoal.base.watch_page import PAGE_BYTES, PAGE_VARIABLE, Page
-    from shoal.launch.watch import Watch
+    from shoal.launch.watch.watch_ranks import Watch
 
     watch = Watch(Path(), lambda event, **fields: None, 0.0)
     pages = [Page.open({PAGE_VARIABLE: path}) for path in watch.begin(PROCESSES)]

@@ -346,7 +346,7 @@ def test_what_a_rank_of_a_divided_model_loads(
         path
         for path in loaded(FOUR_RANKS, kind, json.dumps(layout))
         # Of a rank that waits for others for seconds: a slow machine.
-        if path.name not in ("frames.py", "hang.py")
+        if path.name != "frames.py"
     ]
     assert 100 < len(files) <= 157, sorted(files)
     assert sum(map(lines_of_code, files)) <= 16_360

@@ -21,8 +21,8 @@ from shoal.base.watch_page import PAGE_VARIABLE
 STEPS, TROUBLE_AT = 60, 30
 WATCH = """
 import sys
-from shoal.launch import hung, nodes, watch
-watch.MARGIN_S, watch.ANSWER_S = 1.5, 0.7  # in the place of 5 and 1.5; steps take 0.02 s
+from shoal.launch.watch import deadlines, hung, nodes, watch_ranks
+deadlines.MARGIN_S, watch_ranks.ANSWER_S = 1.5, 0.7  # in the place of 5 and 1.5; steps take 0.02 s
 hung.AWAY_S = nodes.AWAY_S = 2.0
 from shoal.cli import beside
 nodes.REST_S = beside.REST_S = 1.0

@@ -9,7 +9,7 @@ import _thread, threading
 import torch
 import torch.distributed as dist
 from shoal.base.watch_page import PAGE_VARIABLE, Page
-from shoal.launch.page_reader import Watched
+from shoal.launch.watch.page_reader import Watched
 from shoal.fabric.fingerprints import Fingerprints
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

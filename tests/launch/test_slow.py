@@ -11,8 +11,8 @@ import pytest
 from shoal.base import watch_page
 from shoal.base.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE, Phase
 from shoal.base.watch_page import PAGE_VARIABLE, WAIT, Page
-from shoal.launch.page_reader import Watched
-from shoal.launch.slow import STEPS, SlowRanks
+from shoal.launch.watch.page_reader import Watched
+from shoal.launch.watch.slow import STEPS, SlowRanks
 
 OWN_S = {DATA: 0.01, PASSES: 0.03, BACKWARD: 0.04, UPDATE: 0.02, HOOKS: 0.0}
 NAMES = {

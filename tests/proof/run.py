@@ -35,6 +35,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "python tests/proof/hangs.py",
         "python tests/proof/hangs.py --simulated",
         "python tests/proof/hangs_nodes.py",
+        "python tests/proof/loop_hangs.py",
     ),
     "slow": ("python tests/proof/slow_ranks.py",),
     "servers": ("python tests/proof/servers.py",),

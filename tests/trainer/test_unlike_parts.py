@@ -11,7 +11,7 @@ import pytest
 from shoal.base import phases
 from shoal.base.phases import BACKWARD, DATA, PASSES, UPDATE
 from shoal.base.watch_page import PAGE_VARIABLE, Page
-from shoal.launch.page_reader import Watched
+from shoal.launch.watch.page_reader import Watched
 from shoal.trainer.step import update
 
 

@@ -34,8 +34,10 @@ from torch.utils.data import (
 import cases
 import shoal
 from guards import Lines
+from shoal.base import phases
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
+from shoal.trainer.beside import watch_from_outside
 
 RIGHT = "right"
 BOTH = ("ddp", "fsdp")
@@ -67,6 +69,8 @@ def mistake(*expected: str, layouts: tuple[str, ...] = BOTH, hangs: bool = False
 def attempt(world: World, name: str, layout: str) -> dict[str, Any]:
     """What came of it: the error's text, the lines that were told, the value."""
     error, value = "", None
+    if TABLE[name].hangs:  # a world that is given by hand is watched by nobody
+        assert watch_from_outside(world, None, own=True)
     with Lines() as told:
         try:
             value = TABLE[name].act(world, layout)
@@ -983,6 +987,7 @@ def ends_with(act: Callable[[], Any]) -> None:
     except ShoalError as failure:
         sys.stderr.write(f"shoal: {failure}\n")
         sys.stderr.flush()
+        phases.page.leave()  # as a script does that ends with an error
         os._exit(failure.exit_code)
 
 

@@ -2,11 +2,13 @@
 
 No signal is sent for it: that would interrupt a user's C call. The thread looks five times a second
 whether it was asked (`watch_page.py`); a process whose C code keeps Python's lock does not answer,
-and by that it is known.
+and by that it is known. It also ends the process where the watch has found that ranks wait for each
+other for ever.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -15,9 +17,12 @@ from types import FrameType
 from typing import Any
 
 from shoal.base.frames import OWN_FOLDER, place_in
+from shoal.base.streams import flush_streams
 from shoal.base.watch_page import Page, tell_page
 
 LOOK_S = 0.2
+TOGETHER_S = 0.5
+"""Longer than two looks: until then every rank has seen that all are to end."""
 NAME = "shoal-stacks"
 _WRAPPERS = ("wrapper", "__call__", "inner")
 
@@ -40,11 +45,25 @@ def answer_for_stacks(page: Page) -> None:
 
 def _answer(page: Page, main: int) -> None:
     answered = page.asked
-    while True:
+    while not page.is_left:
         time.sleep(LOOK_S)
+        if (status := page.exit_status) is not None:
+            _end(page, status)
         if (asked := page.asked) != answered:
             page.answer(asked, stacks(main))
             answered = asked
+
+
+def _end(page: Page, status: int) -> None:
+    """End this process, whose main thread stands in a collective for ever.
+
+    All ranks end together: one that loses its peer first would print how a collective of it failed.
+    """
+    sys.excepthook = lambda *_: time.sleep(2 * TOGETHER_S)
+    time.sleep(TOGETHER_S)
+    page.leave()
+    flush_streams()
+    os._exit(status)
 
 
 def stacks(main: int) -> dict[str, Any]:

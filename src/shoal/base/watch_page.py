@@ -3,7 +3,7 @@
 A process that is stopped, or whose C code keeps Python's lock, answers nobody; what it wrote before
 can still be read. So the launcher makes one page per rank, in memory that no disk can delay, and
 tells the rank where (`PAGE_VARIABLE`). The rank writes, the launcher reads; it asks for stacks in
-the same page (`stacks.py`). The reading end: `launch/page_reader.py`.
+the same page (`stacks.py`). The reading end: `launch/watch/page_reader.py`.
 
     bytes 0–127      16 words of 8 bytes, native order: `PAGE`, `PID`, …, below
     bytes 128–1023   the open phases as text: its length in 2 bytes, then UTF-8
@@ -16,6 +16,8 @@ the same page (`stacks.py`). The reading end: `launch/page_reader.py`.
     from `UNITS_AT`  the last `UNITS` collectives of units that are gathered, `UNIT` each: how many
                      collectives of any kind were enqueued before it, the group's key, its number in
                      that group, then what it is of as UTF-8, filled up with zeros
+    from `NAMES_AT`  the last `NAMES` calls that all ranks of a run must make, `NAME` each: the
+                     run's key, the call's number, then its name as UTF-8, filled up with zeros
 
 Words are written one by one, each at once; texts may be read half-written, which a reader of a rank
 that stands still never is. What it costs: docs/lab-log.md, "A page per rank".
@@ -39,13 +41,14 @@ PAGE_VARIABLE = "SHOAL_WATCH_PAGE"
 TEXT_AT, ANSWER_AT, CALLS_AT = 128, 1024, 1 << 16
 SLOTS, SLOT_BYTES = 8, 1 << 14
 STEPS_AT, KEPT = CALLS_AT + SLOTS * SLOT_BYTES, 64
-FORMAT = 0x5348_4F41_4C02
+FORMAT = 0x5348_4F41_4C03
 (PAGE, PID, CHANGES, CHANGED_S, STEP, PART, BEGUN, ENDED, LAST_BEGUN, LAST_BYTES, LAST_ENDED,
- WAITS, ASKED, ANSWERED) = range(14)  # fmt: skip
+ WAITS, ASKED, ANSWERED, INSIDE, EXIT) = range(16)  # fmt: skip
 """The words: format · process · how often anything changed, when (monotonic, a double) · steps
 done, part of the step under way · collectives enqueued and completed, ever · kind and bytes of the
 last one enqueued, kind of the last one completed · waits that are open · requests for stacks, and
-those answered."""
+those answered · 1 + the slot of a call that all ranks must make, while it is inside of it, else 0 ·
+1 + the status with which the watch wants the process to end, else 0."""
 
 PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hooks", "backward")
 """Parts of a step, as phases.py numbers them."""
@@ -54,7 +57,10 @@ ROW = struct.Struct(f"=q{WAIT + 1}d")
 UNITS, UNIT_TEXT = 64, 104
 UNIT = struct.Struct(f"=qqq{UNIT_TEXT}s")
 UNITS_AT = STEPS_AT + KEPT * ROW.size
-PAGE_BYTES = UNITS_AT + UNITS * UNIT.size
+NAMES, NAME_TEXT = 64, 48
+NAME = struct.Struct(f"=qq{NAME_TEXT}s")
+NAMES_AT = UNITS_AT + UNITS * UNIT.size
+PAGE_BYTES = NAMES_AT + NAMES * NAME.size
 
 KINDS = (
     *("", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "send", "receive"),
@@ -81,7 +87,7 @@ class Page:
         self.on_step: Callable[[int], None] = lambda step: None
         self._spent_s, self._in, self._busy = [0.0] * (WAIT + 1), 0, False
         self._own: tuple[int, ...] = ()
-        self._units = 0
+        self._units = self._calls = 0
         os.register_at_fork(after_in_child=self._mute)
 
     @staticmethod
@@ -114,6 +120,18 @@ class Page:
         at = UNITS_AT + self._units % UNITS * UNIT.size
         self._units += 1
         UNIT.pack_into(self._whole, at, self._words[BEGUN], key, number, text)
+
+    def call(self, key: int, number: int, name: bytes) -> None:
+        """Begin call `number` of a run, which every rank must make; key  of the run."""
+        slot = self._calls % NAMES
+        self._calls += 1
+        NAME.pack_into(self._whole, NAMES_AT + slot * NAME.size, key, number, name)
+        self._words[INSIDE] = 1 + slot
+        self._changed()
+
+    def returned(self) -> None:
+        """That call has returned."""
+        self._words[INSIDE] = 0
 
     def waits(self) -> None:
         """This rank begins to wait for collectives."""
@@ -170,6 +188,16 @@ class Page:
     def asked(self) -> int:
         """The number of the newest request for stacks."""
         return self._words[ASKED]
+
+    @property
+    def exit_status(self) -> int | None:
+        """The status with which the watch wants this process to end, if it does."""
+        return status - 1 if (status := self._words[EXIT]) else None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether this rank does nothing more that is to be watched."""
+        return not self._words[PAGE]
 
     def answer(self, request: int, told: Mapping[str, Any]) -> None:
         """Answer a request; what does not fit is cut off the end of `told["stacks"]`."""

@@ -6,7 +6,7 @@
 It makes a page for each of COUNT ranks (base/watch_page.py) and writes their paths as one line of
 JSON; it reads one line, who the ranks of all nodes are, and watches until this node's processes, or
 its input, have ended. With addresses it is node 0's of several, listens at the first of them, and
-watches all ranks; those of the other nodes tell it of theirs (launch/nodes.py).
+watches all ranks; those of the other nodes tell it of theirs (launch/watch/nodes.py).
 
 What hangs is written to the run folder's events.jsonl and to standard error, on several nodes to
 that of its own node too. A loop of the user's own may do anything between two steps, for as long as
@@ -27,7 +27,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,18 @@ from shoal.base.events import EventLog
 from shoal.base.sealed import Connection
 from shoal.base.streams import write_error
 from shoal.launch.failures import exit_text
-from shoal.launch.hung import Hang
-from shoal.launch.nodes import JOIN_S, REST_S, Far, Follower, Hub, Node, NodesWatch
-from shoal.launch.page_reader import PageRead
-from shoal.launch.watch import EVERY_S
+from shoal.launch.watch.hung import Hang
+from shoal.launch.watch.nodes import JOIN_S, REST_S, Far, Follower, Hub, Node, NodesWatch
+from shoal.launch.watch.page_reader import PageRead
+from shoal.launch.watch.watch_ranks import EVERY_S
 from shoal.view.events import event_text
 
 LAST_S = 1.0
 """How long the end of a rank is waited for that has let go of its pipes."""
+THEMSELVES_S = 3.0
+"""How long ranks may take to end themselves."""
+Pages = Mapping[int, PageRead] | Sequence[PageRead]
+"""The pages of ranks, by their numbers."""
 
 
 class Other:
@@ -198,18 +203,17 @@ def listen(addresses: Sequence[str]) -> socket.socket | None:
 def _watch(watch: NodesWatch, ranks: list[Other], teller: Teller, said: Input) -> None:
     """Watch the ranks of one node that are alone."""
     watch.emit = watch.slow.emit = teller.tell
+    unlike = partial(watch.compare, ranks, dead=True)
     ended = False
     while not said.ended and any(rank.code is None for rank in ranks):
         said.look(EVERY_S, ranks)
-        if not ended and (ended := tell_death(ranks, watch.pages, teller.tell)):
-            watch.unlike_units(ranks)  # gloo aborts where sizes differ
+        ended = ended or tell_end(ranks, watch.pages, teller.tell, unlike)
         if hang := watch.look(ranks):
-            _end(ranks, hang)
+            end(ranks, watch.pages, hang)
             return
     if not ended:
         await_one(ranks)
-        tell_death(ranks, watch.pages, teller.tell)
-        watch.unlike_units(ranks)
+        tell_end(ranks, watch.pages, teller.tell, unlike)
 
 
 def _watch_all(
@@ -229,16 +233,19 @@ def _watch_all(
     watch.join(hub)
     both: dict[int, Other | Far] = {**{one.rank: one for one in ranks}, **hub.far}
     everyone = [both[rank] for rank in sorted(both)]
+
+    def unlike() -> Hang | None:
+        for page in watch.pages:  # the other nodes' ranks' calls come with their answers
+            page.ask()
+        hub.hand_out(1.0)
+        hub.serve(1.0)
+        return watch.compare(everyone, dead=True)
+
     ended = False
     while not said.ended and any(rank.code is None for rank in ranks):
         hub.serve(EVERY_S)
         said.look()
-        if not ended and (ended := tell_death(everyone, watch.pages, emit)):
-            for page in watch.pages:  # the other nodes' ranks' units come with their answers
-                page.ask()
-            hub.hand_out(1.0)
-            hub.serve(1.0)
-            watch.unlike_units(everyone)
+        ended = ended or tell_end(everyone, watch.pages, emit, unlike)
         if not hub.ready:
             if what := hub.lacking():
                 _unwatched(emit, what)
@@ -246,11 +253,11 @@ def _watch_all(
         elif hang := watch.look(everyone):
             hub.order({"end": vars(hang)})
             hub.hand_out(1.0)
-            _end(ranks, hang)
+            end(ranks, watch.pages, hang)
             return
     if not ended:
         await_one(ranks)
-        tell_death(everyone, watch.pages, emit)
+        tell_end(everyone, watch.pages, emit, unlike)
     hub.close()
 
 
@@ -260,22 +267,31 @@ def await_one(ranks: Sequence[Other]) -> None:
         select.select([one.file for one in ranks], [], [], LAST_S)
 
 
-def tell_death(
-    ranks: Sequence[Other | Far], pages: Sequence[PageRead], tell: Callable[..., None]
+def tell_end(
+    ranks: Sequence[Other | Far],
+    pages: Sequence[PageRead],
+    tell: Callable[..., None],
+    unlike: Callable[[], Hang | None],
 ) -> bool:
-    """Tell of the rank that ended first, if it did not leave its page; whether one has ended.
+    """Tell why the rank ended that ended first, if that is not told; whether one has ended.
 
+    unlike   tells of ranks that made different calls: gloo aborts where their sizes differ
     Of those that are found together one that was asked to end comes last: that its launcher does
     to the others.
     """
     ended = [(one, pages[one.rank].read()) for one in ranks if one.code is not None]
     if not ended:
         return False
+    if unlike() is not None:
+        return True
     one, told = min(ended, key=lambda pair: (pair[0].code == -signal.SIGTERM, pair[1].changed_s))
     if not told.live:
         return True  # it came to its end, or has told itself
     how = one.how if isinstance(one, Other) else "ended"
     where = f"after step {told.step}, in {told.doing}"
+    met = next((calls for page in pages if (calls := page.read().inside)), "")
+    if one.code == -signal.SIGABRT and met and not told.inside:  # gloo aborts where sizes differ
+        where += f", in no call of the run while others were in {met}: a collective of its own?"
     words = f"left {where}: something in it calls os._exit" if how.startswith("exit") else ""
     how = f"{how}{'' if words else f' {where}'}"
     host = pages[one.rank].host
@@ -296,7 +312,8 @@ def _follow(follower: Follower, ranks: list[Other], teller: Teller, said: Input)
                 _unwatched(teller.tell, f"the watch on {host} has ended")
             return
         if hang is not None:
-            _end(ranks, hang)
+            own = follower.nodes[follower.number].ranks
+            end(ranks, dict(zip(own, follower.pages.pages, strict=True)), hang)
             return
     follower.close()
 
@@ -333,8 +350,17 @@ def _rest(ranks: Sequence[Other]) -> bool:
     return left
 
 
-def _end(ranks: Sequence[Other], hang: Hang) -> None:
-    """Kill the rank that hangs; the others where the launcher has not ended them."""
+def end(ranks: Sequence[Other], pages: Pages, hang: Hang) -> None:
+    """Kill the rank that hangs; the others where the launcher has not ended them.
+
+    Where the user must change something, all end themselves first, with the status that says so.
+    """
+    if hang.status:
+        for rank in ranks:
+            pages[rank.rank].end(hang.status)
+        until_s = time.monotonic() + THEMSELVES_S
+        while any(rank.code is None for rank in ranks) and time.monotonic() < until_s:
+            time.sleep(EVERY_S)
     for rank in ranks:
         if rank.rank == hang.rank:
             rank.kill()

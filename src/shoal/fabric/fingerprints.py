@@ -2,8 +2,9 @@
 
 Ranks whose collectives come in another order, or from other lines, add up what does not belong
 together, and where shapes are equal nothing fails. So in a run's first steps and in every 50th a
-rank keeps its calls in its page (base/watch_page.py); the launcher compares (launch/unlike.py), so
-that nothing is sent for it. Outside of those steps torch's methods are as torch made them.
+rank keeps its calls in its page (base/watch_page.py); the launcher compares
+(launch/watch/unlike_collectives.py), so that nothing is sent for it. Outside of those steps torch's
+methods are as torch made them.
 
     GROUP ∥ NAME ∥ SHAPE AND FORMAT ∥ LINE     one line of text per call, ∥ being a tab
 
@@ -76,6 +77,11 @@ class Fingerprints:
         self.steps, self._step = self.steps + 1, step + 1
         if self.steps < FIRST or self._step % EVERY == 0:
             self._begin()
+
+    def close(self) -> None:
+        """Keep no more: torch's methods are as torch made them."""
+        self.page.on_step = lambda step: None
+        self._end()
 
     def _keep(self, step: int) -> None:
         self.page.keep_calls(self._slot, step, "\n".join(self._lines).encode())

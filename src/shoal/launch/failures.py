@@ -19,9 +19,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shoal.base.errors import UNSAVED_CODE, ClusterError, TrainingError
-from shoal.launch.hung import Hang
 from shoal.launch.processes import Worker
 from shoal.launch.stopping import ASKED
+from shoal.launch.watch.hung import Hang
 
 LOST_PEER = (
     "connection closed by peer",

@@ -45,7 +45,7 @@ from shoal.launch.processes import (
     worker_environment,
 )
 from shoal.launch.stopping import ASKED, StopSignals
-from shoal.launch.watch import OTHER_FIRST_S, Watch
+from shoal.launch.watch.watch_ranks import OTHER_FIRST_S, Watch
 
 LOOK_EVERY_S = 0.03
 TICK_EVERY_S = 0.1

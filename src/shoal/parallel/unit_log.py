@@ -11,7 +11,7 @@ and where sizes are equal nothing fails.
 
 The trainer compares the checksums in the step's all-reduce (`trainer/guards/unit_order.py`). Where
 ranks wait for each other there is none, so the log stands in the watch page too
-(`launch/unit_calls.py`).
+(`launch/watch/unit_calls.py`).
 
 Source: torch.distributed.fsdp.fully_shard, which numbers nothing it sends
 """

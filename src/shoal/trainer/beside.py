@@ -3,7 +3,7 @@
 Under torchrun, srun, Ray and the like, and in a loop of one process, nobody outside of the ranks
 knows what they do. So on each node its first rank starts a small process without torch
 (cli/beside.py); every rank tells it, in a page of memory, of its steps and collectives, and answers
-it with stacks. The processes of several nodes talk to that of node 0 (launch/nodes.py).
+it with stacks. The processes of several nodes talk to that of node 0 (launch/watch/nodes.py).
 
 A node is here what has its own memory, numbers of processes and network: a machine or a container.
 """
@@ -38,15 +38,31 @@ _kept: list[subprocess.Popen[str]] = []
 
 
 class Beside:
-    """This rank's page, which a process beside it reads; `leave` it when all is done."""
+    """This rank's page, which a process beside it reads; `leave` it when all is done.
 
-    def __init__(self, world: World, page: Page) -> None:
-        self.world, self.page, self.leave = world, page, page.leave
+    runs   how many of this process are open
+    """
 
-    def compare_collectives(self) -> None:
+    def __init__(self, page: Page) -> None:
+        self.page, self.runs = page, 0
+        self._fingerprints: Fingerprints | None = None
+
+    def compare_collectives(self, world: World) -> None:
         """Have the collectives of this rank's steps compared with the others', from now on."""
-        if self.world.group is not None:
-            Fingerprints(self.page, 1)
+        if world.group is not None and self._fingerprints is None:
+            self._fingerprints = Fingerprints(self.page, 1)
+
+    def leave(self) -> None:
+        """A run is closed; after the last one nothing is watched."""
+        self.runs -= 1
+        if self.runs <= 0:
+            self.page.leave()
+            if self._fingerprints is not None:
+                self._fingerprints.close()
+
+
+_open: list[Beside] = []
+"""That of the runs that are open."""
 
 
 def watch_from_outside(
@@ -59,14 +75,17 @@ def watch_from_outside(
     """Start the watch of a run; every rank calls it once its world is there.
 
     own     the processes were found for a loop of the user's own: it is watched whoever started it
-    Gives   None where nobody watches: this process has a page already, or a system has no memory
-            that two processes reach by a name
+    Gives   None where nobody watches: Shoal's launcher does, or a system has no memory that two
+            processes reach by a name. While a run is open, others of its ranks are watched with it
     """
     if LAUNCHERS.isdisjoint(environ) and not (own and _stands_alone(world)):
         return None
-    may = phases.page is None and can_watch() and hasattr(os, "pidfd_open")
-    here = {"may": may, "node": _identity() if may else ""}
+    beside = _open[0] if _open and not _open[0].page.is_left else None
+    may = (phases.page is None or phases.page.is_left) and can_watch() and hasattr(os, "pidfd_open")
+    here = {"may": may, "open": beside is not None, "node": _identity() if may else ""}
     places = world.gather_json(here)
+    if beside is not None and all(place["open"] for place in places):
+        return _begun(beside, world)
     if not all(place["may"] for place in places):
         return None
     names = list(dict.fromkeys(place["node"] for place in places))
@@ -91,7 +110,7 @@ def watch_from_outside(
     atexit.register(page.leave)  # who ends without that was killed
     tell_page(page)
     answer_for_stacks(page)
-    world.traffic.page = page
+    _open[:] = [Beside(page)]
     _say(
         {
             "folder": str(folder.absolute()) if folder else "",
@@ -108,7 +127,13 @@ def watch_from_outside(
             "token": told[0]["token"],
         }
     )
-    return Beside(world, page)
+    return _begun(_open[0], world)
+
+
+def _begun(beside: Beside, world: World) -> Beside:
+    world.traffic.page = beside.page
+    beside.runs += 1
+    return beside
 
 
 def _stands_alone(world: World) -> bool:

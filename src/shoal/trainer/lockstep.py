@@ -1,46 +1,38 @@
-"""Names a hang: ranks that make different calls wait for each other for ever, without a word.
+"""Keeps the calls that every rank of a run must make, for who watches the ranks.
 
 Some calls need every rank: `run.step`, `run.evaluate`, `run.save`, a forward pass of a model whose
 weights lie in parts. `if rank == 0: run.model(x)` is everybody's habit, and under fsdp rank 0 then
-gathers weights that the others never send. So every rank keeps the names of its calls. A thread
-looks once a second whether this rank has stood in one call for a while; if so it writes its list to
-the store that the processes met at, asks the others for theirs, and compares:
+gathers weights that the others never send. So every rank writes the names of its calls into its
+page (base/watch_page.py), and the process that watches compares them once all ranks stand still
+(launch/watch/unlike_calls.py). Where nobody watches (no Linux), torch's own deadline ends the wait.
 
-    the lists differ at the same place     one line names both ranks' calls, all end with status 2
-    a rank waits in a collective of its    likewise
-    own, and this one in one of Shoal's
-    a rank is elsewhere                    it may come: a line after 30 s, 60 s, … says where it is
-
-A run that does not wait sends nothing, but for calls that are made now and then (a save, not a
-step): there ranks wait for each other at the store first, since two unlike collectives that meet do
-not wait, they abort.
+Calls that are made now and then (a save, not a step) wait for each other at the store first, since
+two unlike collectives that meet do not wait, they abort.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
-import threading
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
 
+from shoal.base import phases
+from shoal.base.errors import ConfigError, short
 from shoal.fabric import World
-from shoal.fabric.traffic import Traffic
 from shoal.fabric.world import meeting_store
 from shoal.parallel.program import Program
 
-if TYPE_CHECKING:
-    from shoal.trainer.hang import Hang
-
-EVERY_S, PATIENCE_S = 1.0, 2.0
 GATHER_S = 8.0
 OFTEN = (
     *("run.step", "run.forward_backward", "run.update"),
@@ -48,51 +40,54 @@ OFTEN = (
 )
 """Calls that begin at once: a step must not wait for a word over the store."""
 
-KEPT = 64
-"""Calls that a rank tells of."""
-
+Item = TypeVar("Item")
 _made = itertools.count()
+_joined: Counter[str] = Counter()
 
 
 class Meeting:
-    """The calls of one process that all ranks must make, and the thread that compares them.
+    """The calls of one process that all ranks must make.
 
     runs   how many use it
     """
 
     def __init__(self, world: World, store: dist.Store | None) -> None:
-        self.rank, self.size = world.rank, world.size
-        self.group = id(world.group)
+        self.rank, self.size, self.group = world.rank, world.size, id(world.group)
         self.runs = self.joined = 0
-        self._traffic: list[Traffic] = []
-        self.calls: list[str] = []
-        self.turn = 0  # calls ever begun
+        self.turn = 0  # calls ever begun by the runs that joined last
         self.depth = 0
         self.in_passes = False
         self._store = store
+        self._failed: tuple[str, str, Exception] | None = None  # key, call and why
         # A rank may have runs of its own, which the others know nothing of.
+        self.ranks = str(list(world.ranks))
         self.key = f"{world.ranks[0]}-{world.size}/{next(_made) if store is not None else 0}"
-        self._ended = threading.Event()
-        self._asked = 0
-        self._progress: tuple[int, ...] = ()
-        self._since_s = time.monotonic()
-        self._hang: Hang | None = None
-        self._thread: threading.Thread | None = None
+        self._page_key = 0
 
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
         """A call that every rank must make; what it calls itself is not counted."""
-        outermost = not self.depth
-        if outermost:
-            self.calls = [*self.calls[1 - KEPT :], name]
+        page = None if self.depth else phases.page
+        if not self.depth:
             self.turn += 1
+            if page is not None and self.size > 1:
+                page.call(self._page_key, self.turn, name.encode())
+            # In `finally: run.close()` the error is on its way up.
+            if self._failed is not None and (name != "run.close" or sys.exc_info()[1] is None):
+                self._check_failed()
         self.depth += 1
         try:
-            if outermost and name not in OFTEN and not self.in_passes:
+            if self.depth == 1 and name not in OFTEN and not self.in_passes:
                 self._gather(name)
             yield
+        except Exception as failure:
+            if self.depth == 1 and self._store is not None:
+                self._note_failure(name, failure)
+            raise
         finally:
             self.depth -= 1
+            if page is not None and not self.depth:
+                page.returned()
 
     @contextmanager
     def passes(self, *, alike: bool) -> Iterator[None]:
@@ -109,6 +104,17 @@ class Meeting:
             self.depth -= not alike
             self.in_passes = False
 
+    def each(self, name: str, items: Generator[Item, None, None]) -> Iterator[Item]:
+        """Yield what a generator does; each turn of it is a call that every rank must make."""
+        with closing(items):
+            while True:
+                with self.at(name):
+                    try:
+                        item = next(items)
+                    except StopIteration:
+                        return
+                yield item
+
     def _gather(self, name: str) -> None:
         """Wait for the others where words may differ, before collectives, where they may not.
 
@@ -117,87 +123,63 @@ class Meeting:
         """
         if self._store is None:
             return
-        key, until_s = f"{self.key}/{self.joined}/{self.turn}/{name}", time.monotonic() + GATHER_S
-        pause_s = 0.0002
-        try:
-            here = self._store.add(key, 1)
-            while here < self.size and time.monotonic() < until_s:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.05)
-                here = self._store.add(key, 0)
-        except (RuntimeError, dist.DistError):
+        with suppress(RuntimeError, dist.DistError):
+            self._await(f"{self.key}/{self.joined}/{self.turn}/{name}", add=1)
+
+    def _await(self, key: str, *, add: int) -> bool:
+        """Wait until all ranks have counted up a key of the store, for some seconds."""
+        if self._store is None:
+            return True
+        until_s, pause_s = time.monotonic() + GATHER_S, 0.0002
+        here = self._store.add(key, add)
+        while (left := here % self.size) and time.monotonic() < until_s:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+            here = self._store.add(key, 0)
+        return not left
+
+    def _note_failure(self, name: str, failure: Exception) -> None:
+        """A call failed here: it must have failed on every rank by the next one."""
+        self._failed = (f"{self.key}/{self.joined}/{self.turn}/failed", name, failure)
+        with suppress(RuntimeError, dist.DistError):  # the store is gone, and with it a rank
+            if self._store is not None:
+                self._store.add(self._failed[0], 1)
+
+    def _check_failed(self) -> None:
+        """Raises: ConfigError where a call failed on this rank alone, and the error was caught."""
+        if self._failed is None:
             return
+        key, name, failure = self._failed
+        with suppress(RuntimeError, dist.DistError):
+            if self._await(key, add=0):
+                self._failed = None
+                return
+        raise ConfigError(
+            f"rank {self.rank}: {name} failed and the error was caught "
+            f"({type(failure).__name__}: {short(str(failure))}), while other ranks are still in "
+            f"it: what ranks sum from here on would not belong together; try: let the error end "
+            f"the process"
+        ) from failure
 
     def agreed(self, what: str) -> bool:
         """Whether every rank says the same, each when it comes here; asked where few would."""
-        if self._store is None:
-            return True
-        key, until_s = f"{self.key}/{self.joined}/{what}", time.monotonic() + GATHER_S
-        here = self._store.add(key, 1)
-        while here % self.size and time.monotonic() < until_s:
-            time.sleep(0.01)
-            here = self._store.add(key, 0)
-        return here % self.size == 0
+        return self._await(f"{self.key}/{self.joined}/{what}", add=1)
 
-    def join(self, world: World) -> None:
+    def join(self) -> None:
         """A run begins: what was called before is over on all ranks alike."""
         self.runs += 1
         self.joined += 1
-        self._traffic.append(world.traffic)
-        self.calls, self.turn = [], 0
-        if self._thread is None and self._store is not None:
-            self._thread = threading.Thread(target=self._watch, name="shoal-meeting", daemon=True)
-            self._thread.start()
+        self.turn = 0
+        _joined[self.ranks] += 1  # no two runs of a process have one name
+        self._page_key = zlib.crc32(f"{self.ranks}/{_joined[self.ranks]}".encode())
 
     def leave(self) -> None:
-        """A run was closed; after the last one nobody looks any more."""
+        """A run was closed; the last one lets go of the store."""
         self.runs -= 1
         if self.runs <= 0:
-            self.stop()
-
-    def stop(self) -> None:
-        """End the thread, and wait for it: one in the store would abort the interpreter's exit."""
-        self._ended.set()
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=5)
-        self._store = None
-
-    def _watch(self) -> None:
-        every_s = EVERY_S * max(1.0, self.size / 64)
-        while not self._ended.wait(every_s):
-            try:
-                self._look()
-            except (RuntimeError, dist.DistError):  # the store is gone, and with it the first rank
-                return
-
-    def _look(self) -> None:
-        store, now_s = self._store, time.monotonic()
-        if store is None:
-            return
-        progress = (self.turn, self.depth, *(one.calls for one in self._traffic))
-        if progress != self._progress:
-            self._progress, self._since_s = progress, now_s
-        waits = self.depth > 0 and now_s - self._since_s >= PATIENCE_S
-        asked = store.add(f"{self.key}/asked", int(waits))
-        if asked == self._asked:
-            return
-        self._asked = asked
-        if self._hang is None:
-            from shoal.trainer.hang import Hang  # ranks seldom wait for each other
-
-            self._hang = Hang(store, self.rank, self.size, self.key, MODEL)
-        mine = {
-            "runs": self.joined,
-            "turn": self.turn,
-            "calls": self.calls,
-            "inside": self.depth > 0,
-            "stood_s": now_s - self._since_s,
-        }
-        self._hang.look(mine, waits=waits, now_s=now_s)
+            self._store = None
 
 
-MODEL = "run.model(…)"
 _meetings: list[Meeting] = []
 
 
@@ -206,18 +188,10 @@ def meeting_of(world: World) -> Meeting:
     for one in _meetings:
         if one.runs > 0 and one.group == id(world.group):
             return one
-    alone = world.size == 1 or "SHOAL_RUN_FOLDER" in os.environ  # the supervisor watches those
+    alone = world.size == 1 or "SHOAL_RUN_FOLDER" in os.environ  # whose own calls are alike
     made = Meeting(world, None if alone else meeting_store())
-    if not alone and not _meetings:
-        atexit.register(stop_all)
     _meetings[:] = [one for one in _meetings if one.runs > 0] + [made]
     return made
-
-
-def stop_all() -> None:
-    """For scripts that never close their runs: no thread may live into the interpreter's end."""
-    for one in _meetings:
-        one.stop()
 
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -245,7 +219,7 @@ def count_forwards(program: Program, meeting: Meeting) -> Program:
     open_calls: list[Any] = []
 
     def enter(_module: nn.Module, _inputs: Any) -> None:
-        call = meeting.at(MODEL)
+        call = meeting.at("run.model(…)")
         call.__enter__()
         open_calls.append(call)
 

@@ -11,7 +11,7 @@ of the whole step first (`run.total`), and so are then the others: none comes wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +86,7 @@ class OwnPasses:
         self._calls: list[int] = []
         self._counts: set[bool] = set()
 
-    def run(self) -> Iterator[OwnMicroBatch]:
+    def run(self) -> Generator[OwnMicroBatch, None, None]:
         """One after another; what is done between belongs to it."""
         reducer = reducer_of(self.program)
         for one in self._ready:

@@ -237,7 +237,7 @@ def start_run(
     if share is not None:
         run.feed.choose = lambda *data: share().choose(run, *data)
     if beside is not None and own:  # `shoal train` does so with its first step
-        beside.compare_collectives()
+        beside.compare_collectives(world)
     if folder is not None:
         _keep_in(folder, run, is_chosen="micro_batch" not in given)
     trim_heap()

@@ -182,7 +182,7 @@ class Run(StepRunner):
         # Where every pass gathers parameters all ranks make the same calls.
         around = self.guards.around(self.step_count + 1, len(share.micro_batches))
         with self.meeting.passes(alike=self.program.together), around:
-            yield from own.run()
+            yield from self.meeting.each("run.micro_batches", own.run())
 
     @together("run.backward")
     def backward(

@@ -113,7 +113,7 @@ class StepRunner:
             program.owed.sums.length = length
         self.epochs_done = Epochs(self.feed)
         self.meeting = meeting_of(program.world)
-        self.meeting.join(program.world)
+        self.meeting.join()
         self.guards = RunGuards(
             program, optimizer, recorder, self.average, given, unheld, self.meeting.agreed
         )

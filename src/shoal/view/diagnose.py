@@ -35,7 +35,7 @@ from shoal.view.folder import RunFolder
 from shoal.view.own_script import HEARS, in_a_script, is_echo, is_script, went_on
 
 WATCHED = "ended by the watch"
-"""How a rank died that hung (`launch/watch.py`)."""
+"""How a rank died that hung (`launch/watch/watch_ranks.py`)."""
 LEFT_OUT = "sample_left_out"
 NOTES = ("resumed", "fragmentation")
 """Advice that makes nothing faster."""

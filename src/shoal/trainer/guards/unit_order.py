@@ -13,7 +13,7 @@ The checksums are compared in the step's all-reduce (`step_vector.py`). Where on
 gather their lists, and name the first difference.
 
 Limits: where the numbers of collectives differ ranks wait for each other, and a watch finds that
-(`launch/unit_calls.py`). Blocks that differ in an evaluation show there, or in the next step
+(`launch/watch/unit_calls.py`). Blocks that differ in an evaluation show there, or in the next step
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,10 @@ from shoal.base.watch_page import (
     TEXT_AT,
     UNITS_AT,
 )
-from shoal.launch.hung import AWAY_S, GONE, Hang, Seen, kernel_state
-from shoal.launch.page_reader import PageRead, Told
-from shoal.launch.watch import AWAY_PATIENCE_S, EVERY_S, STEP, Watch, Watchable
+from shoal.launch.watch.hung import AWAY_S, GONE, Hang, Seen, kernel_state
+from shoal.launch.watch.page_reader import PageRead, Told
+from shoal.launch.watch.unlike_calls import Answers
+from shoal.launch.watch.watch_ranks import AWAY_PATIENCE_S, EVERY_S, STEP, Watch, Watchable
 
 JOIN_S = 60.0
 """How long a node's watch is waited for."""
@@ -279,9 +280,7 @@ class NodesWatch(Watch):
         both: dict[int, PageRead] = {**own, **hub.mirrors}
         self.pages = [both[rank] for rank in sorted(both)]
 
-    def seen(
-        self, worker: Watchable, told: Told, answers: Mapping[int, dict[str, Any] | None]
-    ) -> Seen:
+    def seen(self, worker: Watchable, told: Told, answers: Answers) -> Seen:
         """What is known of a rank, of whichever node."""
         page = self.pages[worker.rank]
         if self.hub is None or not isinstance(page, Mirror):

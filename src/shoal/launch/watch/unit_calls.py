@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.base.unlike_ranks import blocks_line
-from shoal.launch.page_reader import PageRead, Told, UnitCall
+from shoal.launch.watch.page_reader import PageRead, Told, UnitCall
 
 NONE_MORE = "no further block"
 

@@ -23,10 +23,15 @@ from shoal.base.watch_page import (
     CHANGED_S,
     CHANGES,
     ENDED,
+    EXIT,
     FORMAT,
+    INSIDE,
     KINDS,
     LAST_BEGUN,
     LAST_BYTES,
+    NAME,
+    NAMES,
+    NAMES_AT,
     PAGE,
     PAGE_BYTES,
     PART,
@@ -47,6 +52,7 @@ class Told:
     """What a page said when it was read; the fields are the words of the same names.
 
     live     its rank has opened it · phases  as text, "" where none is open
+    inside   the name of the call in which it is, of those that all ranks must make
     """
 
     live: bool
@@ -60,6 +66,7 @@ class Told:
     last_bytes: int
     waits: bool
     phases: str
+    inside: str = ""
 
     @property
     def doing(self) -> str:
@@ -104,7 +111,14 @@ class PageRead:
             last_bytes=words[LAST_BYTES],
             waits=words[WAITS] > 0,
             phases=raw.decode(errors="replace"),
+            inside=self._name(words[INSIDE] - 1),
         )
+
+    def _name(self, slot: int) -> str:
+        if not 0 <= slot < NAMES:
+            return ""
+        _, _, raw = NAME.unpack_from(self.memory, NAMES_AT + slot * NAME.size)
+        return str(raw.rstrip(b"\0").decode(errors="replace"))
 
     def ask(self) -> None:
         """Ask the rank for its stacks."""
@@ -149,11 +163,23 @@ class PageRead:
     def units(self) -> dict[int, dict[int, UnitCall]]:
         """The last collectives of units that are gathered, by the group's key and their number."""
         found: dict[int, dict[int, UnitCall]] = {}
-        for begun, key, number, raw in UNIT.iter_unpack(self.memory[UNITS_AT:PAGE_BYTES]):
+        for begun, key, number, raw in UNIT.iter_unpack(self.memory[UNITS_AT:NAMES_AT]):
             if number:
                 text = raw.rstrip(b"\0").decode(errors="replace")
                 found.setdefault(key, {})[number] = UnitCall(begun, text)
         return found
+
+    def names(self) -> dict[int, dict[int, str]]:
+        """The last calls that all ranks must make, by the run's key and their number."""
+        found: dict[int, dict[int, str]] = {}
+        for key, number, raw in NAME.iter_unpack(self.memory[NAMES_AT:PAGE_BYTES]):
+            if number:
+                found.setdefault(key, {})[number] = raw.rstrip(b"\0").decode(errors="replace")
+        return found
+
+    def end(self, status: int) -> None:
+        """Have the rank's process end with this status; Python must answer there."""
+        struct.pack_into("=q", self.memory, 8 * EXIT, 1 + status)
 
     @property
     def gathers_units(self) -> bool:

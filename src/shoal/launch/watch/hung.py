@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.base.units import bytes_text
 from shoal.base.watch_page import PARTS
-from shoal.launch.page_reader import Told
+from shoal.launch.watch.page_reader import Told
 
 STOPPED, DEBUGGED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as the kernel calls them."""
@@ -41,7 +41,7 @@ class Seen:
     rank: int
     pid: int
     told: Told
-    answer: dict[str, Any] | None
+    answer: Mapping[str, Any] | None
     state: dict[str, str]
     host: str = field(default_factory=lambda: os.uname().nodename)
     away_s: float = 0.0
@@ -131,13 +131,18 @@ class Hang:
 
 @dataclass(frozen=True)
 class Culprit:
-    """Who is at fault, before it is told; `together`: nobody more than the others."""
+    """Who is at fault, before it is told.
+
+    together   nobody more than the others · alone  it alone is in a collective of the user's own:
+               a rank that waits elsewhere meanwhile
+    """
 
     of: Seen
     why: str
     collective: str
     certain: bool
     together: bool = False
+    alone: int | None = None
 
     @property
     def compiles(self) -> bool:
@@ -203,7 +208,8 @@ def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
         if len(own) > len(rest):
             one, other = rest[0], own[0]
         why = f"it is in {one.collective}{one.place}, rank {other.rank} in {other.collective}"
-        return Culprit(one, f"{why}{other.place}", other.collective, True)
+        alone = other.rank if len(own) == 1 else None
+        return Culprit(one, f"{why}{other.place}", other.collective, True, alone=alone)
     if own:
         lines = Counter(one.collective + one.place for one in seen)
         if len(lines) > 1:

@@ -36,7 +36,7 @@ from statistics import median, median_low
 from shoal.base.events import Emit
 from shoal.base.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE
 from shoal.base.watch_page import PARTS, WAIT
-from shoal.launch.page_reader import PageRead
+from shoal.launch.watch.page_reader import PageRead
 
 STEPS, WINDOWS = 16, 2
 """Steps of a window · windows in a row: a rank is told within 50 steps wherever it began."""

@@ -2,16 +2,14 @@
 
 Each rank writes what it does into a page of memory (base/watch_page.py); the supervisor reads all
 pages ten times a second. As long as any rank's page changes, the run lives: the others may wait for
-that one. When none changes, the deadline of what the ranks are in counts:
-
-    step        10 × the median step + 5 s, once five steps were seen, or told in metrics.jsonl
-    others      (save, validation, …) the same, and 3 × the longest silence that one of them had
-    not learnt  600 s and more (`FIRST_S`): what nobody has seen yet may take long
+that one. When none changes, the deadline of what the ranks are in counts (`deadlines.py`).
 
 Time counts by the watch's own clock, which stands while this process gets no core: then the ranks
 may get none either. Shortly before a deadline the ranks are asked where they are; of their answers
 `hung.py` makes who is at fault. It is told at the deadline. A rank that is stopped, or in a
-collective that the others are not in, will not come back: all are ended at once. One that is busy
+collective that the others are not in, will not come back: all are ended at once; after seconds
+where ranks made different calls of a run (`unlike_calls.py`), run different blocks
+(`unit_calls.py`), or one is alone in a collective of the user's own. One that is busy
 in code of its own may be slow and not hung: it is waited for `patience` more; if it comes back, the
 deadline of its kind is never below what that took.
 """
@@ -19,84 +17,60 @@ deadline of its kind is never below what that took.
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from shoal.base.events import Emit
 from shoal.base.lines import is_number, read_object
-from shoal.base.phases import DATA, HOOKS, NOWHERE
+from shoal.base.phases import DATA
 from shoal.base.watch_page import can_watch
-from shoal.launch.hung import STOPPED, Hang, Seen, find_culprit, kernel_state, write_stacks
-from shoal.launch.page_reader import PageRead, Told, Watched
-from shoal.launch.slow import SlowRanks
-from shoal.launch.unit_calls import find_unlike_units
-from shoal.launch.unlike import find_unlike
+from shoal.launch.watch.deadlines import (
+    BETWEEN,
+    FIRST,
+    HOOK,
+    IN_ONE_ORDER,
+    MERGE,
+    OTHER_FIRST_S,
+    START,
+    STEP,
+    STEPS,
+    VALIDATION,
+    Learnt,
+    kind_of,
+)
+from shoal.launch.watch.hung import (
+    STOPPED,
+    Culprit,
+    Hang,
+    Seen,
+    find_culprit,
+    kernel_state,
+    write_stacks,
+)
+from shoal.launch.watch.page_reader import PageRead, Told, Watched
+from shoal.launch.watch.slow import SlowRanks
+from shoal.launch.watch.unit_calls import find_unlike_units
+from shoal.launch.watch.unlike_calls import Answers, find_unlike_calls, unlike_line, waiting_line
+from shoal.launch.watch.unlike_collectives import find_unlike
 
 EVERY_S = 0.1
 LONGEST_TICK_S = 0.5
 """Of a longer pause between two looks only so much counts."""
-STEPS, MEDIANS, MARGIN_S = 5, 10.0, 5.0
 ASK_S, ANSWER_S = 2.0, 1.5
 """Ranks are asked so long before a deadline · and may take so long to answer."""
 AGAIN_S = 0.3
 """Where two answers are compared, between the first and the next request."""
-TIMES, COMES_BACK = 3.0, 1.5
 
-UNITS_S = 5.0
-"""Silence after which it is compared which units ranks gather: what differs there never ends."""
-
-START, STEP, FIRST, HOOK, MERGE = "start", "step", "first step", "hooks", "merge"
-VALIDATION = "validation"
-IN_ONE_ORDER = (STEP, FIRST, VALIDATION)
-"""Groups of ranks that make all their collectives of units in one order."""
-BETWEEN = "between two calls"
-"""A validation of the user's own, a plot: never learnt, as nobody tells where it begins."""
-FIRST_S = {
-    FIRST: 1800.0,  # compilers take minutes for a large model, and tell nothing
-    MERGE: 86_400.0,  # islands wait for each other, by deadlines of their own
-}
-OTHER_FIRST_S, NEW_S = 600.0, 1800.0
-"""Seconds of silence in what was not learnt yet: as long as a collective of torch's may take. And
-how much longer data may be read, a model be built, the first step be compiled."""
-MORE_S = {
-    START: NEW_S,  # the first batch of a start may come after all that were read before
-    "data": 86_400.0,  # prepared once, for hours, by code that tells nothing
-    "save": 1800.0,  # a disk may stand still for minutes, and go on
-    "finish the last save": 3600.0,  # as long as ranks wait for each other's (second_group.py)
-    HOOK: 600.0,  # a user's own, now and then a long one
-}
-"""Patience with what cannot be learnt from the times before."""
+UNLIKE_S, ALONE_S, WAITING_S = 5.0, 8.0, 30.0
+"""Silence after which calls and units of ranks are compared: what differs there never ends · after
+which one rank alone in a collective of the user's own is told · after which a line says who waits
+for whom, and again after twice that, and so on."""
 
 AWAY_PATIENCE_S = 45.0
 """How long a machine is waited for after it was told to be away."""
-
-_BY_PHASE = {
-    "compile, first step": FIRST,
-    "steps": STEP,  # of a row of shoal compare
-    "merge with the other islands": MERGE,
-    "meet the other islands": MERGE,
-}
-
-
-def kind_of(told: Told) -> str:
-    """What a rank is in: an outermost phase, or a step. Each has a deadline of its own.
-
-    >>> from dataclasses import replace
-    >>> told = Told(True, 9, 1.0, 3, DATA, 7, 7, "all_reduce", 8, False, "validation 3/10: data")
-    >>> kind_of(told), kind_of(replace(told, phases="")), kind_of(replace(told, part=NOWHERE))
-    ('validation', 'step', 'validation')
-    """
-    if told.phases:
-        outer = told.phases.split(": ")[0]
-        name, _, count = outer.rpartition(" ")
-        name = name if "/" in count else outer
-        return _BY_PHASE.get(name, name)
-    return {NOWHERE: START, HOOKS: HOOK}.get(told.part, STEP)
 
 
 class Watchable(Protocol):
@@ -113,67 +87,6 @@ class Watchable(Protocol):
     @property
     def code(self) -> int | None:
         """How it ended."""
-
-
-class Learnt:
-    """The deadlines of one run, by kind; they outlive a restart.
-
-    `heard` learns; `deadline_s` and `patience_s` say what was learnt.
-    first_s   the deadline of what was not learnt yet, where FIRST_S does not say more
-    """
-
-    def __init__(self, first_s: float = OTHER_FIRST_S) -> None:
-        self.first_s = first_s
-        self.steps_s: deque[float] = deque(maxlen=100)
-        self.longest_s: dict[str, float] = {}
-        self.came_back_s: dict[str, float] = {}
-        self.data_s = 0.0
-        self._under_way_s: dict[str, float] = {}
-
-    @property
-    def usual_s(self) -> float | None:
-        """10 × the median step + 5 s; None before five steps."""
-        if len(self.steps_s) < STEPS:
-            return None
-        return MEDIANS * statistics.median(self.steps_s) + MARGIN_S
-
-    def knows(self, kind: str) -> bool:
-        """Whether `kind` was seen to its end, and steps were."""
-        return self.usual_s is not None and (kind == STEP or kind in self.longest_s)
-
-    def deadline_s(self, kind: str) -> float:
-        """How long all ranks may be silent while one that is not waiting is in `kind`."""
-        usual_s = self.usual_s
-        if usual_s is None or not self.knows(kind):
-            return FIRST_S.get(kind, self.first_s)
-        longest_s = 0.0 if kind == STEP else TIMES * self.longest_s[kind]
-        return max(usual_s, longest_s, self.came_back_s.get(kind, 0.0))
-
-    def patience_s(self, kind: str, least_s: float) -> float:
-        """How long it may go on after its deadline, where it may only be slow.
-
-        An epoch begins as the run's first batch did: the longest wait for data.
-        """
-        if kind == STEP:
-            return max(least_s, TIMES * self.data_s)
-        return max(least_s, MORE_S.get(kind, 0.0 if self.knows(kind) else NEW_S))
-
-    def heard(
-        self, kinds: Collection[str], silence_s: float, *, in_data: bool = False, told: bool = False
-    ) -> None:
-        """Ranks were in `kinds`, silent for so long, and went on.
-
-        in_data   they waited for data · told   the silence had passed its deadline
-        """
-        for kind in [kind for kind in self._under_way_s if kind not in kinds]:
-            longest_s = self._under_way_s.pop(kind)
-            self.longest_s[kind] = max(self.longest_s.get(kind, 0.0), longest_s)
-        for kind in kinds:
-            self._under_way_s[kind] = max(self._under_way_s.get(kind, 0.0), silence_s)
-            if told:
-                self.came_back_s[kind] = COMES_BACK * silence_s
-        if in_data:
-            self.data_s = max(self.data_s, silence_s)
 
 
 class Watch:
@@ -268,27 +181,42 @@ class Watch:
 
         dead   one died, maybe of that: what ranks keep of a step under way counts too
         """
-        if dead and (units := self.unlike_units(workers)) is not None:
-            return replace(units, status=1)  # that of a rank that died
+        if dead and (unlike := self.unlike_ranks(workers)) is not None:
+            return replace(unlike, status=1)  # that of a rank that died
         kept = [page.calls(self._compared) for page in self.pages]
         for step in sorted(set(kept[0]).intersection(*kept[1:])) if len(kept) > 1 else ():
             if step < 0 and not dead:
                 continue
             self._compared.add(step)
-            unlike = find_unlike(step, {rank: one[step] for rank, one in enumerate(kept)})
-            if unlike is None or not (unlike.certain or step > 0 > self._unlike_told):
+            found = find_unlike(step, {rank: one[step] for rank, one in enumerate(kept)})
+            if found is None or not (found.certain or step > 0 > self._unlike_told):
                 continue
-            rank, line = unlike.rank, unlike.line
+            rank, line = found.rank, found.line
             self._unlike_told = step
             self.emit("collectives_differ", rank=rank, step=abs(step), text=line)
-            if unlike.certain:
+            if found.certain:
                 pid, host = workers[rank].pid, self.pages[rank].host
                 return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True)
             self.emit("notice", text=line)
         return None
 
-    def unlike_units(self, workers: Sequence[Watchable]) -> Hang | None:
-        """Tell of ranks that gather different units, if there are: they never come together."""
+    def unlike_ranks(
+        self, workers: Sequence[Watchable], answers: Answers | None = None
+    ) -> Hang | None:
+        """Tell of ranks that made other calls or ran other blocks, if there are.
+
+        They never come together.
+
+        answers   of the ranks, with the user's lines; None: one has died, and nobody was asked
+        """
+        calls = find_unlike_calls(dict(enumerate(self.pages)))
+        if calls:
+            now = {rank: self.pages[rank].read().inside for rank in calls}
+            places = {rank: (answers or {}).get(rank) for rank in calls if now[rank] == calls[rank]}
+            return self._tell_calls(calls, workers, places, met=answers is None)
+        return self._unlike_units(workers)
+
+    def _unlike_units(self, workers: Sequence[Watchable]) -> Hang | None:
         told = {rank: page.read() for rank, page in enumerate(self.pages)}
         kinds = {rank: kind_of(one) for rank, one in told.items()}
         kinds = {rank: kind if kind in IN_ONE_ORDER else "" for rank, kind in kinds.items()}
@@ -300,6 +228,23 @@ class Watch:
         step = told[rank].step + (not inside)
         line = unlike.line(inside or f"step {step}")
         self.emit("collectives_differ", rank=rank, step=step, text=line)
+        return self._unlike_hang(rank, line, workers)
+
+    def _tell_calls(
+        self,
+        calls: dict[int, str],
+        workers: Sequence[Watchable],
+        answers: Answers,
+        *,
+        met: bool = False,
+    ) -> Hang:
+        """Tell of ranks in different calls, the first of which is of the fewest."""
+        rank, line = next(iter(calls)), unlike_line(calls, answers, met=met)
+        step = self.pages[rank].read().step + 1
+        self.emit("collectives_differ", rank=rank, step=step, text=line)
+        return self._unlike_hang(rank, line, workers)
+
+    def _unlike_hang(self, rank: int, line: str, workers: Sequence[Watchable]) -> Hang:
         pid = next((worker.pid for worker in workers if worker.rank == rank), 0)
         host = self.pages[rank].host
         return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True, status=2)
@@ -333,7 +278,7 @@ class Watch:
         self._stood: object = None
         self._found: Hang | None = None
         self._next_s = -1.0
-        self._units_compared = False
+        self._ask_at_s = UNLIKE_S
 
     def _silent(self, workers: Sequence[Watchable]) -> Hang | None:
         """No rank did anything since the last look."""
@@ -345,13 +290,9 @@ class Watch:
             return self._late if silence_s >= self._ended_s else None
         if self._asked_s:
             answers = self._answers(workers)
-            if answers is not None and self._compares_units():
-                self._units_compared = True
-                if (unlike := self.unlike_units(workers)) is not None:
-                    return unlike
-            elif answers is not None:
-                self._find_culprit(workers, answers, silence_s)
-        elif silence_s >= UNITS_S and self._compares_units():
+            if answers is not None and (hang := self._heard_where(workers, answers, silence_s)):
+                return hang
+        elif silence_s >= self._ask_at_s and len(self.pages) > 1:
             self._ask()
         elif self._found is None or silence_s >= self._next_s:
             least_s = min(self.learnt.deadline_s(kind_of(one)) for one in self._told)
@@ -373,7 +314,7 @@ class Watch:
         for page in self.pages:
             page.ask()
 
-    def _answers(self, workers: Sequence[Watchable]) -> dict[int, dict[str, Any] | None] | None:
+    def _answers(self, workers: Sequence[Watchable]) -> Answers | None:
         """The ranks' answers, once all have answered, or had time to."""
         answers = {worker.rank: self.pages[worker.rank].answer() for worker in workers}
         if None in answers.values() and self.clock_s - self._asked_s < ANSWER_S:
@@ -381,16 +322,27 @@ class Watch:
         self._asked_s = 0.0
         return answers
 
-    def _compares_units(self) -> bool:
-        """Tell whether this silence can show that ranks gather different units."""
-        return not self._units_compared and self.pages[0].gathers_units
+    def _heard_where(
+        self, workers: Sequence[Watchable], answers: Answers, silence_s: float
+    ) -> Hang | None:
+        """All ranks have said where they are: the hang that never ends, if it is one."""
+        due_s, told = self._ask_at_s, dict(enumerate(self._told))
+        if silence_s >= due_s:
+            self._ask_at_s = {UNLIKE_S: ALONE_S, ALONE_S: WAITING_S}.get(due_s, 2 * due_s)
+        if due_s == UNLIKE_S and (unlike := self.unlike_ranks(workers, answers)) is not None:
+            return unlike
+        if due_s >= WAITING_S and (line := waiting_line(told, answers, silence_s)):
+            self.emit("notice", text=line)
+        culprit = self._find_culprit(workers, answers, silence_s)
+        if culprit is None or culprit.alone is None or silence_s < ALONE_S or not self.twice:
+            return None
+        rank, other = culprit.of.rank, culprit.alone
+        calls = {rank: culprit.of.collective, other: told[other].inside or culprit.collective}
+        return self._tell_calls(calls, workers, answers)
 
     def _find_culprit(
-        self,
-        workers: Sequence[Watchable],
-        answers: Mapping[int, dict[str, Any] | None],
-        silence_s: float,
-    ) -> None:
+        self, workers: Sequence[Watchable], answers: Answers, silence_s: float
+    ) -> Culprit | None:
         """Return the rank to blame, from the answers of the ranks."""
         if self.twice:
             before, self._stood = (
@@ -399,7 +351,7 @@ class Watch:
             )
             if before != self._stood:
                 self._found, self._next_s = None, silence_s + AGAIN_S
-                return
+                return None
         seen = [self.seen(worker, self._told[worker.rank], answers) for worker in workers]
         culprit = find_culprit(seen)
         if culprit and self.twice and all(one.letter == STOPPED for one in seen):
@@ -407,7 +359,7 @@ class Watch:
             culprit = replace(culprit, why=why, certain=False)  # and go on when that one likes
         if culprit is None:  # somebody looks at a rank with a debugger
             self._next_s = silence_s + ANSWER_S
-            return
+            return None
         kind = kind_of(culprit.of.told)
         if self.twice and all(one.between for one in seen):  # so nobody waits for anybody
             kind = BETWEEN
@@ -416,17 +368,21 @@ class Watch:
         if culprit.together:
             kind = max((kind_of(one.told) for one in seen), key=self.learnt.deadline_s)
         deadline_s = self.learnt.deadline_s(kind)
+        if culprit.alone is not None:
+            deadline_s = ALONE_S
+            if self.twice:  # the line of unlike calls says it better
+                self._next_s = silence_s + ANSWER_S
+                return culprit
         if kind == MERGE and culprit.of.answer is not None and not culprit.certain:
             # It runs, and waits for other islands, by a deadline of its own: theirs is the fault.
             self._next_s = silence_s + deadline_s
-            return
+            return None
         self._found = culprit.hang(kind, deadline_s)
         self._found_seen = seen
         self._next_s = max(deadline_s - ASK_S, silence_s + ASK_S)
+        return culprit
 
-    def seen(
-        self, worker: Watchable, told: Told, answers: Mapping[int, dict[str, Any] | None]
-    ) -> Seen:
+    def seen(self, worker: Watchable, told: Told, answers: Answers) -> Seen:
         """What is known of a rank."""
         return Seen(worker.rank, worker.pid, told, answers[worker.rank], kernel_state(worker.pid))
 

@@ -1,0 +1,196 @@
+"""Calls that every rank must make, as pages tell of them: whose differ, and who waits for whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.base.phases import PASSES
+from shoal.base.watch_page import PAGE_VARIABLE, Page
+from shoal.launch.watch import watch_ranks
+from shoal.launch.watch.page_reader import Watched
+from shoal.launch.watch.unlike_calls import find_unlike_calls
+from shoal.launch.watch.watch_ranks import Watch
+
+RUN = 7
+
+
+class Ranks:
+    """A watch, and the pages into which its ranks write what a test says."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.watch = Watch(folder, self._tell, 1e9, twice=True)
+        paths = self.watch.begin(count)
+        self.pages = [Page.open({PAGE_VARIABLE: path}) for path in paths]
+        self.workers = [SimpleNamespace(rank=rank, pid=0, code=None) for rank in range(count)]
+        self.numbers = [0] * count
+        self.answers: dict[int, dict[str, Any]] = {}
+        for page in self.pages:
+            page.part(PASSES)
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        self.told.append({"event": event, **fields})
+
+    def call(self, rank: int, *names: str, run: int = RUN) -> None:
+        for name in names:
+            self.numbers[rank] += 1
+            self.pages[rank].call(run, self.numbers[rank], name.encode())
+
+    def differ(self) -> dict[int, str]:
+        return find_unlike_calls(dict(enumerate(self.watch.pages)))
+
+    def stand(self, seconds: float) -> Any:
+        """Look until so many seconds of silence are over, by the watch's own clock."""
+        self.watch.look(self.workers)
+        until_s = self.watch.clock_s + seconds
+        while self.watch.clock_s < until_s:
+            for rank, page in enumerate(self.pages):
+                page.answer(page.asked, {"stacks": "", **self.answers.get(rank, {})})
+            self.watch._looked_s -= 0.4
+            if (hang := self.watch.look(self.workers)) is not None:
+                return hang
+        return None
+
+    def lines(self) -> list[str]:
+        return [one["text"] for one in self.told if one["event"] == "notice"]
+
+    def close(self) -> None:
+        for page in self.pages:
+            page._cast(memoryview(bytearray(1 << 20)))
+        self.watch.close()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(watch_ranks, "EVERY_S", 0.0)
+    (tmp_path / "logs").mkdir()
+    made: list[Ranks] = []
+
+    def make(count: int) -> Ranks:
+        made.append(Ranks(tmp_path, count))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_the_rare_call_is_named_beside_another(ranks: Any) -> None:
+    three = ranks(3)
+    for rank in range(3):
+        three.call(rank, "run.step", "run.save" if rank == 1 else "run.step")
+    assert three.differ() == {1: "run.save", 0: "run.step"}
+
+
+def test_who_is_behind_may_be_slow(ranks: Any) -> None:
+    both = ranks(2)
+    both.call(0, "run.step", "run.step", "run.save")
+    both.call(1, "run.step")
+    assert both.differ() == {}
+    assert both.stand(20.0) is None
+
+
+def test_calls_of_different_runs_are_not_compared(ranks: Any) -> None:
+    both = ranks(2)
+    both.call(0, "run.save", run=1)  # of a run that this rank has alone
+    both.call(1, "run.step", run=2)
+    both.numbers[:] = [0, 0]
+    for rank in range(2):
+        both.call(rank, "run.step", run=3)
+    assert both.differ() == {}
+
+
+def test_what_is_kept_is_enough_after_many(ranks: Any) -> None:
+    both = ranks(2)
+    for rank in range(2):
+        both.call(rank, *["run.step"] * 1000)
+    both.call(0, "run.evaluate")
+    both.call(1, "run.step")
+    assert both.differ() == {0: "run.evaluate", 1: "run.step"}
+
+
+def test_the_watch_names_them_after_seconds(ranks: Any) -> None:
+    both = ranks(2)
+    both.answers = {0: {"place": "train.py:7"}, 1: {"place": "train.py:9"}}
+    both.call(0, "run.model(…)")
+    both.call(1, "run.step")
+    hang = both.stand(10.0)
+    assert hang.status == 2
+    (event,) = both.told
+    assert event["event"] == "collectives_differ"
+    assert (
+        event["text"]
+        == hang.why
+        == (
+            "ranks wait for each other: rank 0 called run.model(…) (train.py:7), rank 1 called "
+            "run.step (train.py:9); try: call the model on every rank, since each holds a part of the "
+            "weights, or use run.evaluate(data, metrics)"
+        )
+    )
+
+
+def test_one_rank_alone_in_a_collective_of_the_users_own(ranks: Any) -> None:
+    three = ranks(3)
+    for rank in range(3):
+        three.call(rank, "run.step")
+    three.pages[1].returned()
+    for rank in (0, 2):
+        three.call(rank, "run.step")
+        three.pages[rank].waits()
+    alone = {"collective": "barrier", "by_user": True, "place": "train.py:7"}
+    three.answers = {1: alone, 0: {"place": "train.py:9"}, 2: {"place": "train.py:9"}}
+    assert three.stand(7.0) is None
+    hang = three.stand(4.0)
+    assert hang.why == (
+        "ranks wait for each other: rank 0 called run.step (train.py:9), rank 1 called "
+        "torch.distributed.barrier (train.py:7); try: make the same calls on every rank, in the "
+        "same order and equally often"
+    )
+
+
+def test_two_ranks_in_one_of_their_own_may_go_on(ranks: Any) -> None:
+    """A group of their own may exchange much, while the third one waits."""
+    three = ranks(3)
+    three.call(0, "run.step")
+    three.pages[0].waits()
+    own = {"collective": "all_reduce", "by_user": True, "place": "train.py:7"}
+    three.answers = {1: own, 2: own}
+    assert three.stand(100.0) is None
+
+
+def test_who_waits_for_whom_is_said_now_and_then(ranks: Any) -> None:
+    both = ranks(2)
+    both.call(0, "run.step")
+    both.pages[0].waits()
+    both.answers = {0: {"place": "train.py:7"}, 1: {"place": "plots.py:3"}}
+    assert both.stand(29.0) is None
+    assert both.lines() == []
+    assert both.stand(99.0) is None
+    assert [line.partition(" s in ")[2] for line in both.lines()] == [
+        "run.step (train.py:7) for rank 1, which is elsewhere (plots.py:3)"
+    ] * 3
+
+
+def test_a_rank_ends_as_the_watch_wants() -> None:
+    page = Watched("rank 0")
+    code = (
+        "import sys, time; from shoal.base.stacks import be_watched; be_watched(); "
+        "sys.stdout.write('held back'); print(flush=True); sys.stdout.write('end'); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={PAGE_VARIABLE: page.path}, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held back\n"
+    page.end(2)
+    assert process.wait(20) == 2
+    assert process.stdout.read() == b"end"
+    assert not page.read().live, "it is over, and did not die"
+    process.stdout.close()
+    page.close()

@@ -1,0 +1,76 @@
+"""Calls that every rank must make: one that failed on a rank alone is named at its next call."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shoal.base.errors import ConfigError
+from shoal.trainer import lockstep
+from shoal.trainer.lockstep import Meeting
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
+    """The meetings of two ranks, which count in one store."""
+    monkeypatch.setattr(lockstep, "GATHER_S", 0.5)
+    monkeypatch.setattr(lockstep, "_made", iter([0, 0]))
+    store = dist.HashStore()
+    made = [
+        Meeting(SimpleNamespace(rank=rank, size=2, ranks=(0, 1), group=None), store)  # type: ignore[arg-type]
+        for rank in range(2)
+    ]
+    for one in made:
+        one.join()
+    return made
+
+
+def fails(meeting: Meeting) -> None:
+    with pytest.raises(RuntimeError, match="a loss"), meeting.at("run.step"):
+        raise RuntimeError("a loss that one rank cannot have")
+
+
+def test_an_error_that_one_rank_swallows_is_named_at_its_next_call(both: list[Meeting]) -> None:
+    fails(both[1])
+    for _ in range(2):  # who catches that too hears it again
+        with pytest.raises(ConfigError) as caught, both[1].at("run.step"):
+            pass
+    assert str(caught.value) == (
+        "rank 1: run.step failed and the error was caught (RuntimeError: a loss that one rank cannot "
+        "have), while other ranks are still in it: what ranks sum from here on would not belong "
+        "together; try: let the error end the process"
+    )
+
+
+def test_an_error_of_all_ranks_may_be_caught(both: list[Meeting]) -> None:
+    fails(both[0])
+    late = threading.Timer(0.1, fails, [both[1]])
+    late.start()
+    with both[0].at("run.step"):
+        pass
+    late.join()
+    with both[1].at("run.step"):
+        pass
+
+
+def test_an_error_on_its_way_up_stays_what_it_is(both: list[Meeting]) -> None:
+    def script() -> Any:
+        try:
+            with both[0].at("run.step"):
+                raise RuntimeError("a loss")
+        finally:
+            with both[0].at("run.close"):
+                pass
+
+    with pytest.raises(RuntimeError, match="a loss"):
+        script()
+
+
+def test_an_error_caught_before_the_close_is_named(both: list[Meeting]) -> None:
+    fails(both[0])
+    with pytest.raises(ConfigError, match="rank 0: run.step failed"), both[0].at("run.close"):
+        pass
