@@ -20,6 +20,7 @@ import pytest
 
 from cli_run import lines
 from hanging import LOOP
+from shoal.base.rank_records import read_rank_steps
 from shoal.launch.processes import free_port
 from test_hangs import WHY
 
@@ -155,6 +156,10 @@ def test_a_loop_is_watched_whoever_started_it(
     found = [one for one in lines(log) if one["event"] == event]
     assert [one["rank"] for one in found] == [ranks - 1], said
     assert left(tmp_path) == []
+    kept = read_rank_steps(tmp_path / "run") or []
+    assert {one.rank for one in kept} == set(range(ranks)), "and what each did in each step"
+    assert [one.step for one in kept if not one.rank][:3] == [1, 2, 3]
+    assert all(one.peak_memory_bytes > 1 << 20 for one in kept)
 
 
 @pytest.mark.proof

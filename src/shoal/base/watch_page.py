@@ -12,7 +12,8 @@ the same page (`stacks.py`). The reading end: `launch/watch/page_reader.py`.
                      length in 8 bytes each, then a line per call (`fabric/fingerprints.py`)
     from `STEPS_AT`  the last `KEPT` steps, `ROW` each: its number, then seconds by part in which
                      this rank did not wait for a collective, then those in which it did; negative
-                     where ranks have different work in that part, NaN where in this step they do
+                     where ranks have different work in that part, NaN where in this step they do;
+                     then the most memory held by then, in bytes, and the time, since 1970
     from `UNITS_AT`  the last `UNITS` collectives of units that are gathered, `UNIT` each: how many
                      collectives of any kind were enqueued before it, the group's key, its number in
                      that group, then what it is of as UTF-8, filled up with zeros
@@ -53,7 +54,7 @@ those answered · 1 + the slot of a call that all ranks must make, while it is i
 PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hooks", "backward")
 """Parts of a step, as phases.py numbers them."""
 WAIT = len(PARTS)
-ROW = struct.Struct(f"=q{WAIT + 1}d")
+ROW = struct.Struct(f"=q{WAIT + 3}d")
 UNITS, UNIT_TEXT = 64, 104
 UNIT = struct.Struct(f"=qqq{UNIT_TEXT}s")
 UNITS_AT = STEPS_AT + KEPT * ROW.size
@@ -151,8 +152,11 @@ class Page:
         self._words[PART] = part
         self._changed()
 
-    def stepped(self, step: int) -> None:
-        """Step number `step` is done, and with it every collective that it began."""
+    def stepped(self, step: int, peak_bytes: int = 0) -> None:
+        """Step number `step` is done, and with it every collective that it began.
+
+        peak_bytes   the most memory that this rank has held
+        """
         words = self._words
         words[STEP], words[PART], words[ENDED] = step, DATA, words[BEGUN]
         self._changed()
@@ -160,7 +164,8 @@ class Page:
         struct.pack_into("=q", self._whole, at, 0)  # nobody reads a half-written one
         for part in self._own:
             self._spent_s[part] *= -1
-        struct.pack_into(f"={WAIT + 1}d", self._whole, at + 8, *self._spent_s)
+        told = *self._spent_s, float(peak_bytes), time.time()
+        struct.pack_into(f"={WAIT + 3}d", self._whole, at + 8, *told)
         struct.pack_into("=q", self._whole, at, step)
         self._spent_s = [0.0] * (WAIT + 1)
         self.on_step(step)

@@ -40,7 +40,7 @@ from shoal.launch.failures import exit_text
 from shoal.launch.watch.hung import Hang
 from shoal.launch.watch.nodes import JOIN_S, REST_S, Far, Follower, Hub, Node, NodesWatch
 from shoal.launch.watch.page_reader import PageRead
-from shoal.launch.watch.watch_ranks import EVERY_S
+from shoal.launch.watch.watch_ranks import EVERY_S, Watch
 from shoal.view.events import event_text
 
 LAST_S = 1.0
@@ -178,16 +178,17 @@ def main() -> int:
     except OSError:  # one has ended already
         return 0
     token = str(asked["token"]).encode()
-    watch.folder = folder or Path(os.devnull)
+    watch.keep(folder, asked["number"], here.ranks)
     if asked["number"] > 0:
         if connection := _connect(tuple(asked["at"]), token, ranks, teller.tell):
             number = asked["number"]
             follower = Follower(connection, number, nodes, watch.pages, ranks, teller.order)
-            _follow(follower, ranks, teller, said)
+            _follow(watch, follower, ranks, teller, said)
     elif listener is not None:
         _watch_all(watch, ranks, Hub(listener, token, nodes), teller, said)
     else:
         _watch(watch, ranks, teller, said)
+    watch.records.look(watch.own)
     return 0
 
 
@@ -299,9 +300,12 @@ def tell_end(
     return True
 
 
-def _follow(follower: Follower, ranks: list[Other], teller: Teller, said: Input) -> None:
+def _follow(
+    watch: Watch, follower: Follower, ranks: list[Other], teller: Teller, said: Input
+) -> None:
     """Another node: tell node 0 of its ranks."""
     while not follower.over and any(rank.code is None for rank in ranks):
+        watch.records.look(watch.own)
         if not said.ended and (told := said.look()) is not None:
             teller.keeps = bool(told.get("keeps"))
         try:

@@ -14,6 +14,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.base.rank_records import RankStep
 from shoal.base.watch_page import (
     ANSWER_AT,
     ANSWERED,
@@ -26,6 +27,7 @@ from shoal.base.watch_page import (
     EXIT,
     FORMAT,
     INSIDE,
+    KEPT,
     KINDS,
     LAST_BEGUN,
     LAST_BYTES,
@@ -43,6 +45,7 @@ from shoal.base.watch_page import (
     TEXT_AT,
     UNIT,
     UNITS_AT,
+    WAIT,
     WAITS,
 )
 
@@ -158,7 +161,19 @@ class PageRead:
         Signs as in the page.
         """
         rows = ROW.iter_unpack(self.memory[STEPS_AT:UNITS_AT])
-        return {row[0]: row[1:] for row in rows if row[0]}
+        return {row[0]: row[1 : WAIT + 2] for row in rows if row[0]}
+
+    def rank_steps(self, rank: int, *, after_s: float) -> list[RankStep]:
+        """The last steps that ended after a time, since 1970, oldest first; rank  of this page."""
+        found: list[RankStep] = []
+        (done,) = struct.unpack_from("=q", self.memory, 8 * STEP)
+        for number in range(done, max(0, done - KEPT), -1):
+            step, *told = ROW.unpack_from(self.memory, STEPS_AT + number % KEPT * ROW.size)
+            if step != number or told[-1] <= after_s:
+                break  # not this rank's, or known
+            seconds = tuple(abs(one) for one in told[: WAIT + 1])
+            found.append(RankStep(step, rank, 1, told[-1], int(told[-2]), seconds))
+        return found[::-1]
 
     def units(self) -> dict[int, dict[int, UnitCall]]:
         """The last collectives of units that are gathered, by the group's key and their number."""

@@ -17,8 +17,9 @@ deadline of its kind is never below what that took.
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -51,6 +52,7 @@ from shoal.launch.watch.hung import (
     write_stacks,
 )
 from shoal.launch.watch.page_reader import PageRead, Told, Watched
+from shoal.launch.watch.records import RankRecords
 from shoal.launch.watch.slow import SlowRanks
 from shoal.launch.watch.unit_calls import find_unlike_units
 from shoal.launch.watch.unlike_calls import Answers, find_unlike_calls, unlike_line, waiting_line
@@ -116,6 +118,8 @@ class Watch:
         self.learnt = Learnt(first_s)
         self.slow = SlowRanks(emit)
         self.pages: list[PageRead] = []
+        self.own: Mapping[int, PageRead] = {}
+        self.records = RankRecords(folder)
         self.clock_s = 0.0
         self._looked_s = time.monotonic()
         self._told: list[Told] = []
@@ -133,7 +137,8 @@ class Watch:
             except OSError:  # no files left to open: the run goes on unwatched
                 while made:
                     made.pop().close()
-        self.pages = list(made)
+        self.pages, self.own = list(made), dict(enumerate(made))
+        self.records.begin()
         self.slow.begin()
         self._told = []
         self._compared = set[int]()
@@ -141,11 +146,18 @@ class Watch:
         self._quiet()
         return [page.path for page in made]
 
+    def keep(self, folder: Path | None, node: int, ranks: Sequence[int]) -> None:
+        """Say whose pages these are, once that is known, and where the run's folder lies."""
+        self.folder = folder or Path(os.devnull)
+        self.own = dict(zip(ranks, self.pages, strict=True))
+        self.records = RankRecords(self.folder, node)
+
     def close(self) -> None:
         """Give the pages back."""
+        self.records.look(self.own)
         for page in self.pages:
             page.close()
-        self.pages = []
+        self.pages, self.own = [], {}
 
     def look(self, workers: Sequence[Watchable]) -> Hang | None:
         """Look, if it is time; the hang for which all ranks are to be ended now, if any."""
@@ -161,6 +173,7 @@ class Watch:
         before, self._told = self._told, told
         if before != told:
             self._heard(before)
+            self.records.look(self.own)
             self.slow.look(self.pages, [one.step for one in told])
             return self.compare(workers)
         return self._silent([worker for worker in workers if worker.code is None])
