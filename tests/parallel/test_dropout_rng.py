@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.fabric import start_world
+from shoal.parallel import dropout_rng
 
 
 class Masks(nn.Module):
@@ -265,3 +266,49 @@ def test_threads_of_one_process_notice_draws_of_the_gpus_generator(monkeypatch) 
     replicas._note()
     replicas.close()
     assert replicas.in_turn
+
+
+class Plain:
+    """What a plain Sequential draws: in its blocks, in a hook and in the loss."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, all_keyed: bool, hook: bool) -> None:
+        self.seen: list[list[bool]] = []
+        if all_keyed:
+            monkeypatch.setattr(dropout_rng, "_unkeyed", lambda model: set())
+        model = nn.Sequential(
+            nn.Linear(4, 4), nn.ReLU(), Masks(self.seen), nn.Linear(4, 4), nn.Tanh(),
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4), nn.Dropout(0.5),
+            nn.Linear(4, 4),
+        )  # fmt: skip
+        if hook:
+            model[3].register_forward_hook(lambda *_: self.note())
+        torch.manual_seed(0)
+        self.run = shoal.parallelize(
+            model, lambda p: torch.optim.SGD(p, lr=0.1), self.loss, world=start_world({}), batch=8,
+            micro_batch=2, recompute="full",
+        )  # fmt: skip
+        self.keyed = [name for name, one in model.named_children() if one._forward_pre_hooks]
+        self.results = [self.run.step(batch()).loss for _ in range(3)]
+        self.run.close()
+        monkeypatch.undo()
+
+    def note(self) -> None:
+        self.seen.append((torch.rand(8) > 0.5).tolist())
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.note()
+        return F.dropout(outputs, 0.5) ** 2
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_torchs_modules_that_draw_nothing_need_no_key(
+    monkeypatch: pytest.MonkeyPatch, hook: bool
+) -> None:
+    """In a plain Sequential, between others; every mask is the same as with a key for each."""
+    some = Plain(monkeypatch, all_keyed=False, hook=hook)
+    each = Plain(monkeypatch, all_keyed=True, hook=hook)
+    assert some.seen == each.seen
+    assert some.results == each.results
+    expected = {"2", "7", "8"} | ({"3"} if hook else set())
+    assert set(some.keyed) == expected
+    assert len(each.keyed) == 9

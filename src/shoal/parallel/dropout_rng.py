@@ -11,8 +11,9 @@ training steps the user's own generator state is left as it was.
 `random` and `numpy.random` are keyed once per micro-batch: some models draw masks from them, and
 ranks that share a sample would each hide something else.
 
-Every block is keyed in every pass, also one that has never drawn: which micro-batch is the first to
-draw may hang on data, on the layout and on a resume.
+A block is keyed in every pass, also one that has never drawn: which micro-batch is the first to
+draw may hang on data, on the layout and on a resume. Left out are modules of torch's that cannot
+draw, between others in a model that is a plain `nn.Sequential`: nothing runs between them either.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def apply(program: Program, seed: int) -> Program:
     """Key every micro-batch of the program, and every block inside it, by `seed`."""
     keyed, layout = _Keyed(seed, program.world.device), program.plan.layout
     hooks: list[RemovableHandle] = []
-    for name in program.blocks:
+    unkeyed = _unkeyed(program.module)
+    for name in (name for name in program.blocks if name not in unkeyed):
         block = program.module.get_submodule(name)
         # Objects and no closures: a replica's hooks ask keys of its own.
         hooks.append(block.register_forward_pre_hook(partial(keyed.enter, name)))
@@ -66,6 +68,45 @@ def apply(program: Program, seed: int) -> Program:
 
     begin, close = (*program.on_begin, keyed.begin), (*program.on_close, remove)
     return replace(program, on_begin=begin, keyed=keyed, on_close=close)
+
+
+DRAWLESS = frozenset(
+    getattr(nn, name)
+    for name in (
+        *("Linear", "Identity", "Flatten", "Unflatten", "Embedding", "Sequential"),
+        *("Conv1d", "Conv2d", "Conv3d", "LayerNorm", "GroupNorm", "RMSNorm"),
+        *("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "MaxPool1d", "MaxPool2d", "MaxPool3d"),
+        *("AvgPool1d", "AvgPool2d", "AvgPool3d", "AdaptiveAvgPool1d", "AdaptiveAvgPool2d"),
+        *("ReLU", "LeakyReLU", "GELU", "SiLU", "Tanh", "Sigmoid", "ELU", "Hardswish", "Softmax"),
+    )
+)
+"""Modules of torch's whose forward pass draws no random number."""
+
+
+def draws_nothing(module: nn.Module) -> bool:
+    """Whether a module is made of torch's own ones alone, none of which draws or has hooks.
+
+    >>> draws_nothing(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    True
+    >>> draws_nothing(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+    False
+    """
+    return all(
+        type(one) in DRAWLESS
+        and not (one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one))
+        for one in module.modules()
+    )
+
+
+def _unkeyed(model: nn.Module) -> set[str]:
+    """Return the names of blocks that need no key, by what their modules are.
+
+    The last one has a key in any case: what follows the model draws from where it left.
+    """
+    if type(model) is not nn.Sequential or "forward" in vars(model):
+        return set()
+    names = list(model._modules)
+    return {name for name in names[:-1] if draws_nothing(model.get_submodule(name))}
 
 
 Mark = tuple[int, bytes, bytes]

@@ -22,8 +22,8 @@ from shoal.fabric import World
 from shoal.parallel.program import Program
 from shoal.trainer.arguments import OF_A_LOADER, refuse_unknown
 from shoal.trainer.contract import Loss
+from shoal.trainer.guards.calls import together
 from shoal.trainer.guards.optimizer_checks import Length
-from shoal.trainer.lockstep import together
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.step import StepResult, reducer_of
 from shoal.trainer.step_runner import StepRunner, StepState

@@ -23,10 +23,10 @@ from shoal.parallel.program import Program
 from shoal.trainer.contract import Loss
 from shoal.trainer.epochs import Epochs
 from shoal.trainer.guards import RunGuards
+from shoal.trainer.guards.calls import count_forwards, meeting_of
 from shoal.trainer.guards.first_step_checks import FirstStepLoss
 from shoal.trainer.guards.optimizer_checks import LearningRate, Length
 from shoal.trainer.loaders import Feed
-from shoal.trainer.lockstep import count_forwards, meeting_of
 from shoal.trainer.recorder import Recorder
 from shoal.trainer.share import Share, lost_of, share_of
 from shoal.trainer.skips import Skips, Spikes

@@ -10,15 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from shoal.base.errors import ConfigError
-from shoal.trainer import lockstep
-from shoal.trainer.lockstep import Meeting
+from shoal.trainer.guards import calls
+from shoal.trainer.guards.calls import Meeting
 
 
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
     """The meetings of two ranks, which count in one store."""
-    monkeypatch.setattr(lockstep, "GATHER_S", 0.5)
-    monkeypatch.setattr(lockstep, "_made", iter([0, 0]))
+    monkeypatch.setattr(calls, "GATHER_S", 0.5)
+    monkeypatch.setattr(calls, "_made", iter([0, 0]))
     store = dist.HashStore()
     made = [
         Meeting(SimpleNamespace(rank=rank, size=2, ranks=(0, 1), group=None), store)  # type: ignore[arg-type]
