@@ -4,7 +4,8 @@
     python tests/proof/golden.py --against COMMIT --only "tp2 gpt"
 
 A change of structure must change no number. A row is one `shoal train` command of six steps: every
-loss, gradient norm and sample of its metrics and every byte of its last checkpoint; or one
+loss, gradient norm and sample of its metrics and every byte of its last checkpoint (two islands:
+of each); or a loop of one's own, likewise; or a script of accelerate's (`golden_loops.py`); or one
 `shoal plan --json`. The earlier commit, in a worktree of its own, runs each row twice: a row that
 differs from itself counts for nothing. Its results are numbers of this machine and stay on it
 (build/golden/COMMIT.json), so that they are computed once for many changes. Verdicts stand in
@@ -25,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "worlds"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / "proof"), str(ROOT / "tests" / "worlds"), str(ROOT / "tests")]
 
+import golden_loops  # noqa: E402
 from compositions_drawn import BASE, MODELS, Words, furnish  # noqa: E402
 from source import source_hash  # noqa: E402
 
@@ -68,6 +70,10 @@ POLICIES: dict[str, Words] = {
     "int8": {"layout.compress": "int8", "layout.strategy": "ddp", "launch.processes": "2"},
     "average": {"optimizer.average": "0.9", "layout.strategy": "zero1", "launch.processes": "2"},
 }
+ISLANDS: Words = {
+    "islands.method": "diloco", "islands.count": "2", "islands.period": "3", "islands.pace": "equal",
+    "launch.processes": "1",
+}  # fmt: skip
 PLANS = [
     f"model.name={model} train.batch=64 data.sequence=2048 --on {machines}"
     for model in ("llama-3-8b", "llama-3-70b", "gpt", "moe", "resnet")
@@ -93,8 +99,9 @@ def rows() -> dict[str, list[str]]:
         f"{layout} {kind}": ["train", *(f"{k}={v}" for k, v in {**common, **words}.items())]
         for (layout, kind), words in drawn.items()
     }
+    islands = ["train", *(f"{k}={v}" for k, v in {**common, **MODELS["llama"], **ISLANDS}.items())]
     plans = {f"plan {words}": ["plan", *words.split(), "--json"] for words in PLANS}
-    return {**trained, **plans}
+    return {**trained, **golden_loops.rows(), "islands llama": islands, **plans}
 
 
 def main() -> int:
@@ -142,6 +149,9 @@ def run(tree: Path, folder: Path, words: list[str]) -> dict[str, Any]:
         furnish(here)
         environ = {**os.environ, "PYTHONPATH": f"{tree / 'src'}:{here}",
                    "SHOAL_CACHE": str(folder / f"cache-{tree.name}")}  # fmt: skip
+        if words[0].endswith(".py"):
+            ended = golden_loops.run_script(words, here, environ, DEADLINE_S)
+            return golden_loops.printed(ended) if words[0] == "door.py" else trained(here, ended)
         told = [] if words[0] == "plan" else ["run.name=run"]
         ended = subprocess.run(
             [sys.executable, "-m", "shoal", *words, *told],
@@ -149,12 +159,20 @@ def run(tree: Path, folder: Path, words: list[str]) -> dict[str, Any]:
         )  # fmt: skip
         if words[0] == "plan":
             return {"code": ended.returncode, "plan": ended.stdout, "line": ended.stderr}
-        if ended.returncode:
-            return {"code": ended.returncode, "line": ended.stderr.strip().splitlines()[-1:]}
-        made = here / "runs" / "run"
-        return json.loads(
-            json.dumps({"code": 0, "steps": trajectory(made), "hashes": final_hashes(made)})
-        )
+        return trained(here, ended)
+
+
+def trained(here: Path, ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What a run left in its folder, or the folders of its islands."""
+    if ended.returncode:
+        return {"code": ended.returncode, "line": ended.stderr.strip().splitlines()[-1:]}
+    made = here / "runs" / "run"
+    folders = sorted(made.glob("island-*")) or [made]
+    found: dict[str, Any] = {"code": 0}
+    for number, folder in enumerate(folders):
+        own = {"steps": trajectory(folder), "hashes": final_hashes(folder)}
+        found |= {f"{key} {number}" if number else key: value for key, value in own.items()}
+    return dict(json.loads(json.dumps(found)))
 
 
 def _first(one: dict[str, Any], other: dict[str, Any]) -> str:
