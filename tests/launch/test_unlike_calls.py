@@ -154,6 +154,17 @@ def test_one_rank_alone_in_a_collective_of_the_users_own(ranks: Any) -> None:
     )
 
 
+def test_others_may_still_be_in_a_call_that_one_has_ended(ranks: Any) -> None:
+    """A tree of ranks hands large weights on: the first one is done long before the last."""
+    three = ranks(3)
+    for rank in range(3):
+        three.call(rank, "run.restore")
+        three.pages[rank].waits()
+    three.pages[1].returned()
+    three.answers = {1: {"collective": "barrier", "by_user": True, "place": "train.py:7"}}
+    assert three.stand(100.0) is None
+
+
 def test_two_ranks_in_one_of_their_own_may_go_on(ranks: Any) -> None:
     """A group of their own may exchange much, while the third one waits."""
     three = ranks(3)

@@ -8,8 +8,7 @@
         end_s              a double: when the step ended, in seconds since 1970
         peak_memory_bytes  8 bytes, unsigned: the most that the rank had held by then
         seconds            8 singles: of the parts of a step in which it did not wait for other
-                           ranks (`PARTS`), then those in which it waited; NaN where a part was
-                           not measured
+                           ranks (`PARTS`), then those in which it waited
 
 All is little-endian. Rows are in the order in which they were read, which for each rank is that of
 steps; a step that nobody read is missing. A torn last row is none. Who writes them:
@@ -29,7 +28,16 @@ FOLDER = "rank_steps"
 MAGIC = b"SHOALRS1"
 HEADER, ROW = struct.Struct("<8sQ48x"), struct.Struct("<QIIdQ8f")
 PARTS = ("other", "data", "passes", "sum", "update", "hooks", "backward", "waiting")
-"""What the seconds of a row are of; `passes` is the forward pass alone where `backward` is told."""
+"""What the seconds of a row are of; each moment counts once.
+
+other      a save, an evaluation, or another call beside the step
+data       from the end of the step before: the loader, and code of a loop of one's own
+passes     forward and backward passes; where `backward` is told, the forward passes alone
+sum        sums of gradients and numbers over ranks, but for waiting
+update     the optimizer
+hooks      functions that hear the step
+waiting    for other ranks, in any part
+"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class RankStep:
         steps: how many.
         end_s: when it ended, seconds since 1970.
         peak_memory_bytes: the most that the rank had held by then.
-        seconds: by part, as `PARTS` names them; NaN where a part was not measured.
+        seconds: by part, in the order of `PARTS`.
     """
 
     step: int
@@ -75,10 +83,10 @@ def decode(content: bytes) -> Iterator[RankStep]:
             yield RankStep(step, rank, steps, end_s, peak, tuple(seconds))
 
 
-def read_rank_steps(folder: Path) -> list[RankStep] | None:
+def read_rank_steps(folder: str | Path) -> list[RankStep] | None:
     """Return what is kept of a run's ranks, by step and rank; None where nobody watched the run."""
     found: list[RankStep] = []
-    files = sorted((folder / FOLDER).glob("node-*.bin"))
+    files = sorted((Path(folder) / FOLDER).glob("node-*.bin"))
     for file in files:
         with contextlib.suppress(OSError):
             found += decode(file.read_bytes())
@@ -101,13 +109,7 @@ def rolled_up(rows: Iterable[RankStep], group: int) -> list[RankStep]:
 def _mean(rows: Sequence[RankStep]) -> RankStep:
     last, count = rows[-1], sum(one.steps for one in rows)
 
-    def mean(part: int) -> float:
-        known = [one for one in rows if not math.isnan(one.seconds[part])]
-        weight = sum(one.steps for one in known)
-        total_s = math.fsum(one.seconds[part] * one.steps for one in known)
-        return total_s / weight if weight else math.nan
-
+    totals_s = [math.fsum(one.seconds[part] * one.steps for one in rows) for part in range(8)]
     peak = max(one.peak_memory_bytes for one in rows)
-    return RankStep(
-        last.step, last.rank, count, last.end_s, peak, tuple(map(mean, range(len(PARTS))))
-    )
+    means_s = tuple(total_s / count for total_s in totals_s)
+    return RankStep(last.step, last.rank, count, last.end_s, peak, means_s)

@@ -12,8 +12,9 @@ the same page (`stacks.py`). The reading end: `launch/watch/page_reader.py`.
                      length in 8 bytes each, then a line per call (`fabric/fingerprints.py`)
     from `STEPS_AT`  the last `KEPT` steps, `ROW` each: its number, then seconds by part in which
                      this rank did not wait for a collective, then those in which it did; negative
-                     where ranks have different work in that part, NaN where in this step they do;
-                     then the most memory held by then, in bytes, and the time, since 1970
+                     where ranks have different work in that part; then the sum of 2ᵖ over the
+                     parts p in which they do in this step, the most memory held by then, in
+                     bytes, and the time, since 1970
     from `UNITS_AT`  the last `UNITS` collectives of units that are gathered, `UNIT` each: how many
                      collectives of any kind were enqueued before it, the group's key, its number in
                      that group, then what it is of as UTF-8, filled up with zeros
@@ -27,7 +28,6 @@ that stands still never is. What it costs: docs/lab-log.md, "A page per rank".
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import struct
@@ -54,7 +54,7 @@ those answered · 1 + the slot of a call that all ranks must make, while it is i
 PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hooks", "backward")
 """Parts of a step, as phases.py numbers them."""
 WAIT = len(PARTS)
-ROW = struct.Struct(f"=q{WAIT + 3}d")
+ROW = struct.Struct(f"=q{WAIT + 4}d")
 UNITS, UNIT_TEXT = 64, 104
 UNIT = struct.Struct(f"=qqq{UNIT_TEXT}s")
 UNITS_AT = STEPS_AT + KEPT * ROW.size
@@ -87,7 +87,7 @@ class Page:
         self._words[PAGE], self._words[PID] = FORMAT, os.getpid()
         self.on_step: Callable[[int], None] = lambda step: None
         self._spent_s, self._in, self._busy = [0.0] * (WAIT + 1), 0, False
-        self._own: tuple[int, ...] = ()
+        self._own, self._apart = tuple[int, ...](), 0
         self._units = self._calls = 0
         os.register_at_fork(after_in_child=self._mute)
 
@@ -164,10 +164,10 @@ class Page:
         struct.pack_into("=q", self._whole, at, 0)  # nobody reads a half-written one
         for part in self._own:
             self._spent_s[part] *= -1
-        told = *self._spent_s, float(peak_bytes), time.time()
-        struct.pack_into(f"={WAIT + 3}d", self._whole, at + 8, *told)
+        told = *self._spent_s, float(self._apart), float(peak_bytes), time.time()
+        struct.pack_into(f"={WAIT + 4}d", self._whole, at + 8, *told)
         struct.pack_into("=q", self._whole, at, step)
-        self._spent_s = [0.0] * (WAIT + 1)
+        self._spent_s, self._apart = [0.0] * (WAIT + 1), 0
         self.on_step(step)
 
     def unlike(self, parts: Sequence[int], *, always: bool = False) -> None:
@@ -176,7 +176,7 @@ class Page:
             self._own = tuple(parts)
             return
         for part in parts:
-            self._spent_s[part] = math.nan
+            self._apart |= 1 << part
 
     def hear(self, phases: Sequence[Phase]) -> None:
         """The open phases, outermost first."""

@@ -70,16 +70,13 @@ def apply(program: Program, seed: int) -> Program:
     return replace(program, on_begin=begin, keyed=keyed, on_close=close)
 
 
-DRAWLESS = frozenset(
-    getattr(nn, name)
-    for name in (
-        *("Linear", "Identity", "Flatten", "Unflatten", "Embedding", "Sequential"),
-        *("Conv1d", "Conv2d", "Conv3d", "LayerNorm", "GroupNorm", "RMSNorm"),
-        *("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "MaxPool1d", "MaxPool2d", "MaxPool3d"),
-        *("AvgPool1d", "AvgPool2d", "AvgPool3d", "AdaptiveAvgPool1d", "AdaptiveAvgPool2d"),
-        *("ReLU", "LeakyReLU", "GELU", "SiLU", "Tanh", "Sigmoid", "ELU", "Hardswish", "Softmax"),
-    )
-)
+PLAIN = """
+Linear Identity Flatten Unflatten Embedding Sequential Conv1d Conv2d Conv3d LayerNorm GroupNorm
+RMSNorm BatchNorm1d BatchNorm2d BatchNorm3d MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d
+AvgPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d ReLU LeakyReLU GELU SiLU Tanh Sigmoid ELU Hardswish
+Softmax
+"""
+DRAWLESS = frozenset(getattr(nn, name) for name in PLAIN.split())
 """Modules of torch's whose forward pass draws no random number."""
 
 

@@ -75,10 +75,11 @@ class ShareFits:
                 self.keep_twin()
                 known = not (self.why or is_accelerator(run.world.device))
                 fits = known and self._fits(run.plan, sample, run.world)
-        if run.world.size > 1:
-            fits = bool(run.world.broadcast_json(fits))
-        if not fits:
-            self._ask_planner(run, sample, partial(self._trial, run, dataset, collate))
+        with run.meeting.at("run.loader"):  # every rank waits here for the first one
+            if run.world.size > 1:
+                fits = bool(run.world.broadcast_json(fits))
+            if not fits:
+                self._ask_planner(run, sample, partial(self._trial, run, dataset, collate))
 
     def _trial(self, run: Run, dataset: Any, collate: Collate | None) -> PassBytes | None:
         """Run the model in a copy of this process, while it is whole here and on the host."""

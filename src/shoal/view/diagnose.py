@@ -39,7 +39,7 @@ WATCHED = "ended by the watch"
 LEFT_OUT = "sample_left_out"
 NOTES = ("resumed", "fragmentation")
 """Advice that makes nothing faster."""
-ENDS = ("worker_died", "hang")
+ENDS = ("worker_died", "hang", "collectives_differ")
 LEAST_STEPS = 50
 """A wait is a habit, not a moment, after so many steps."""
 MUCH = 0.2
@@ -312,9 +312,24 @@ def _said(kind: str, why: str, command: str = "", *, over: bool = True) -> Look:
     return look
 
 
+APART = ("ranks wait for each other", "ranks made different calls")
+"""How a line begins on ranks whose calls of a run differ."""
+
+
+def _differ(event: Record, after: list[Record], folder: Path) -> Finding:
+    """Ranks that made different calls, ran different blocks, or made different collectives."""
+    text, _, cure = str(event.get("text") or "").partition("; try: ")
+    why = "what they added up does not belong together"
+    if text.startswith(APART):
+        why = "each of these calls needs every rank, so none of them could end"
+    rank, step = event.get("rank"), event.get("step")
+    return Finding("collectives_differ", text, why, cure, rank, step, over=went_on(after, folder))
+
+
 SLOW_IN: dict[str, tuple[str, str]] = {
     "data": (
-        "its samples take longer to read or to prepare: its disk, its files, or its own workers",
+        "its samples take longer to read or to prepare (its disk, its files, its own workers), or, "
+        "in a loop of one's own, the code between two steps does",
         "shoal train --resume {run} data.workers=2",
     ),
     "hooks": ("code of the user's own that runs after each step on that rank", "tail -n 50 {log}"),
@@ -498,12 +513,7 @@ LOOKS: dict[str, Look] = {
         "its bytes on the disk are not those that were written",
         "shoal checkpoint verify {run}",
     ),
-    "collectives_differ": _said(
-        "collectives_differ",
-        "ranks made other collectives, or in another order: what they added up does not belong "
-        "together",
-        over=False,
-    ),
+    "collectives_differ": _differ,
     "drift": _said("drift", "bits changed in memory, or ranks computed different updates"),
     "notice": _noticed,
     "island_lost": _island_lost,

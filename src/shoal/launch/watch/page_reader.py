@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import struct
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,10 +159,12 @@ class PageRead:
     def steps(self) -> dict[int, tuple[float, ...]]:
         """Of the last steps, by number: seconds by part without waiting; the last, waiting.
 
-        Signs as in the page.
+        Signs as in the page; NaN where in that step ranks have different work in that part.
         """
         rows = ROW.iter_unpack(self.memory[STEPS_AT:UNITS_AT])
-        return {row[0]: row[1 : WAIT + 2] for row in rows if row[0]}
+        return {
+            step: _compared(seconds, int(apart)) for step, *seconds, apart, _, _ in rows if step
+        }
 
     def rank_steps(self, rank: int, *, after_s: float) -> list[RankStep]:
         """The last steps that ended after a time, since 1970, oldest first; rank  of this page."""
@@ -203,6 +206,11 @@ class PageRead:
 
     def close(self) -> None:
         """Give the memory back."""
+
+
+def _compared(seconds: Sequence[float], apart: int) -> tuple[float, ...]:
+    """The seconds of a step for who compares ranks."""
+    return tuple(math.nan if apart >> part & 1 else one for part, one in enumerate(seconds))
 
 
 class Watched(PageRead):

@@ -39,6 +39,12 @@ def find_unlike_calls(pages: Mapping[int, PageRead]) -> dict[int, str]:
     return {}
 
 
+def has_fewer_calls(page: PageRead, other: PageRead) -> bool:
+    """Tell whether a rank has begun fewer calls of a run than another one."""
+    own, others = page.names(), other.names()
+    return any(max(own[key]) < max(others[key]) for key in own.keys() & others.keys())
+
+
 def waiting_line(told: Mapping[int, Told], answers: Answers, silence_s: float) -> str:
     """Say which rank has waited in a call for one that is in none; "" where none has."""
     inside = [rank for rank, one in told.items() if one.inside]

@@ -55,7 +55,13 @@ from shoal.launch.watch.page_reader import PageRead, Told, Watched
 from shoal.launch.watch.records import RankRecords
 from shoal.launch.watch.slow import SlowRanks
 from shoal.launch.watch.unit_calls import find_unlike_units
-from shoal.launch.watch.unlike_calls import Answers, find_unlike_calls, unlike_line, waiting_line
+from shoal.launch.watch.unlike_calls import (
+    Answers,
+    find_unlike_calls,
+    has_fewer_calls,
+    unlike_line,
+    waiting_line,
+)
 from shoal.launch.watch.unlike_collectives import find_unlike
 
 EVERY_S = 0.1
@@ -366,7 +372,7 @@ class Watch:
                 self._found, self._next_s = None, silence_s + AGAIN_S
                 return None
         seen = [self.seen(worker, self._told[worker.rank], answers) for worker in workers]
-        culprit = find_culprit(seen)
+        culprit = self._if_alone(find_culprit(seen))
         if culprit and self.twice and all(one.letter == STOPPED for one in seen):
             why = "all processes are stopped, as by Ctrl-Z or a scheduler"
             culprit = replace(culprit, why=why, certain=False)  # and go on when that one likes
@@ -394,6 +400,16 @@ class Watch:
         self._found_seen = seen
         self._next_s = max(deadline_s - ASK_S, silence_s + ASK_S)
         return culprit
+
+    def _if_alone(self, culprit: Culprit | None) -> Culprit | None:
+        """A culprit is alone if others have begun a call that it has not.
+
+        Else they may still receive what it has sent.
+        """
+        if culprit is None or culprit.alone is None:
+            return culprit
+        behind = has_fewer_calls(self.pages[culprit.of.rank], self.pages[culprit.alone])
+        return culprit if behind else replace(culprit, alone=None)
 
     def seen(self, worker: Watchable, told: Told, answers: Answers) -> Seen:
         """What is known of a rank."""

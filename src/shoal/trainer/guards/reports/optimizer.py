@@ -58,8 +58,8 @@ def _line(key: str, number: int | None, shown: Mapping[int, str], when: str) -> 
     if key == "lr":
         return (
             f"optimizer: the learning rate{group if number else ''} is {told}{when}: a scheduler "
-            f"follows what only its own rank has seen; try: scheduler.step(result.loss), which "
-            f"all ranks share"
+            f"was stepped on some ranks only, or by what only its own rank has seen; try: "
+            f"scheduler.step() on every rank (ReduceLROnPlateau: scheduler.step(result.loss))"
         )
     return (
         f"optimizer: {key}{group} is {told}{when}: each rank would step by numbers of its own; "

@@ -1,0 +1,44 @@
+"""The README is short, shows before it tells, and its program prints what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def place(text: str) -> int:
+    return next(number for number, line in enumerate(README.splitlines(), 1) if text in line)
+
+
+def test_it_is_short_and_shows_before_it_tells() -> None:
+    assert len(README.split()) <= 1200
+    assert place("```python") < 40
+    assert place("![") < 60
+
+
+def test_its_links_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    wrong = [
+        f"{page.name}: {link}"
+        for page in pages
+        if page.name != "lab-log.md"
+        for link in LINK.findall(page.read_text())
+        if not link.startswith(("http", "mailto")) and not (page.parent / link).exists()
+    ]
+    assert not wrong
+
+
+def test_its_program_prints_what_it_says(tmp_path: Path, programs: Any) -> None:
+    (tmp_path / "train.py").write_text(README.split("```python\n")[1].split("```")[0])
+    said = [line for line in README.splitlines() if line.startswith("epoch ")]
+    alone, both = (
+        [*map(str.strip, one)] for one in zip(*(s.split("  ", 1) for s in said), strict=True)
+    )
+    assert programs.run("train.py", cwd=tmp_path).stdout.splitlines() == alone
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    assert programs.run(*torchrun, cwd=tmp_path).stdout.splitlines() == both
