@@ -136,6 +136,8 @@ class Meeting:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
             here = self._store.add(key, 0)
+            if not add and phases.page is not None:
+                phases.page.lives()  # what is found here says more than a hang would
         return not left
 
     def _note_failure(self, name: str, failure: Exception) -> None:
