@@ -21,8 +21,6 @@ from shoal.base.streams import flush_streams
 from shoal.base.watch_page import Page, tell_page
 
 LOOK_S = 0.2
-TOGETHER_S = 0.5
-"""Longer than two looks: until then every rank has seen that all are to end."""
 NAME = "shoal-stacks"
 _WRAPPERS = ("wrapper", "__call__", "inner")
 
@@ -47,20 +45,20 @@ def _answer(page: Page, main: int) -> None:
     answered = page.asked
     while not page.is_left:
         time.sleep(LOOK_S)
-        if (status := page.exit_status) is not None:
-            _end(page, status)
+        if (order := page.exit_order) is not None:
+            _end(page, *order)
         if (asked := page.asked) != answered:
             page.answer(asked, stacks(main))
             answered = asked
 
 
-def _end(page: Page, status: int) -> None:
+def _end(page: Page, status: int, at_s: float) -> None:
     """End this process, whose main thread stands in a collective for ever.
 
     All ranks end together: one that loses its peer first would print how a collective of it failed.
     """
-    sys.excepthook = lambda *_: time.sleep(2 * TOGETHER_S)
-    time.sleep(TOGETHER_S)
+    sys.excepthook = lambda *_: time.sleep(5.0)  # it has lost a peer, and this thread goes on
+    time.sleep(max(0.0, at_s - time.monotonic()))
     page.leave()
     flush_streams()
     os._exit(status)

@@ -49,7 +49,8 @@ FORMAT = 0x5348_4F41_4C03
 done, part of the step under way · collectives enqueued and completed, ever · kind and bytes of the
 last one enqueued, kind of the last one completed · waits that are open · requests for stacks, and
 those answered · 1 + the slot of a call that all ranks must make, while it is inside of it, else 0 ·
-1 + the status with which the watch wants the process to end, else 0."""
+1 + the status with which the watch wants the process to end, and from bit 8 on when (monotonic, in
+milliseconds), else 0."""
 
 PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hooks", "backward")
 """Parts of a step, as phases.py numbers them."""
@@ -199,9 +200,10 @@ class Page:
         return self._words[ASKED]
 
     @property
-    def exit_status(self) -> int | None:
-        """The status with which the watch wants this process to end, if it does."""
-        return status - 1 if (status := self._words[EXIT]) else None
+    def exit_order(self) -> tuple[int, float] | None:
+        """With which status the watch wants this process to end, and when; None: it does not."""
+        order = self._words[EXIT]
+        return ((order & 255) - 1, (order >> 8) / 1e3) if order else None
 
     @property
     def is_left(self) -> bool:

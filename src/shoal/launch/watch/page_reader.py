@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import struct
+import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,9 @@ from shoal.base.watch_page import (
     WAIT,
     WAITS,
 )
+
+TOGETHER_S = 0.7
+"""After which ranks end that are to: all have seen by then that they are."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,8 @@ class PageRead:
 
     def end(self, status: int) -> None:
         """Have the rank's process end with this status; Python must answer there."""
-        struct.pack_into("=q", self.memory, 8 * EXIT, 1 + status)
+        at_ms = int((time.monotonic() + TOGETHER_S) * 1e3)
+        struct.pack_into("=q", self.memory, 8 * EXIT, at_ms << 8 | 1 + status)
 
     @property
     def gathers_units(self) -> bool:

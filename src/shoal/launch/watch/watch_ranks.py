@@ -350,7 +350,7 @@ class Watch:
             self._ask_at_s = {UNLIKE_S: ALONE_S, ALONE_S: WAITING_S}.get(due_s, 2 * due_s)
         if due_s == UNLIKE_S and (unlike := self.unlike_ranks(workers, answers)) is not None:
             return unlike
-        if due_s >= WAITING_S and (line := waiting_line(told, answers, silence_s)):
+        if silence_s >= due_s >= WAITING_S and (line := waiting_line(told, answers, silence_s)):
             self.emit("notice", text=line)
         culprit = self._find_culprit(workers, answers, silence_s)
         if culprit is None or culprit.alone is None or silence_s < ALONE_S or not self.twice:
