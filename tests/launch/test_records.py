@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,33 @@ def test_old_steps_are_rolled_up(
     assert [row.steps for row in rows[-40:]] == [1] * 40
     assert max(row.steps for row in rows) == 10
     assert rows[0].peak_memory_bytes == 1000 + rows[0].step
+
+
+def test_a_folder_that_is_deleted_and_made_anew(tmp_path: Path, node: Any) -> None:
+    one = node()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    one.records = RankRecords(folder)
+    one.steps(1, 2)
+    one.look()
+    shutil.rmtree(folder)
+    one.steps(3)
+    one.look()
+    folder.mkdir()
+    one.steps(4)
+    one.look()
+    assert kept(folder) == [(3, 0), (3, 1), (4, 0), (4, 1)]
+
+
+def test_steps_of_another_run_of_the_process_are_not_kept(tmp_path: Path, node: Any) -> None:
+    one = node(1)
+    one.steps(1, 2, ranks=(0,))
+    one.write[0].folder = tmp_path
+    one.write[0].stepped(1, folder=tmp_path / "another")
+    one.write[0].stepped(2)
+    one.write[0].stepped(3, folder=tmp_path)
+    one.look()
+    assert kept(tmp_path) == [(1, 0), (2, 0), (3, 0)]
 
 
 def test_a_folder_that_is_gone_is_not_made_anew(tmp_path: Path, node: Any) -> None:

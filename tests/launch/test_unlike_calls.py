@@ -165,6 +165,33 @@ def test_others_may_still_be_in_a_call_that_one_has_ended(ranks: Any) -> None:
     assert three.stand(100.0) is None
 
 
+CAUGHT = {"caught": "run.step (ValueError: bad batch)", "place": "train.py:9"}
+
+
+def test_an_error_that_one_rank_caught_while_the_other_waits(ranks: Any) -> None:
+    both = ranks(2)
+    both.call(0, "run.step")
+    both.pages[0].waits()
+    both.call(1, "run.step", "run.step")
+    both.answers = {0: {"place": "train.py:9"}, 1: CAUGHT}
+    hang = both.stand(8.0)
+    assert hang.status == 2
+    assert hang.why == (
+        "rank 1 caught an error of run.step (ValueError: bad batch) and goes on (train.py:9), while "
+        "rank 0 waits in run.step (train.py:9); try: let the error end the process, or catch it on "
+        "every rank"
+    )
+
+
+def test_an_error_that_the_other_may_still_meet(ranks: Any) -> None:
+    """All ranks catch it, and one is slow: it computes, and waits for nobody."""
+    both = ranks(2)
+    both.call(0, "run.step")
+    both.call(1, "run.step", "run.step")
+    both.answers = {1: CAUGHT}
+    assert both.stand(100.0) is None
+
+
 def test_two_ranks_in_one_of_their_own_may_go_on(ranks: Any) -> None:
     """A group of their own may exchange much, while the third one waits."""
     three = ranks(3)

@@ -223,7 +223,7 @@ def judge(trial: dict[str, Any], folder: Path, codes: list[int], told: list[str]
     found = {"after_s": after_s and round(after_s, 1)}
     call = f"rank {trial['rank']} called {CALLS.get(trial['kind'], 'run.')}"
     if trial["kind"] == "swallowed":
-        call = f"rank {trial['rank']}: run.step failed and the error was caught"
+        call = f"rank {trial['rank']} caught an error of run.step"
     lines = [line for line in told if "another rank ended" not in line]
     died = any(code < 0 for code in codes)  # gloo aborts where sizes differ, before anybody waits
     if died and trial["kind"] == "all_reduce":
@@ -241,7 +241,7 @@ def judge(trial: dict[str, Any], folder: Path, codes: list[int], told: list[str]
         "" if any(call in line for line in lines) else "rank or call",
         "" if len(causes) == 1 else f"{len(causes)} events",
         "" if in_time else f"after {after_s} s",
-        "" if codes == [2, 2] or died or trial["kind"] == "swallowed" else f"codes {codes}",
+        "" if codes == [2, 2] or died else f"codes {codes}",
         "" if " ".join(text.split()) in first else f"diagnose: {first}",
     ]
     return found | {"wrong": "; ".join(filter(None, wrong))}

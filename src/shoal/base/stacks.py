@@ -48,7 +48,7 @@ def _answer(page: Page, main: int) -> None:
         if (order := page.exit_order) is not None:
             _end(page, *order)
         if (asked := page.asked) != answered:
-            page.answer(asked, stacks(main))
+            page.answer(asked, {**page.told, **stacks(main)})
             answered = asked
 
 

@@ -33,6 +33,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal.base import phases
@@ -79,6 +80,8 @@ class Page:
     phases (a listener of base.phases). Each takes under a microsecond, `hear` some. A process that
     is forked from this one writes to nowhere.
     on_step   called with the number of each step that is done
+    told      what goes with every answer
+    folder    the run whose steps are kept; None: of whichever
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -87,6 +90,8 @@ class Page:
         self._cast(self._whole)
         self._words[PAGE], self._words[PID] = FORMAT, os.getpid()
         self.on_step: Callable[[int], None] = lambda step: None
+        self.told: Mapping[str, Any] = {}
+        self.folder: Path | None = None
         self._spent_s, self._in, self._busy = [0.0] * (WAIT + 1), 0, False
         self._own, self._apart = tuple[int, ...](), 0
         self._units = self._calls = 0
@@ -135,10 +140,6 @@ class Page:
         """That call has returned."""
         self._words[INSIDE] = 0
 
-    def lives(self) -> None:
-        """This rank waits by a deadline of its own: it does not hang."""
-        self._changed()
-
     def waits(self) -> None:
         """This rank begins to wait for collectives."""
         self._words[WAITS] += 1
@@ -157,14 +158,16 @@ class Page:
         self._words[PART] = part
         self._changed()
 
-    def stepped(self, step: int, peak_bytes: int = 0) -> None:
+    def stepped(self, step: int, peak_bytes: int = 0, folder: Path | None = None) -> None:
         """Step number `step` is done, and with it every collective that it began.
 
-        peak_bytes   the most memory that this rank has held
+        peak_bytes   the most memory that this rank has held · folder  of the run, where it has one
         """
         words = self._words
         words[STEP], words[PART], words[ENDED] = step, DATA, words[BEGUN]
         self._changed()
+        if self.folder not in (None, folder):
+            return self.on_step(step)
         at = STEPS_AT + step % KEPT * ROW.size
         struct.pack_into("=q", self._whole, at, 0)  # nobody reads a half-written one
         for part in self._own:

@@ -110,6 +110,7 @@ def watch_from_outside(
     atexit.register(page.leave)  # who ends without that was killed
     tell_page(page)
     answer_for_stacks(page)
+    page.folder = folder
     _open[:] = [Beside(page)]
     _say(
         {

@@ -322,6 +322,8 @@ def _differ(event: Record, after: list[Record], folder: Path) -> Finding:
     why = "what they added up does not belong together"
     if text.startswith(APART):
         why = "each of these calls needs every rank, so none of them could end"
+    if " caught an error of " in text:
+        why = "the others wait for what this rank would have sent"
     rank, step = event.get("rank"), event.get("step")
     return Finding("collectives_differ", text, why, cure, rank, step, over=went_on(after, folder))
 

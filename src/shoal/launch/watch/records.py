@@ -42,6 +42,8 @@ class RankRecords:
 
     def look(self, pages: Mapping[int, PageRead]) -> None:
         """Add the steps that ranks have done since the last look; pages  by rank."""
+        if not self.folder.is_dir():  # not made yet, or deleted: pages keep the last steps
+            return
         rows: list[RankStep] = []
         again: dict[int, int] = {}  # by rank, the first of steps that were made before
         for rank, page in pages.items():
@@ -52,7 +54,7 @@ class RankRecords:
                     again[rank] = found[0].step
                 rows += found
                 self._last[rank] = found[-1]
-        if rows and self.folder.is_dir():
+        if rows:
             rows.sort(key=lambda one: (one.step, one.rank))
             with contextlib.suppress(OSError):  # a full disk must stop nobody
                 self._write(rows, again)
@@ -60,7 +62,7 @@ class RankRecords:
     def _write(self, rows: list[RankStep], again: Mapping[int, int]) -> None:
         place = self._owner.place() / FOLDER
         path = place / f"node-{self.node}.bin"
-        if self._rows < 0:
+        if self._rows < 0 or not path.exists():
             place.mkdir(exist_ok=True)
             kept = list(decode(path.read_bytes())) if path.exists() else []
             self._replace(path, [one for one in kept if one.step < rows[0].step])

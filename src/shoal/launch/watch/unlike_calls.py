@@ -45,6 +45,26 @@ def has_fewer_calls(page: PageRead, other: PageRead) -> bool:
     return any(max(own[key]) < max(others[key]) for key in own.keys() & others.keys())
 
 
+def find_caught(told: Mapping[int, Told], answers: Answers) -> tuple[int, str]:
+    """Find a rank that caught an error of a call in which another one waits; its line, "" for none.
+
+    As long as another is busy in it, that may fail there too.
+    """
+    for rank, answer in answers.items():
+        if not (why := (answer or {}).get("caught")):
+            continue
+        for other, one in told.items():
+            theirs = answers.get(other) or {}
+            waits = one.inside and (one.waits or theirs.get("collective"))
+            if waits and not theirs.get("caught"):
+                return rank, (
+                    f"rank {rank} caught an error of {why} and goes on{place_text(answer)}, while "
+                    f"rank {other} waits in {one.inside}{place_text(theirs)}; try: let the error "
+                    f"end the process, or catch it on every rank"
+                )
+    return 0, ""
+
+
 def waiting_line(told: Mapping[int, Told], answers: Answers, silence_s: float) -> str:
     """Say which rank has waited in a call for one that is in none; "" where none has."""
     inside = [rank for rank, one in told.items() if one.inside]

@@ -57,6 +57,7 @@ from shoal.launch.watch.slow import SlowRanks
 from shoal.launch.watch.unit_calls import find_unlike_units
 from shoal.launch.watch.unlike_calls import (
     Answers,
+    find_caught,
     find_unlike_calls,
     has_fewer_calls,
     unlike_line,
@@ -174,12 +175,13 @@ class Watch:
         self._looked_s = now_s
         self.clock_s += min(passed_s, LONGEST_TICK_S)
         told = [page.read() for page in self.pages]
+        if told != self._told:
+            self.records.look(self.own)
         if not any(one.live for one in told) or all(one.code is not None for one in workers):
             return None
         before, self._told = self._told, told
         if before != told:
             self._heard(before)
-            self.records.look(self.own)
             self.slow.look(self.pages, [one.step for one in told])
             return self.compare(workers)
         return self._silent([worker for worker in workers if worker.code is None])
@@ -258,7 +260,9 @@ class Watch:
         met: bool = False,
     ) -> Hang:
         """Tell of ranks in different calls, the first of which is of the fewest."""
-        rank, line = next(iter(calls)), unlike_line(calls, answers, met=met)
+        return self._tell_unlike(next(iter(calls)), unlike_line(calls, answers, met=met), workers)
+
+    def _tell_unlike(self, rank: int, line: str, workers: Sequence[Watchable]) -> Hang:
         step = self.pages[rank].read().step + 1
         self.emit("collectives_differ", rank=rank, step=step, text=line)
         return self._unlike_hang(rank, line, workers)
@@ -275,8 +279,9 @@ class Watch:
         kinds = {kind_of(one) for one in busy}
         in_data = START in kinds or (STEP in kinds and any(one.part == DATA for one in busy))
         self.learnt.heard(kinds, silence_s, in_data=in_data, told=self._late is not None)
-        if self._late is not None:
-            who = f"rank {self._late.rank}"
+        late = self._late
+        if late is not None and before[late.rank].changes != self._told[late.rank].changes:
+            who = f"rank {late.rank}"
             self.emit("notice", text=f"{who} goes on after {silence_s:.0f} s: slow, not hung")
         self._quiet()
         step, now_s = max(one.step for one in self._told), self.clock_s
@@ -350,6 +355,9 @@ class Watch:
             self._ask_at_s = {UNLIKE_S: ALONE_S, ALONE_S: WAITING_S}.get(due_s, 2 * due_s)
         if due_s == UNLIKE_S and (unlike := self.unlike_ranks(workers, answers)) is not None:
             return unlike
+        rank, line = find_caught(told, answers)
+        if line and silence_s >= UNLIKE_S:
+            return self._tell_unlike(rank, line, workers)
         if silence_s >= due_s >= WAITING_S and (line := waiting_line(told, answers, silence_s)):
             self.emit("notice", text=line)
         culprit = self._find_culprit(workers, answers, silence_s)

@@ -34,10 +34,8 @@ from shoal.fabric.world import meeting_store
 from shoal.parallel.program import Program
 
 GATHER_S = 8.0
-OFTEN = (
-    *("run.step", "run.forward_backward", "run.update"),
-    *("run.micro_batches", "run.backward", "run.total"),
-)
+NAMES = "step forward_backward update micro_batches backward total"
+OFTEN = frozenset(f"run.{name}" for name in NAMES.split())
 """Calls that begin at once: a step must not wait for a word over the store."""
 
 Item = TypeVar("Item")
@@ -53,16 +51,13 @@ class Meeting:
 
     def __init__(self, world: World, store: dist.Store | None) -> None:
         self.rank, self.size, self.group = world.rank, world.size, id(world.group)
-        self.runs = self.joined = 0
-        self.turn = 0  # calls ever begun by the runs that joined last
-        self.depth = 0
-        self.in_passes = False
-        self._store = store
+        self.runs = self.joined = self.depth = 0
+        self.turn = self._page_key = 0  # calls ever begun by the runs that joined last
+        self.in_passes, self._store = False, store
         self._failed: tuple[str, str, Exception] | None = None  # key, call and why
         # A rank may have runs of its own, which the others know nothing of.
         self.ranks = str(list(world.ranks))
         self.key = f"{world.ranks[0]}-{world.size}/{next(_made) if store is not None else 0}"
-        self._page_key = 0
 
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
@@ -81,7 +76,7 @@ class Meeting:
                 self._gather(name)
             yield
         except Exception as failure:
-            if self.depth == 1 and self._store is not None:
+            if self.depth == 1:
                 self._note_failure(name, failure)
             raise
         finally:
@@ -136,32 +131,42 @@ class Meeting:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
             here = self._store.add(key, 0)
-            if not add and phases.page is not None:
-                phases.page.lives()  # what is found here says more than a hang would
         return not left
 
     def _note_failure(self, name: str, failure: Exception) -> None:
         """A call failed here: it must have failed on every rank by the next one."""
+        if self._store is None:
+            return
         self._failed = (f"{self.key}/{self.joined}/{self.turn}/failed", name, failure)
-        with suppress(RuntimeError, dist.DistError):  # the store is gone, and with it a rank
-            if self._store is not None:
+        if phases.page is None or phases.page.exit_order is None:  # else peers end already
+            with suppress(RuntimeError, dist.DistError):  # the store is gone, and with it a rank
                 self._store.add(self._failed[0], 1)
 
     def _check_failed(self) -> None:
-        """Raises: ConfigError where a call failed on this rank alone, and the error was caught."""
+        """Wait until the call that failed here has failed on every rank.
+
+        Who watches ends all where the others wait in it (launch/watch/unlike_calls.py).
+
+        Raises:
+            ConfigError: nobody watches, and they have not failed within seconds.
+        """
         if self._failed is None:
             return
-        key, name, failure = self._failed
+        (key, name, failure), page = self._failed, phases.page
+        why = f"{name} ({type(failure).__name__}: {short(str(failure))})"
+        if page is not None:
+            page.told = {"caught": why}
         with suppress(RuntimeError, dist.DistError):
-            if self._await(key, add=0):
-                self._failed = None
-                return
-        raise ConfigError(
-            f"rank {self.rank}: {name} failed and the error was caught "
-            f"({type(failure).__name__}: {short(str(failure))}), while other ranks are still in "
-            f"it: what ranks sum from here on would not belong together; try: let the error end "
-            f"the process"
-        ) from failure
+            while not (failed := self._await(key, add=0)) and page is not None:
+                continue
+            if not failed:
+                raise ConfigError(
+                    f"rank {self.rank} caught an error of {why} and goes on, and other ranks had "
+                    f"none; try: let the error end the process, or catch it on every rank"
+                ) from failure
+        self._failed = None
+        if page is not None:
+            page.told = {}
 
     def agreed(self, what: str) -> bool:
         """Whether every rank says the same, each when it comes here; asked where few would."""
