@@ -158,7 +158,7 @@ def test_a_loop_is_watched_whoever_started_it(
     assert left(tmp_path) == []
     kept = read_rank_steps(tmp_path / "run") or []
     assert {one.rank for one in kept} == set(range(ranks)), "and what each did in each step"
-    assert [one.step for one in kept if not one.rank][:3] == [1, 2, 3]
+    assert [one.step for one in kept if not one.rank][:2] == [1, 2]
     assert all(one.peak_memory_bytes > 1 << 20 for one in kept)
 
 
