@@ -55,6 +55,7 @@ def kind_of(told: Told) -> str:
     """What a rank is in: an outermost phase, or a step. Each has a deadline of its own.
 
     >>> from dataclasses import replace
+    >>> from shoal.base.phases import DATA
     >>> told = Told(True, 9, 1.0, 3, DATA, 7, 7, "all_reduce", 8, False, "validation 3/10: data")
     >>> kind_of(told), kind_of(replace(told, phases="")), kind_of(replace(told, part=NOWHERE))
     ('validation', 'step', 'validation')
