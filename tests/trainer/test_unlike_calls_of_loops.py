@@ -18,6 +18,7 @@ from shoal.trainer.guards.calls import Meeting
 def both(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
     """The meetings of two ranks, which count in one store."""
     monkeypatch.setattr(calls, "GATHER_S", 0.5)
+    monkeypatch.setattr(calls.phases, "page", None)  # that of a run before
     monkeypatch.setattr(calls, "_made", iter([0, 0]))
     store = dist.HashStore()
     made = [

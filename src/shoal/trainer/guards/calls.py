@@ -33,9 +33,12 @@ from shoal.fabric import World
 from shoal.fabric.world import meeting_store
 from shoal.parallel.program import Program
 
-GATHER_S = 8.0
-NAMES = "step forward_backward update micro_batches backward total"
-OFTEN = frozenset(f"run.{name}" for name in NAMES.split())
+GATHER_S, WATCHED = 8.0, 75
+"""So long ranks wait for each other at the store · so often longer where the watch would end it."""
+OFTEN = {
+    f"run.{one}"
+    for one in ["step", "forward_backward", "update", "micro_batches", "backward", "total"]
+}
 """Calls that begin at once: a step must not wait for a word over the store."""
 
 Item = TypeVar("Item")
@@ -157,8 +160,9 @@ class Meeting:
         if page is not None:
             page.told = {"caught": why}
         with suppress(RuntimeError, dist.DistError):
-            while not (failed := self._await(key, add=0)) and page is not None:
-                continue
+            for _ in range(WATCHED if page is not None and not page.is_left else 1):
+                if failed := self._await(key, add=0):
+                    break
             if not failed:
                 raise ConfigError(
                     f"rank {self.rank} caught an error of {why} and goes on, and other ranks had "
