@@ -35,10 +35,8 @@ from shoal.parallel.program import Program
 
 GATHER_S, WATCHED = 8.0, 75
 """So long ranks wait for each other at the store · so often longer where the watch would end it."""
-OFTEN = {
-    f"run.{one}"
-    for one in ["step", "forward_backward", "update", "micro_batches", "backward", "total"]
-}
+NAMES = "step forward_backward update micro_batches backward total"
+OFTEN = frozenset(f"run.{name}" for name in NAMES.split())
 """Calls that begin at once: a step must not wait for a word over the store."""
 
 Item = TypeVar("Item")
@@ -160,10 +158,8 @@ class Meeting:
         if page is not None:
             page.told = {"caught": why}
         with suppress(RuntimeError, dist.DistError):
-            for _ in range(WATCHED if page is not None and not page.is_left else 1):
-                if failed := self._await(key, add=0):
-                    break
-            if not failed:
+            times = WATCHED if page is not None and not page.is_left else 1
+            if not any(self._await(key, add=0) for _ in range(times)):
                 raise ConfigError(
                     f"rank {self.rank} caught an error of {why} and goes on, and other ranks had "
                     f"none; try: let the error end the process, or catch it on every rank"
