@@ -28,7 +28,7 @@ FOLDER = "rank_steps"
 MAGIC = b"SHOALRS1"
 HEADER, ROW = struct.Struct("<8sQ48x"), struct.Struct("<QIIdQ8f")
 PARTS = ("other", "data", "passes", "sum", "update", "hooks", "backward", "waiting")
-"""What the seconds of a row are of; each moment counts once.
+"""The parts of a step that a row counts seconds of; each moment counts once.
 
 other      a save, an evaluation, or another call beside the step
 data       from the end of the step before: the loader, and code of a loop of one's own

@@ -210,7 +210,7 @@ class Page:
 
     @property
     def is_left(self) -> bool:
-        """Whether this rank does nothing more that is to be watched."""
+        """Tell whether the rank has left, so that nobody watches it."""
         return not self._words[PAGE]
 
     def answer(self, request: int, told: Mapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ from shoal.view.events import event_text
 LAST_S = 1.0
 """How long the end of a rank is waited for that has let go of its pipes."""
 THEMSELVES_S = 3.0
-"""How long ranks may take to end themselves."""
+"""Seconds in which ranks may end themselves before they are killed."""
 Pages = Mapping[int, PageRead] | Sequence[PageRead]
 """The pages of ranks, by their numbers."""
 
