@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from processes import machine
 
-from shoal.fabric.codecs import CODECS, find_codec
+from shoal.fabric.compressed.codecs import CODECS, find_codec
 
 TARGET = Path(__file__).resolve().parent / "results" / "codecs.json"
 GATES = {"int8 encode": 3.0, "e3m0 encode": 1.5}

@@ -140,7 +140,7 @@ def train(
     import torch
 
     import shoal
-    from shoal.base.policies import OptimizerPolicy
+    from shoal.base.layouts.policies import OptimizerPolicy
     from shoal.models.catalog import build
 
     def model() -> torch.nn.Module:

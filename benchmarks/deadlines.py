@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("src", "tests/worlds", "tests")]
 
 from cli_run import TOY_ARGUMENTS, CommandLine  # noqa: E402
 from plane_case import FAULT_DEADLINE_S  # noqa: E402
-from shoal.fabric.heartbeat import BEAT_S, SILENT_S  # noqa: E402
+from shoal.fabric.islands.heartbeat import BEAT_S, SILENT_S  # noqa: E402
 
 KILL_S, NOTICED_S, CLOSED_S = 10.0, 0.5, 1.5
 

@@ -169,7 +169,7 @@ def _share(shape: dict[str, int], step: int, rank: int, ranks: int) -> Any:
 def _times(job: dict[str, Any], world: Any) -> dict[str, Any]:
     from shoal.fabric import World
     from shoal.fabric.device import HOST
-    from shoal.fabric.process_info import Place
+    from shoal.fabric.rendezvous.process_info import Place
 
     shape = MODELS[job["model"]]
     runs: dict[str, Any] = {name: _run("ddp", world, shape) for name in ("ddp", "ddp again")}

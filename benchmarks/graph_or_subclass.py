@@ -27,7 +27,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shoal.models.llama import Llama
-from shoal.trace.graph import trace
+from shoal.trace.graph.layer_graph import trace
 
 TARGET = Path(__file__).resolve().parent / "results" / "graph-or-subclass.json"
 SIZES = {"hidden 256, 256 tokens": (256, 256), "hidden 512, 512 tokens": (512, 512)}

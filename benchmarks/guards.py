@@ -128,8 +128,8 @@ def shared_out(found: Ratio, part: float) -> Ratio:
 
 def watching(seconds: float) -> float:
     """Processor seconds a second of a watch whose two ranks take a step in every look."""
-    from shoal.base.watch_page import PAGE_BYTES, PAGE_VARIABLE, Page
-    from shoal.launch.watch.watch_ranks import Watch
+    from shoal.launch.watch.hang_watch import Watch
+    from shoal.wire.watch_page import PAGE_BYTES, PAGE_VARIABLE, Page
 
     watch = Watch(Path(), lambda event, **fields: None, 0.0)
     pages = [Page.open({PAGE_VARIABLE: path}) for path in watch.begin(PROCESSES)]
@@ -157,12 +157,12 @@ def work(job: dict[str, Any]) -> None:
     import torch
 
     from shoal import parallelize
-    from shoal.base import phases
-    from shoal.base.watch_page import PAGE_BYTES, Page
     from shoal.fabric import start_world
-    from shoal.fabric.fingerprints import Fingerprints
+    from shoal.fabric.collectives.collective_log import Fingerprints
     from shoal.models.catalog import build
     from shoal.models.loss import token_loss
+    from shoal.wire import phases
+    from shoal.wire.watch_page import PAGE_BYTES, Page
 
     torch.set_num_threads(1)
     world = start_world()

@@ -32,9 +32,9 @@ from unittest import mock
 import torch
 from processes import machine
 
-from shoal.fabric import coded_all_reduce
-from shoal.fabric.codecs import find_codec
-from shoal.fabric.island_group import meet, open_plane
+from shoal.fabric.compressed.codecs import find_codec
+from shoal.fabric.islands import compressed_all_reduce
+from shoal.fabric.islands.inter_island_group import meet, open_plane
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests" / "worlds"))
@@ -137,9 +137,9 @@ def island(index: int, net: netns.Net, options: argparse.Namespace, answer: Any)
                 "times_s": [],
                 "wire_bytes": [],
             }
-            chunk = ELEMENTS if in_one_piece else coded_all_reduce.chunk_elements(codec)
+            chunk = ELEMENTS if in_one_piece else compressed_all_reduce.chunk_elements(codec)
             row["chunk_elements"] = chunk
-            with mock.patch.object(coded_all_reduce, "chunk_elements", return_value=chunk):
+            with mock.patch.object(compressed_all_reduce, "chunk_elements", return_value=chunk):
                 exchange(plane, flat, codec)  # memory that is new to the process
                 for _ in range(options.exchanges):
                     time.sleep(0.1)  # the token buckets fill: their burst counts once per exchange

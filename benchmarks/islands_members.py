@@ -153,11 +153,11 @@ def data_parallel(job: Job, clock: Clock) -> None:
 
 def shoal_islands(job: Job, clock: Clock) -> None:
     """A method of `[islands]` over the plane, one process per island."""
-    from shoal.base.islands import IslandsPolicy
-    from shoal.fabric.codecs import Feedback, find_codec
-    from shoal.fabric.island_group import meet, open_plane
+    from shoal.base.layouts.island_options import IslandsPolicy
+    from shoal.fabric.compressed.codecs import Feedback, find_codec
+    from shoal.fabric.islands.inter_island_group import meet, open_plane
     from shoal.islands.methods import find_method
-    from shoal.trainer.island_join import FEEDS_BACK
+    from shoal.trainer.islands.island_join import FEEDS_BACK
 
     policy = IslandsPolicy(count=job["count"], period=job["period"], **job["policy"]).settled()
     at = f"{job['addresses'][0]}:{job['port']}"

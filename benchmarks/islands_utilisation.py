@@ -37,8 +37,8 @@ from processes import SOURCE, machine
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests" / "worlds"), str(SOURCE)]
 from netns import BURST_BYTES, QUEUE_MS, Forbidden, Net  # noqa: E402
-from shoal.base.islands import IslandsPolicy  # noqa: E402
-from shoal.planner.islands import IslandsFacts, islands_cost  # noqa: E402
+from shoal.base.layouts.island_options import IslandsPolicy  # noqa: E402
+from shoal.forecast.time.island_costs import IslandsFacts, islands_cost  # noqa: E402
 
 ISLANDS, PARAMETERS, PERIOD, STEP_S = 3, 20_000_000, 50, 0.5
 FRAGMENTS, OVERLAP = 5, 5

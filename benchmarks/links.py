@@ -93,8 +93,8 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
 def work(job: dict[str, Any]) -> None:
     """As one of the processes: all pairs of all rows; rank 0 writes their raw times."""
     from shoal.fabric import start_world
-    from shoal.fabric.timed_calls import EVERY, bare_call
-    from shoal.machine.links import call_seconds, slowest
+    from shoal.fabric.exchanges.timed_collectives import EVERY, bare_call
+    from shoal.machine.link_rates import call_seconds, slowest
 
     world = start_world()
 

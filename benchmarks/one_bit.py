@@ -138,7 +138,7 @@ class Sum:
 def train(seed: int, word: dict[str, Any]) -> dict[str, float]:
     """Train with what a word says and give the loss on the held out part."""
     from shoal.models.catalog import build
-    from shoal.trainer.contract import default_loss
+    from shoal.trainer.step.call_contract import default_loss
 
     vocabulary, batches, held = samples(seed)
     torch.manual_seed(seed)

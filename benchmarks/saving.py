@@ -54,10 +54,10 @@ def measure(job: dict[str, Any]) -> None:
     """One rank."""
     import torch
 
-    from shoal.base.shards import Shard
-    from shoal.checkpoint.write import Piece
+    from shoal.base.plans.tensor_shards import Shard
+    from shoal.checkpoint.save.write import Piece
     from shoal.fabric import start_world
-    from shoal.trainer.saving import Saving
+    from shoal.trainer.run_folder.run_saves import Saving
 
     torch.set_num_threads(1)
     world = start_world()

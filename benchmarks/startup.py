@@ -45,13 +45,13 @@ HERE = Path(__file__).resolve().parent
 LIMITS_S = {"cold": 10.0, "from cache": 4.0}
 PROCESSES, MICRO_BATCH, SEQUENCE, VOCABULARY = 2, 4, 64, 8192
 COUNTED = (
-    ("record the model", "shoal.trace.record", "as_cheaply"),
-    ("find the tables", "shoal.trace.find_tables", "find_tables"),
+    ("record the model", "shoal.trace.flow.forward_record", "as_cheaply"),
+    ("find the tables", "shoal.trace.find.vocabulary_tables", "find_tables"),
     ("plan the model", "shoal.parallel.spmd.model_split", "plan_split"),
     ("split a layer", "shoal.parallel.spmd.split_block", "split_block"),
     ("  for other inputs", "shoal.parallel.spmd.split_block", "again"),
-    ("  trace", "shoal.trace.graph", "trace"),
-    ("check the layers", "shoal.parallel.spmd.check", "checked"),
+    ("  trace", "shoal.trace.graph.layer_graph", "trace"),
+    ("check the layers", "shoal.parallel.spmd.block_check", "checked"),
 )
 """What, module, function: these make the sum, each second once, though one calls another."""
 

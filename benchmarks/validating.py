@@ -54,14 +54,14 @@ def main() -> None:
 
 def work(job: dict[str, Any]) -> None:
     """One rank."""
-    from shoal.base.files import cache_folder
+    from shoal.base.runlog.atomic_files import cache_folder
     from shoal.config.load import load
-    from shoal.data.samples import EvenPart
+    from shoal.data.digits import EvenPart
     from shoal.data.sources import open_source
     from shoal.fabric import start_world
     from shoal.machine.measure import QUICK, measure_machine
-    from shoal.trainer.job import open_run
-    from shoal.trainer.predict import cluster_here, foresee
+    from shoal.trainer.jobs.configured_run import open_run
+    from shoal.trainer.jobs.run_forecast import cluster_here, foresee
 
     overrides = (
         f"model.dim=64 model.layers={job['layers']} data.source=synthetic data.sequence=64 "

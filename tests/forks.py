@@ -28,9 +28,13 @@ HERE = Path(__file__).resolve().parent
 START_S = 120.0
 IMPORTS = (
     *("torch._dynamo", "torch.fx.experimental.proxy_tensor", "torch.distributed.fsdp"),
-    *("shoal.trainer.loop", "shoal.trainer.parallelize", "shoal.proof.quick"),
+    *("shoal.trainer.main_job", "shoal.trainer.parallelize", "shoal.proof.start_proof"),
     *("shoal.cli.main", "shoal.cli.start", "shoal.cli.ending", "shoal.cli.islands"),
-    *("shoal.trainer.run_state", "shoal.checkpoint.background", "shoal.checkpoint.read"),
+    *(
+        "shoal.trainer.state.run_state",
+        "shoal.checkpoint.save.background_save",
+        "shoal.checkpoint.load.read",
+    ),
 )
 """What most programs import, a command's own modules among it."""
 MORE_IMPORTS: list[str] = []

@@ -19,7 +19,7 @@ def guard_classes() -> dict[str, type]:
 
     for one in pkgutil.iter_modules(table.__path__, f"{table.__name__}."):
         importlib.import_module(one.name)
-    importlib.import_module("shoal.trainer.replaced_folder")
+    importlib.import_module("shoal.trainer.state.replaced_folder")
     found = {one.__name__: one for one in Guard.__subclasses__()}
     return {name: one for name, one in found.items() if one.__module__.startswith("shoal.")}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from shoal.planner.measured import VERSION, machine_path
+from shoal.forecast.machines.measured_machine import VERSION, machine_path
 
 RANKS = (1, 2, 4)
 LINK = {"latency_s": 2e-4, "bytes_per_s": 1.2e9, "error": 0.05}

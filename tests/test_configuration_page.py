@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.config.save import toml_value
 from shoal.config.sections import Config, keys
-from shoal.planner.model_facts import FAMILIES, PUBLISHED
+from shoal.forecast.models.model_facts import FAMILIES, PUBLISHED
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """# Every key of run.toml

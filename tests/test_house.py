@@ -90,7 +90,7 @@ def test_most_files_are_short() -> None:
 
 
 ONE_THING_A_FILE = {
-    "fabric/codecs": "a codec",
+    "fabric/compressed/codecs": "a codec",
     "islands/methods": "a method",
     "models": "a model",
     "parallel/data_parallel": "a technique",
@@ -99,6 +99,32 @@ ONE_THING_A_FILE = {
 """Rooms where what a file holds is one of a kind, added and removed with its file."""
 PROGRAMS = {"launch/guardian.py"}
 """Run by file name, with nothing of ours imported."""
+
+
+MANY_FILES = {"models", "islands/methods", "fabric/compressed/codecs", "trainer/guards", "cli"}
+"""Rooms with a file for each model, method, codec, guard or verb."""
+OWN_NAMES = ("parallel/", "cli/", "islands/methods", "fabric/compressed/codecs")
+"""Folders of techniques and of verbs, in which a file may be called what another one is."""
+
+
+def test_a_folder_has_at_most_16_files() -> None:
+    """A folder with more is two folders."""
+    counts: dict[str, int] = {}
+    for path in FILES:
+        folder = str(path.parent.relative_to(ROOT / "src" / "shoal"))
+        if path.name not in ("__init__.py", "__main__.py") and not path.stem.startswith("_torch"):
+            counts[folder] = counts.get(folder, 0) + 1
+    assert {name: n for name, n in counts.items() if n > 16 and name not in MANY_FILES} == {}
+
+
+def test_a_file_name_means_one_file() -> None:
+    """A reader who sees `rows.py` in a traceback or a text knows which file it is."""
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        name = str(path.relative_to(ROOT / "src" / "shoal"))
+        if not path.stem.startswith("_") and not name.startswith(OWN_NAMES):
+            found.setdefault(path.name, []).append(name)
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 def test_no_crumbs() -> None:
@@ -167,7 +193,10 @@ def test_public_names_are_few_and_documented() -> None:
 def test_every_key_says_what_it_is() -> None:
     from shoal.config import sections
 
-    text = Path(sections.__file__).read_text() + (ROOT / "src/shoal/base/policies.py").read_text()
+    text = (
+        Path(sections.__file__).read_text()
+        + (ROOT / "src/shoal/base/layouts/policies.py").read_text()
+    )
     for tree in [ast.parse(text.replace("from __future__ import annotations", ""))]:
         for node in ast.walk(tree):
             if not isinstance(node, ast.ClassDef) or node.name == "Config":
@@ -242,7 +271,8 @@ def loaded() -> Callable[..., list[Path]]:
     told = dict(zip(map(tuple, asked), done.stdout.split("--\n"), strict=False))
 
     def files(*script: str) -> list[Path]:
-        return [Path(line) for line in told[script].splitlines() if line.endswith(".py")]
+        paths = [Path(line) for line in told[script].splitlines() if line.endswith(".py")]
+        return [path for path in paths if lines_of_code(path)]  # a folder's docstring is no code
 
     return files
 
@@ -253,7 +283,7 @@ def test_what_a_reader_of_the_plain_path_must_load(loaded: Callable[..., list[Pa
         path for path in loaded(OWN_LOOP) if path.name != "single.py"
     ]  # what one process has for ddp.py
     assert 40 < len(files) <= 90, sorted(files)
-    assert sum(map(lines_of_code, files)) <= 8_400
+    assert sum(map(lines_of_code, files)) <= 8_420
 
 
 FOUR_RANKS = """
@@ -349,7 +379,7 @@ def test_what_a_rank_of_a_divided_model_loads(
         if path.name != "frames.py"
     ]
     assert 100 < len(files) <= 157, sorted(files)
-    assert sum(map(lines_of_code, files)) <= 16_360
+    assert sum(map(lines_of_code, files)) <= 16_500
 
 
 def test_the_simulated_device_is_small() -> None:
@@ -369,15 +399,14 @@ def test_the_simulated_device_is_small() -> None:
 NEIGHBOURS = ROOT / "src" / "shoal" / "neighbours"
 FACADES = ("deepspeed", "lightning", "accelerate")
 """Of at most 900 lines of code each (decision 33)."""
-READERS = ("deepspeed_config.py", "deepspeed_rates.py", "accelerate_config.py")
+READERS = ("deepspeed_config.py", "deepspeed_rates.py", "accelerate_config.py")  # in configs/
 """What a configuration means, which `shoal config import` reads without torch: no facade."""
 
 
 @pytest.mark.parametrize("library", FACADES)
 def test_a_facade_is_small(library: str) -> None:
     paths = [*NEIGHBOURS.glob(f"{library}.py"), *NEIGHBOURS.glob(f"{library}_*.py")]
-    facade = [path for path in paths if path.name not in READERS]
-    assert 250 < sum(map(lines_of_code, facade)) <= 900
+    assert 250 < sum(map(lines_of_code, paths)) <= 900
     others = [path for path in NEIGHBOURS.glob("*.py") if path.name.split("_")[0] not in FACADES]
     named = [path for path in others if path.stem not in FACADES and library in names_in(path)]
     assert not named, "nothing of a library's own in what all share"
@@ -385,9 +414,9 @@ def test_a_facade_is_small(library: str) -> None:
 
 def test_readers_and_what_facades_share_are_small() -> None:
     for library in FACADES:
-        own = [NEIGHBOURS / name for name in READERS if name.startswith(library)]
+        own = [NEIGHBOURS / "configs" / name for name in READERS if name.startswith(library)]
         assert sum(map(lines_of_code, own)) <= 400
-    shared = [p for p in NEIGHBOURS.glob("*.py") if p.stem.split("_")[0] not in FACADES]
+    shared = [p for p in NEIGHBOURS.rglob("*.py") if p.stem.split("_")[0] not in FACADES]
     assert 400 < sum(map(lines_of_code, shared)) <= 900
 
 

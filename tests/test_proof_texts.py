@@ -68,7 +68,7 @@ def test_no_text_names_what_is_inside(path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "look at trainer/step.py (update)",
+        "look at trainer/step/optimizer_step.py (update)",
         "what is summed over stages (Placement.sum_over)",
         "the backward pass of autograd_collectives.enter",
         "which rank's loss counts (Program.speaks)",

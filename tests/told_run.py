@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shoal.base.events import EventLog, append_line
+from shoal.base.runlog.events import EventLog, append_line
 
 
 def tell_run(folder: Path, steps: int) -> None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.base.layout import Layout
-from shoal.planner.traffic import StepTraffic
+from shoal.base.layouts.layout import Layout
+from shoal.forecast.time.step_traffic import StepTraffic
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.view.foreseen import misses
+from shoal.view.forecast_errors import misses
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = "single,ddp,zero1,zero2,fsdp"

@@ -38,20 +38,20 @@ sys.path.insert(0, str(HERE.parents[1] / "tests" / "proof"))
 from source import source_hash  # noqa: E402
 
 import shoal  # noqa: E402
-from shoal.base.cluster import Cluster, Device, Link  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
-from shoal.base.estimate import Case, ModelFacts  # noqa: E402
-from shoal.base.layout import Layout  # noqa: E402
-from shoal.base.plan import Plan  # noqa: E402
+from shoal.base.estimates.cluster import Cluster, Device, Link  # noqa: E402
+from shoal.base.estimates.estimate import Case, ModelFacts  # noqa: E402
+from shoal.base.layouts.layout import Layout  # noqa: E402
+from shoal.base.plans.plan import Plan  # noqa: E402
 from shoal.fabric import start_world  # noqa: E402
+from shoal.forecast.fit.memory_fit import verdict  # noqa: E402
+from shoal.forecast.fit.memory_instants import predict_run  # noqa: E402
+from shoal.forecast.fit.peak_memory import predict_memory  # noqa: E402
+from shoal.forecast.memory.framework_memory import framework  # noqa: E402
 from shoal.models.catalog import build  # noqa: E402
 from shoal.models.loss import token_loss  # noqa: E402
-from shoal.planner.fits import verdict  # noqa: E402
-from shoal.planner.frameworks import framework  # noqa: E402
-from shoal.planner.instants import predict_run  # noqa: E402
-from shoal.planner.memory import predict_memory  # noqa: E402
-from shoal.trace.kernels import GpuKernels  # noqa: E402
-from shoal.trace.trace_facts import trace_facts  # noqa: E402
+from shoal.trace.costs.gpu_kernels import GpuKernels  # noqa: E402
+from shoal.trace.costs.traced_facts import trace_facts  # noqa: E402
 
 GATE, PROCESSES, DEADLINE_S, STEPS = 0.08, 2, 1500, 3
 SEQUENCE, VOCABULARY, ROWS, ROUNDS = 64, 2048, 2, 2

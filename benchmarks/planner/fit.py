@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.base.cluster import Calibration
 from shoal.base.errors import PlanError
-from shoal.planner.step_terms import StepTerms
-from shoal.planner.step_time import CONSTANTS, Table, effective
+from shoal.base.estimates.cluster import Calibration
+from shoal.forecast.time.step_terms import StepTerms
+from shoal.forecast.time.step_time import CONSTANTS, Table, effective
 
 Matrix = list[list[float]]
 

@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.base.estimate import ModelFacts, UnitFacts
-from shoal.base.shape import Transformer
-from shoal.planner.published import published
-from shoal.planner.transformer import Kernels, model_facts
+from shoal.base.estimates.estimate import ModelFacts, UnitFacts
+from shoal.base.estimates.transformer_shape import Transformer
+from shoal.forecast.models.published_models import published
+from shoal.forecast.models.transformer_costs import Kernels, model_facts
 
 
 @dataclass(frozen=True)

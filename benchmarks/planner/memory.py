@@ -20,10 +20,10 @@ from statistics import mean, median
 
 from rows import STEADY, Row, memory_rows
 
-from shoal.base.estimate import Case, MemoryEstimate
-from shoal.planner.fits import verdict
-from shoal.planner.frameworks import Framework, framework
-from shoal.planner.memory import predict_memory
+from shoal.base.estimates.estimate import Case, MemoryEstimate
+from shoal.forecast.fit.memory_fit import verdict
+from shoal.forecast.fit.peak_memory import predict_memory
+from shoal.forecast.memory.framework_memory import Framework, framework
 
 __all__ = ["STEADY", "evaluate", "fit", "framework", "group_errors", "memory_rows", "sweep"]
 

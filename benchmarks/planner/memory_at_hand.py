@@ -31,17 +31,17 @@ sys.path.insert(0, str(HERE.parent))
 from processes import machine, run_together  # noqa: E402
 
 import shoal  # noqa: E402
-from shoal.base.cluster import Cluster, Device, Link  # noqa: E402
-from shoal.base.estimate import Case, MemoryEstimate, ModelFacts  # noqa: E402
-from shoal.base.layout import Layout  # noqa: E402
-from shoal.base.plan import Plan  # noqa: E402
+from shoal.base.estimates.cluster import Cluster, Device, Link  # noqa: E402
+from shoal.base.estimates.estimate import Case, MemoryEstimate, ModelFacts  # noqa: E402
+from shoal.base.layouts.layout import Layout  # noqa: E402
+from shoal.base.plans.plan import Plan  # noqa: E402
 from shoal.fabric import start_world  # noqa: E402
-from shoal.machine.memory import forget_peak, peak_memory_bytes  # noqa: E402
+from shoal.forecast.fit.peak_memory import predict_memory  # noqa: E402
+from shoal.machine.process_memory import forget_peak, peak_memory_bytes  # noqa: E402
 from shoal.machine.states import peak_extra_bytes, state_bytes  # noqa: E402
 from shoal.models.catalog import build  # noqa: E402
 from shoal.models.loss import token_loss  # noqa: E402
-from shoal.planner.memory import predict_memory  # noqa: E402
-from shoal.trace.trace_facts import trace_facts  # noqa: E402
+from shoal.trace.costs.traced_facts import trace_facts  # noqa: E402
 
 GATE, PROCESSES, DEADLINE_S = 0.10, 2, 600
 LAYOUTS = "ddp,zero1,zero2,fsdp,tp,pp"

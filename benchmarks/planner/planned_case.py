@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from shoal.base.cluster import Cluster
-from shoal.base.estimate import Case, ModelFacts
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.estimates.cluster import Cluster
+from shoal.base.estimates.estimate import Case, ModelFacts
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 
 OF_A_LAYOUT = ("schedule", "chunks", "ep")
 KEYS = {key.name for key in fields(Plan)}

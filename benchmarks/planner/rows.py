@@ -20,13 +20,13 @@ from pathlib import Path
 from megatron_tests import CASES, FILLS, STEADY, Fill, small_fill, t5_facts
 from planned_case import case_of
 
-from shoal.base.cluster import Cluster, Device, Link
-from shoal.base.estimate import Case
-from shoal.base.layout import Layout
-from shoal.planner.frameworks import framework
-from shoal.planner.memory import predict_memory
-from shoal.planner.published import published
-from shoal.planner.transformer import model_facts
+from shoal.base.estimates.cluster import Cluster, Device, Link
+from shoal.base.estimates.estimate import Case
+from shoal.base.layouts.layout import Layout
+from shoal.forecast.fit.peak_memory import predict_memory
+from shoal.forecast.memory.framework_memory import framework
+from shoal.forecast.models.published_models import published
+from shoal.forecast.models.transformer_costs import model_facts
 
 DATA = Path(__file__).parent / "data" / "planner_validation.csv"
 UNITS = {"GiB": 2.0**30, "GB": 1e9, "MiB": 2.0**20, "bytes": 1.0}

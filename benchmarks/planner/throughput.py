@@ -29,17 +29,17 @@ from fit import fit_steps
 from planned_case import case_of
 from rows import memory_rows
 
-from shoal.base.cluster import Calibration, Cluster
-from shoal.base.estimate import Case
-from shoal.base.layout import Layout
-from shoal.base.shape import Transformer
-from shoal.planner.calibrations import GPU, GPU_PRIOR
-from shoal.planner.frameworks import framework
-from shoal.planner.machines import parse_machines
-from shoal.planner.published import published
-from shoal.planner.step_terms import step_terms
-from shoal.planner.step_time import predict_time
-from shoal.planner.transformer import Kernels, model_facts
+from shoal.base.estimates.cluster import Calibration, Cluster
+from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.layouts.layout import Layout
+from shoal.forecast.machines.calibrations import GPU, GPU_PRIOR
+from shoal.forecast.machines.cluster_syntax import parse_machines
+from shoal.forecast.memory.framework_memory import framework
+from shoal.forecast.models.published_models import published
+from shoal.forecast.models.transformer_costs import Kernels, model_facts
+from shoal.forecast.time.step_terms import step_terms
+from shoal.forecast.time.step_time import predict_time
 
 DATA = Path(__file__).parent / "data" / "planner_validation.csv"
 Record = dict[str, str]

@@ -31,15 +31,15 @@ from statistics import mean
 from fit import fit_steps
 from planned_case import case_of
 
-from shoal.base.cluster import Calibration
-from shoal.base.estimate import Case, ModelFacts
-from shoal.base.layout import Layout
-from shoal.base.shape import Transformer
-from shoal.planner.calibrations import MEGATRON_DEEPSPEED
-from shoal.planner.machines import parse_machines
-from shoal.planner.step_terms import StepTerms, step_terms
-from shoal.planner.step_time import Table, effective
-from shoal.planner.transformer import Kernels, model_facts
+from shoal.base.estimates.cluster import Calibration
+from shoal.base.estimates.estimate import Case, ModelFacts
+from shoal.base.estimates.transformer_shape import Transformer
+from shoal.base.layouts.layout import Layout
+from shoal.forecast.machines.calibrations import MEGATRON_DEEPSPEED
+from shoal.forecast.machines.cluster_syntax import parse_machines
+from shoal.forecast.models.transformer_costs import Kernels, model_facts
+from shoal.forecast.time.step_terms import StepTerms, step_terms
+from shoal.forecast.time.step_time import Table, effective
 
 DATA = Path(__file__).parent / "data"
 SEEDS = (0, 1, 2, 3, 4)

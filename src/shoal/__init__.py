@@ -13,24 +13,26 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from shoal.base import moved_modules
+
 __version__ = "0.1.1"
 
 _HOMES = {
     "CheckpointError": "shoal.base.errors",
     "ConfigError": "shoal.base.errors",
-    "Layout": "shoal.base.layout",
-    "OptimizerPolicy": "shoal.base.policies",
-    "Plan": "shoal.base.plan",
+    "Layout": "shoal.base.layouts.layout",
+    "OptimizerPolicy": "shoal.base.layouts.policies",
+    "Plan": "shoal.base.plans.plan",
     "PlanError": "shoal.base.errors",
     "Run": "shoal.trainer.run",
     "ShoalError": "shoal.base.errors",
-    "StepResult": "shoal.trainer.step",
+    "StepResult": "shoal.trainer.step.optimizer_step",
     "TrainingError": "shoal.base.errors",
     "World": "shoal.fabric",
     "linear_cross_entropy": "shoal.models.loss",
-    "mean_of_samples": "shoal.trainer.contract",
+    "mean_of_samples": "shoal.trainer.step.call_contract",
     "parallelize": "shoal.trainer.parallelize",
-    "plan": "shoal.trainer.plan_ahead",
+    "plan": "shoal.trainer.jobs.plan_ahead",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])
@@ -41,20 +43,21 @@ if TYPE_CHECKING:
     from shoal.base.errors import PlanError as PlanError
     from shoal.base.errors import ShoalError as ShoalError
     from shoal.base.errors import TrainingError as TrainingError
-    from shoal.base.layout import Layout as Layout
-    from shoal.base.plan import Plan as Plan
-    from shoal.base.policies import OptimizerPolicy as OptimizerPolicy
+    from shoal.base.layouts.layout import Layout as Layout
+    from shoal.base.layouts.policies import OptimizerPolicy as OptimizerPolicy
+    from shoal.base.plans.plan import Plan as Plan
     from shoal.fabric import World as World
     from shoal.models.loss import linear_cross_entropy as linear_cross_entropy
-    from shoal.trainer.contract import mean_of_samples as mean_of_samples
+    from shoal.trainer.jobs.plan_ahead import plan as plan
     from shoal.trainer.parallelize import parallelize as parallelize
-    from shoal.trainer.plan_ahead import plan as plan
     from shoal.trainer.run import Run as Run
-    from shoal.trainer.step import StepResult as StepResult
+    from shoal.trainer.step.call_contract import mean_of_samples as mean_of_samples
+    from shoal.trainer.step.optimizer_step import StepResult as StepResult
 
+moved_modules.install()
 
 if os.environ.get("WORLD_SIZE", "1") != "1":  # a script's rank, before its model is built
-    from shoal.base.facts import host_memory_variables
+    from shoal.base.estimates.facts import host_memory_variables
 
     for _variable, _value in host_memory_variables().items():
         os.environ.setdefault(_variable, _value)
@@ -64,7 +67,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     if not _HOMES[name].startswith("shoal.base."):
-        importlib.import_module("shoal.base.systems").untried()  # before an import that cannot work
+        importlib.import_module(
+            "shoal.base.operating_systems"
+        ).untried()  # before an import that cannot work
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

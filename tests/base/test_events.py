@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.base.events import EventLog, append_line
+from shoal.base.runlog.events import EventLog, append_line
 
 
 def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

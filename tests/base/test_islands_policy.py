@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.base.islands import DEFAULTS, METHODS, IslandsPolicy
+from shoal.base.layouts.island_options import DEFAULTS, METHODS, IslandsPolicy
 
 
 @pytest.mark.parametrize(

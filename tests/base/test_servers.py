@@ -7,11 +7,11 @@ import random
 import pytest
 
 from shoal.base.errors import PlanError
-from shoal.base.facts import MachineFacts
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
-from shoal.base.servers import Admission, with_servers
-from shoal.planner.settle import settle, words_of
+from shoal.base.estimates.facts import MachineFacts
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.parameter_servers import Admission, with_servers
+from shoal.base.plans.plan import Plan
+from shoal.planning.settle import settle, words_of
 
 LAPTOP = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
 

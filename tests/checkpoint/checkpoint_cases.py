@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from shoal.base.shards import Shard
-from shoal.checkpoint.write import Piece, Saved, save
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.save.write import Piece, Saved, save
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
+from shoal.fabric.rendezvous.process_info import Place
 
 RECORD = {"position": 4096, "seed": 7, "lr": 0.1, "betas": [0.9, 0.95], "note": "größer"}
 

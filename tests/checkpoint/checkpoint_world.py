@@ -18,13 +18,14 @@ import torch
 from checkpoint_cases import Heard, assert_same, cut, whole
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.base.shards import Shard
-from shoal.checkpoint import shardfile, shared_read, write
-from shoal.checkpoint.export import export
-from shoal.checkpoint.listing import find, read_manifest, verify
-from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.read import load, open_newest
-from shoal.checkpoint.storedfile import StoredReader
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.export.export_file import export
+from shoal.checkpoint.format.listing import find, read_manifest, verify
+from shoal.checkpoint.format.manifest import Manifest
+from shoal.checkpoint.format.stored_shard import StoredReader
+from shoal.checkpoint.load import shared_read
+from shoal.checkpoint.load.read import load, open_newest
+from shoal.checkpoint.save import shard_writer, write
 from shoal.fabric import World, start_world
 from shoal.launch.processes import PrivateStore
 
@@ -109,17 +110,17 @@ def check_slices_of_four_ranks_load_on_any_split(world: World, root: Path) -> No
 
 
 def check_failure_on_rank_1_is_raised_on_all(world: World, root: Path) -> None:
-    heard, real = Heard(), shardfile.write_file
+    heard, real = Heard(), shard_writer.write_file
 
     def full(path: Path, *more: object) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     if world.rank == 1:
-        setattr(shardfile, WRITER, full)
+        setattr(shard_writer, WRITER, full)
     with pytest.raises(CheckpointError) as caught:
         write.save(root, 3, offered(3, world, {"model.a": 0}), {}, world, heard, keep=5)
-    setattr(shardfile, WRITER, real)
+    setattr(shard_writer, WRITER, real)
     text = str(caught.value)
     assert "step-3 was not saved: rank 1: " in text
     assert "No space left on device" in text

@@ -130,7 +130,7 @@ def main(folder: Path, reader: str) -> None:
     hub.mkdir()
     (hub / "hubconf.py").write_text("import os\ndef make(): open(os.environ['CANARY'], 'w')\n")
     if reader == "shoal":
-        from shoal.checkpoint.pickles import read_pickle as read
+        from shoal.checkpoint.foreign.pickle_reader import read_pickle as read
     else:
 
         def read(data: bytes, where: str) -> object:

@@ -20,15 +20,16 @@ from checkpoint_cases import Heard, assert_same
 from checkpoint_world import expected, main, offered, wanted
 
 from shoal.base.errors import CheckpointError, ClusterError, ConfigError
-from shoal.checkpoint import folders, own_disks, parcels, write
-from shoal.checkpoint.fetch_step import fetch_newest
-from shoal.checkpoint.listing import find, read_manifest, verify
-from shoal.checkpoint.read import open_newest
-from shoal.checkpoint.remote import RemoteFolder
+from shoal.checkpoint.format import folders
+from shoal.checkpoint.format.listing import find, read_manifest, verify
+from shoal.checkpoint.load.read import open_newest
+from shoal.checkpoint.remote.fetch_step import fetch_newest
+from shoal.checkpoint.remote.remote_folder import RemoteFolder
+from shoal.checkpoint.save import file_transfer, node_local, write
 from shoal.fabric import World
-from shoal.fabric.far_links import swap
-from shoal.fabric.second_group import twin
-from shoal.trainer import own_disks as trainer_disks
+from shoal.fabric.collectives.link_failures import swap
+from shoal.fabric.duplicate_group import twin
+from shoal.trainer.run_folder import node_local_resume as trainer_disks
 
 MACHINES = [0, 0, 1, 2]
 KEEPERS = (0, 0, 2, 3)
@@ -54,10 +55,10 @@ def save(world: World, root: Path, step: int, *, keep: int = 9, heard: Any = Non
     return write.save(mine, step, pieces, {"of": world.rank}, world, heard or Heard(), keep=keep)
 
 
-def bring(world: World, root: Path, heard: Any = None) -> own_disks.Brought | None:
+def bring(world: World, root: Path, heard: Any = None) -> node_local.Brought | None:
     """Have the newest on all disks, and go on from it."""
     mine = own(root, world.rank)
-    found = own_disks.bring_newest(mine, KEEPERS, world, heard or Heard())
+    found = node_local.bring_newest(mine, KEEPERS, world, heard or Heard())
     if found is not None:
         loaded = open_newest(mine, wanted(4, world.rank, 0), world, Heard(), found.step)
         assert loaded is not None
@@ -86,20 +87,20 @@ def replaced(module: Any, name: str, other: Any, *, where: bool = True) -> Itera
 
 
 def check_who_sees_which_disk(world: World, root: Path) -> None:
-    assert own_disks.find_keepers(root.parent / "shared", world) == ()
-    assert own_disks.keepers_of(root.parent / "shared" / "below", world) == ()
-    world.keepers = own_disks.find_keepers(own(root, world.rank).parent, world)
+    assert node_local.find_keepers(root.parent / "shared", world) == ()
+    assert node_local.keepers_of(root.parent / "shared" / "below", world) == ()
+    world.keepers = node_local.find_keepers(own(root, world.rank).parent, world)
     assert world.keepers == KEEPERS
     assert world.keeps == (world.rank != 1)
     world.barrier()
     assert os.listdir(own(root, world.rank).parent) == []
     with pytest.raises(ConfigError, match="rank 1 of 4 does not see what rank 0, on the same mach"):
-        own_disks.find_keepers(root.parent / f"alone{world.rank}", world)
+        node_local.find_keepers(root.parent / f"alone{world.rank}", world)
 
 
 def check_each_disk_has_every_checkpoint_whole(world: World, root: Path) -> None:
     heard = Heard()
-    with replaced(parcels, "PIECE_BYTES", 300), replaced(parcels, "ROUND_PIECES", 2):
+    with replaced(file_transfer, "PIECE_BYTES", 300), replaced(file_transfer, "ROUND_PIECES", 2):
         saved = save(world, root, 1, heard=heard)
     assert verify(saved.path) == []
     manifest = read_manifest(saved.path)
@@ -110,7 +111,7 @@ def check_each_disk_has_every_checkpoint_whole(world: World, root: Path) -> None
     assert len(heard.named("checkpoint_saved")) == (1 if world.rank in KEEPERS else 0)
     assert save(world, root, 1).existed
     found = bring(world, root)
-    assert found == own_disks.Brought(1, 0, {})
+    assert found == node_local.Brought(1, 0, {})
 
 
 def check_old_ones_go_on_every_disk(world: World, root: Path) -> None:
@@ -125,7 +126,7 @@ def check_a_disk_that_is_empty_and_a_stale_one_get_the_newest(world: World, root
     if world.rank == 3:
         shutil.rmtree(own(root, 3) / "step-4")
     world.barrier()
-    assert bring(world, root) == own_disks.Brought(4, 0, {2: 0, 3: 3})
+    assert bring(world, root) == node_local.Brought(4, 0, {2: 0, 3: 3})
     assert names(world, root) == (["step-4"] if world.rank == 2 else ["step-3", "step-4"])
 
 
@@ -136,7 +137,7 @@ def check_what_is_damaged_comes_again_from_who_has_it_whole(world: World, root: 
     if world.rank == 3:
         shutil.rmtree(own(root, 3) / "step-4")
     world.barrier()
-    assert bring(world, root, heard) == own_disks.Brought(4, 2, {0: 3, 3: 3})
+    assert bring(world, root, heard) == node_local.Brought(4, 2, {0: 3, 3: 3})
     told = heard.named("checkpoint_damaged")
     assert [one["file"] for one in told] == (
         ["checkpoints/step-4/rank-2.safetensors"] if world.is_first else []
@@ -150,18 +151,18 @@ def check_what_nobody_has_whole_gives_way_to_the_one_before(world: World, root: 
     if world.keeps:
         flip(own(root, world.rank) / "step-5" / f"rank-{world.rank}.safetensors")
     world.barrier()
-    assert bring(world, root) == own_disks.Brought(4, 0, {})
+    assert bring(world, root) == node_local.Brought(4, 0, {})
     assert "step-5" in names(world, root)  # whose copies are all damaged: for a person to look at
     save(world, root, 5, keep=2)
     assert "step-5.damaged" in names(world, root)
-    assert bring(world, root) == own_disks.Brought(5, 0, {})
+    assert bring(world, root) == node_local.Brought(5, 0, {})
 
 
 def check_a_manifest_that_is_damaged_is_no_candidate(world: World, root: Path) -> None:
     if world.rank == 2:
         flip(own(root, 2) / "step-5" / "manifest.json")
     world.barrier()
-    assert bring(world, root) == own_disks.Brought(5, 0, {2: 4})
+    assert bring(world, root) == node_local.Brought(5, 0, {2: 4})
     assert ("step-5.damaged-2" in names(world, root)) == (world.rank == 2)
 
 
@@ -182,7 +183,7 @@ def check_of_two_futures_the_one_that_most_have_counts(world: World, root: Path)
         shutil.rmtree(own(root, 0) / "step-6")
         aside.rename(own(root, 0) / "step-6")
     world.barrier()
-    assert bring(world, root) == own_disks.Brought(6, 2, {0: 5})
+    assert bring(world, root) == node_local.Brought(6, 2, {0: 5})
     assert ("step-6.other" in names(world, root)) == (world.rank < 2)
 
 
@@ -194,7 +195,7 @@ def check_a_disk_that_does_not_take_it_fails_the_save_on_all(world: World, root:
 
     heard = Heard()
     with (
-        replaced(parcels, "write_all", full, where=world.rank == 2),
+        replaced(file_transfer, "write_all", full, where=world.rank == 2),
         pytest.raises(CheckpointError, match="step-7 was not saved: rank 2: .*No space left on d"),
     ):
         save(world, root, 7, heard=heard)
@@ -221,12 +222,12 @@ def check_bytes_that_come_otherwise_are_never_used(world: World, root: Path) -> 
             into[1][-1] ^= 4
 
     with (
-        replaced(parcels, "swap", altered, where=world.rank == 3),
+        replaced(file_transfer, "swap", altered, where=world.rank == 3),
         pytest.raises(CheckpointError, match="step-6 was not brought from a peer: rank 3: .*hash"),
     ):
         bring(world, root)
     assert names(world, root) == before
-    assert bring(world, root) == own_disks.Brought(6, 0, {3: 5})
+    assert bring(world, root) == node_local.Brought(6, 0, {3: 5})
 
 
 def check_rows_that_are_too_many_are_said(world: World, root: Path) -> None:
@@ -236,7 +237,7 @@ def check_rows_that_are_too_many_are_said(world: World, root: Path) -> None:
     if world.keeps:
         kept = rows if world.rank == 3 else rows[:3]
         (folder / "metrics.jsonl").write_text("\n".join([*kept, ""]))
-    found = own_disks.Brought(8, 3, {0: 2})
+    found = node_local.Brought(8, 3, {0: 2})
     with replaced(trainer_disks, "ROWS_BYTES", 3 * len(rows[0]) + len(rows[0]) // 2):
         trainer_disks.bring_rows(folder, found, KEEPERS, world, heard)
     if world.rank == 0:
@@ -261,14 +262,14 @@ def check_what_a_remote_folder_has_comes_to_every_disk(world: World, root: Path)
     heard: list[str] = []
     fetch_newest(own(root, world.rank), remote, "", world, heard.append)
     assert ("step-6" in names(world, root)) == (world.rank < 2)
-    assert bring(world, root) == own_disks.Brought(6, 0, {2: 5, 3: 5})
+    assert bring(world, root) == node_local.Brought(6, 0, {2: 5, 3: 5})
 
 
 def check_a_sender_whose_file_ends_early_is_named(world: World, root: Path) -> None:
     if world.rank == 3:
         shutil.rmtree(own(root, 3) / "step-6")
     world.barrier()
-    real = own_disks.carry
+    real = node_local.carry
 
     def shorter(among: World, sent: Any, source_of: Any, target_of: Any) -> None:
         for one in sent:
@@ -277,11 +278,11 @@ def check_a_sender_whose_file_ends_early_is_named(world: World, root: Path) -> N
         real(among, sent, source_of, target_of)
 
     with (
-        replaced(own_disks, "carry", shorter),
+        replaced(node_local, "carry", shorter),
         pytest.raises(CheckpointError, match="rank 0: .*was cut short while it was read"),
     ):
         bring(world, root)
-    assert bring(world, root) == own_disks.Brought(6, 2, {0: 5, 3: 5})
+    assert bring(world, root) == node_local.Brought(6, 2, {0: 5, 3: 5})
 
 
 def check_a_peer_that_sends_nothing_is_waited_for_no_longer_than_told(

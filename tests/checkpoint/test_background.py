@@ -26,12 +26,14 @@ from checkpoint_cases import (
 )
 
 from shoal.base.errors import ClusterError, ConfigError
-from shoal.base.shards import Shard
-from shoal.checkpoint import folders, hostcopy, read, shardfile
-from shoal.checkpoint.background import BackgroundSaver
-from shoal.checkpoint.listing import find, read_manifest, verify
-from shoal.checkpoint.pieces import cut
-from shoal.checkpoint.write import Piece
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.agreement.rank_pieces import cut
+from shoal.checkpoint.format import folders
+from shoal.checkpoint.format.listing import find, read_manifest, verify
+from shoal.checkpoint.load import read
+from shoal.checkpoint.save import host_copy, shard_writer
+from shoal.checkpoint.save.background_save import BackgroundSaver
+from shoal.checkpoint.save.write import Piece
 
 DEADLINE_S = 20.0
 
@@ -64,7 +66,7 @@ class Gate:
         self.entered = threading.Event()
         self.inside = self.most = 0
         self.threads: set[str] = set()
-        real = shardfile.write_file
+        real = shard_writer.write_file
         if opened:
             self.open.set()
 
@@ -79,7 +81,7 @@ class Gate:
             finally:
                 self.inside -= 1
 
-        monkeypatch.setattr(shardfile, "write_file", write_file)
+        monkeypatch.setattr(shard_writer, "write_file", write_file)
 
 
 def test_what_changes_after_start_is_not_saved(
@@ -137,13 +139,13 @@ def test_listeners_hear_in_the_training_thread(tmp_path: Path) -> None:
 
 
 def test_host_memory_is_used_again() -> None:
-    host = hostcopy.HostCopy()
+    host = host_copy.HostCopy()
     first = [block.data.data_ptr() for block in host.take(list(cut(pieces(state(1)), {}).values()))]
     taken = host.take(list(cut(pieces(state(2)), {}).values()))
     assert [block.data.data_ptr() for block in taken] == first
     smaller = host.take(list(cut(pieces({"w": torch.ones(3)}), {}).values()))
     assert smaller[0].data.data_ptr() in first
-    assert all(pointer % hostcopy.ALIGN_BYTES == 0 for pointer in first if pointer)
+    assert all(pointer % host_copy.ALIGN_BYTES == 0 for pointer in first if pointer)
 
 
 def test_offers_that_change_are_agreed_anew(saver: BackgroundSaver, tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_a_thread_that_breaks_ends_the_run(tmp_path: Path, monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr("shoal.checkpoint.write._existing", broken)
+    monkeypatch.setattr("shoal.checkpoint.save.write._existing", broken)
     saver = BackgroundSaver(alone(), Heard())
     start(saver, tmp_path / "checkpoints", 5)
     for _ in range(2):

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from checkpoint_cases import Heard, alone, assert_same, save_step, state, wanted_all
 
-from shoal.checkpoint import read
-from shoal.checkpoint.listing import find, verify
+from shoal.checkpoint.format.listing import find, verify
+from shoal.checkpoint.load import read
 
 CALLS = ("write", "fsync", "rename", "mkdir", "rmdir", "unlink")
 DEADLINE_S = 20.0

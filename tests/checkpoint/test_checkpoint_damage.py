@@ -18,12 +18,13 @@ import pytest
 from checkpoint_cases import Heard, alone, assert_same, save_step, state, wanted_all
 
 from shoal.base.errors import CheckpointError
-from shoal.base.shards import Box
-from shoal.checkpoint import read, storedfile
-from shoal.checkpoint.boxes import text
-from shoal.checkpoint.faults import Damaged, WantedDamaged
-from shoal.checkpoint.listing import read_manifest, verify
-from shoal.checkpoint.manifest import StoredFile, encode
+from shoal.base.plans.tensor_shards import Box
+from shoal.checkpoint.format import stored_shard
+from shoal.checkpoint.format.boxes import text
+from shoal.checkpoint.format.checkpoint_faults import Damaged, WantedDamaged
+from shoal.checkpoint.format.listing import read_manifest, verify
+from shoal.checkpoint.format.manifest import StoredFile, encode
+from shoal.checkpoint.load import read
 
 
 @pytest.fixture
@@ -306,7 +307,7 @@ def test_the_damaged_one_makes_way_when_the_run_reaches_its_step_again(broken: P
 def test_a_file_cut_short_between_opening_and_reading(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storedfile.os, "preadv", lambda *_: 0)
+    monkeypatch.setattr(stored_shard.os, "preadv", lambda *_: 0)
     manifest = read_manifest(checkpoint)
     with pytest.raises(Damaged, match="was cut short while it was read"):
         read.load(checkpoint, wanted_all(manifest))
@@ -320,7 +321,7 @@ def test_a_disk_error_counts_as_damage(two: Path, monkeypatch: pytest.MonkeyPatc
             raise OSError(5, "Input/output error", str(path))
         return real(path, flags, *more)
 
-    monkeypatch.setattr(storedfile.os, "open", failing)
+    monkeypatch.setattr(stored_shard.os, "open", failing)
     heard = Heard()
     loaded = read.open_newest(two, wanted_all, alone(), heard)
     assert loaded is not None

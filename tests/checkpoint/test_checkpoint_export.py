@@ -15,11 +15,11 @@ import torch
 from checkpoint_cases import Heard, alone, assert_same, pieces, save_step, state
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.base.shards import Shard
-from shoal.checkpoint import export_folder as folder_export
-from shoal.checkpoint import write
-from shoal.checkpoint.export import export
-from shoal.checkpoint.export_folder import export_folder
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.export import export_folder as folder_export
+from shoal.checkpoint.export.export_file import export
+from shoal.checkpoint.export.export_folder import export_folder
+from shoal.checkpoint.save import write
 
 
 def test_the_model_alone_under_its_own_names(tmp_path: Path) -> None:

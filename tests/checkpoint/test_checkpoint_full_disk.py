@@ -13,8 +13,10 @@ import torch
 from checkpoint_cases import Heard, alone, assert_same, pieces, save_step, state, wanted_all
 
 from shoal.base.errors import CheckpointError
-from shoal.checkpoint import folders, read, write
-from shoal.checkpoint.listing import find
+from shoal.checkpoint.format import folders
+from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.load import read
+from shoal.checkpoint.save import write
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import CheckpointError
-from shoal.checkpoint import lease
-from shoal.checkpoint.lease import RunLease, read_owner
+from shoal.checkpoint.format import lease
+from shoal.checkpoint.format.lease import RunLease, read_owner
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from shoal.checkpoint.lease import RunLease
+from shoal.checkpoint.format.lease import RunLease
 RunLease(Path(sys.argv[1]), "first").acquire()
 sys.stdout.write("held\\n"); sys.stdout.flush()
 time.sleep(30)

@@ -11,9 +11,9 @@ import fsspec
 import pytest
 from checkpoint_cases import alone, save_step
 
-from shoal.checkpoint.listing import find
-from shoal.checkpoint.remote import RemoteFolder
-from shoal.checkpoint.upload import Uploader, start_copies
+from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.remote.remote_folder import RemoteFolder
+from shoal.checkpoint.remote.upload import Uploader, start_copies
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_a_run_waits_for_the_last_copy_but_not_for_ever(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines, hooks, goes_on = list[str](), list[Any](), threading.Event()
-    monkeypatch.setattr("shoal.checkpoint.upload.HEARD_S", 0.05)
-    monkeypatch.setattr("shoal.checkpoint.upload.DEADLINE_S", 0.2)
+    monkeypatch.setattr("shoal.checkpoint.remote.upload.HEARD_S", 0.05)
+    monkeypatch.setattr("shoal.checkpoint.remote.upload.DEADLINE_S", 0.2)
     monkeypatch.setattr(RemoteFolder, "_put_files", lambda *_: goes_on.wait(20))
     finish = start_copies(tmp_path, "memory://far", 2, alone(), hooks.append, lines.append)
     path = save_step(tmp_path / "checkpoints", 1).path

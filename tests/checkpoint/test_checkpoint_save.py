@@ -27,12 +27,14 @@ from checkpoint_cases import (
 )
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.base.shards import Shard
-from shoal.checkpoint import assign_slices as deals
-from shoal.checkpoint import read, tensorfile, write
-from shoal.checkpoint.boxes import untiled
-from shoal.checkpoint.listing import find, read_manifest, verify
-from shoal.checkpoint.manifest import Manifest, StoredTensor, encode
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.agreement import assign_slices as deals
+from shoal.checkpoint.format import safetensors_file
+from shoal.checkpoint.format.boxes import untiled
+from shoal.checkpoint.format.listing import find, read_manifest, verify
+from shoal.checkpoint.format.manifest import Manifest, StoredTensor, encode
+from shoal.checkpoint.load import read
+from shoal.checkpoint.save import write
 
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_read_back_finds_what_the_disk_lost(
 
     heard, root = Heard(), tmp_path / "checkpoints"
     with monkeypatch.context() as patch:
-        patch.setattr(tensorfile.os, "write", lying)
+        patch.setattr(safetensors_file.os, "write", lying)
         with pytest.raises(CheckpointError, match=f"checkpoints/step-5 was not saved: .*{text}"):
             save_step(root, 5, heard)
     assert [name for name, _ in heard.events] == ["checkpoint_failed"]
@@ -277,7 +279,7 @@ def test_nothing_saved_yet_is_none(tmp_path: Path) -> None:
 def test_a_newer_format_is_not_taken_for_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.checkpoint.manifest.VERSION", 2)
+    monkeypatch.setattr("shoal.checkpoint.format.manifest.VERSION", 2)
     (tmp_path / "step-9").mkdir()
     (tmp_path / "step-9" / "manifest.json").write_bytes(encode(Manifest(9, {}, {})))
     monkeypatch.undo()
@@ -314,7 +316,7 @@ def test_tilings() -> None:
 
 
 def test_catalog_and_lease_need_no_torch() -> None:
-    rooms = "shoal.checkpoint.lease, shoal.checkpoint.listing"
+    rooms = "shoal.checkpoint.format.lease, shoal.checkpoint.format.listing"
     code = f"import sys, {rooms}; print('torch' in sys.modules)"
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -19,7 +19,7 @@ from hostile_pickles import hostile
 
 from forks import Forks
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.checkpoint.import_weights import Imported, import_weights
+from shoal.checkpoint.foreign.import_weights import Imported, import_weights
 
 DCP = Path(__file__).parent / "dcp_folder.py"
 

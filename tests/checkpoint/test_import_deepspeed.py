@@ -13,7 +13,7 @@ import torch
 from deepspeed_folder import Writer
 
 from shoal.base.errors import CheckpointError
-from shoal.checkpoint.import_weights import import_weights
+from shoal.checkpoint.foreign.import_weights import import_weights
 
 
 @pytest.fixture(autouse=True)

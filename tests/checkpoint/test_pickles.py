@@ -21,10 +21,10 @@ import torch
 from hostile_pickles import call, hostile, name, text, tuple_, whole
 
 from shoal.base.errors import CheckpointError
-from shoal.checkpoint import pickles
-from shoal.checkpoint.inert import Global, Record, Refused, StoredTensor
-from shoal.checkpoint.pickles import KEY_LETTERS, TABLE, read_pickle
-from shoal.checkpoint.torchfile import TorchFile, map_file
+from shoal.checkpoint.foreign import pickle_reader
+from shoal.checkpoint.foreign.inert_objects import Global, Record, Refused, StoredTensor
+from shoal.checkpoint.foreign.pickle_reader import KEY_LETTERS, TABLE, read_pickle
+from shoal.checkpoint.foreign.torch_file import TorchFile, map_file
 
 PROGRAM = Path(__file__).parent / "hostile_pickles.py"
 
@@ -77,7 +77,7 @@ def test_a_dangerous_name_in_the_table_is_seen(
     def make(of: Global, arguments: tuple[Any, ...] = ()) -> Any:
         return getattr(__import__(of.module), of.name)(*arguments)
 
-    monkeypatch.setattr(pickles, "Record", make)
+    monkeypatch.setattr(pickle_reader, "Record", make)
     assert ran("builtins.exec", tmp_path)
 
 
@@ -91,11 +91,13 @@ def test_the_table_names_tensors_and_containers_only() -> None:
         "torch._utils._rebuild_parameter_with_state",
         "torch._tensor._rebuild_from_type_v2",
     }
-    assert {made.__module__ for made in TABLE.values()} == {"shoal.checkpoint.pickles"}
+    assert {made.__module__ for made in TABLE.values()} == {
+        "shoal.checkpoint.foreign.pickle_reader"
+    }
 
 
 def test_the_reader_has_no_means_to_run_anything() -> None:
-    tree = ast.parse(Path(pickles.__file__).read_text())
+    tree = ast.parse(Path(pickle_reader.__file__).read_text())
     imported = {
         alias.name if isinstance(node, ast.Import) else node.module
         for node in ast.walk(tree)
@@ -104,7 +106,7 @@ def test_the_reader_has_no_means_to_run_anything() -> None:
     }
     assert imported == {
         "__future__", "pickletools", "collections.abc", "typing", "shoal.base.errors",
-        "shoal.base.shards", "shoal.checkpoint.inert",
+        "shoal.base.plans.tensor_shards", "shoal.checkpoint.foreign.inert_objects",
     }  # fmt: skip
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert not used & {"getattr", "eval", "exec", "compile", "__import__", "globals", "vars"}
@@ -114,9 +116,9 @@ def test_the_linter_names_the_one_file() -> None:
     """`import pickle` anywhere, and `import pickletools` in another file, are refused."""
     root = Path(__file__).parent.parent.parent
     for module, file, refused in (
-        ("pickletools", "checkpoint/pickles.py", False),
-        ("pickletools", "checkpoint/torchfile.py", True),
-        ("pickle", "checkpoint/torchfile.py", True),
+        ("pickletools", "checkpoint/foreign/pickle_reader.py", False),
+        ("pickletools", "checkpoint/foreign/torch_file.py", True),
+        ("pickle", "checkpoint/foreign/torch_file.py", True),
     ):
         command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--quiet"]
         command += ["--stdin-filename", str(root / "src/shoal" / file), "-"]

@@ -9,12 +9,13 @@ import pytest
 import torch
 from checkpoint_cases import Heard, alone
 
-from shoal.base.shards import Box, Shard
-from shoal.checkpoint import read, write
-from shoal.checkpoint.background import BackgroundSaver
-from shoal.checkpoint.boxes import elements, patches, untiled
-from shoal.checkpoint.listing import read_manifest
-from shoal.checkpoint.pieces import seen
+from shoal.base.plans.tensor_shards import Box, Shard
+from shoal.checkpoint.agreement.rank_pieces import seen
+from shoal.checkpoint.format.boxes import elements, patches, untiled
+from shoal.checkpoint.format.listing import read_manifest
+from shoal.checkpoint.load import read
+from shoal.checkpoint.save import write
+from shoal.checkpoint.save.background_save import BackgroundSaver
 
 SHAPES = [((6, 12), 1, 3), ((2, 3, 12), 2, 2), ((12, 5), 0, 3), ((4, 12, 3), 1, 2), ((1, 12), 1, 3)]
 """Shape, dim that is cut, segments."""

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shoal.base.watch_page import PAGE_VARIABLE
+from shoal.wire.watch_page import PAGE_VARIABLE
 
 STEPS, TROUBLE_AT = 60, 30
 WATCH = """
@@ -31,9 +31,9 @@ sys.exit(beside.main())
 RANKS = """
 import ctypes, os, signal, time
 from pathlib import Path
-from shoal.base.phases import DATA, PASSES
-from shoal.base.stacks import answer_for_stacks
-from shoal.base.watch_page import Page
+from shoal.wire.phases import DATA, PASSES
+from shoal.wire.stack_dumps import answer_for_stacks
+from shoal.wire.watch_page import Page
 rank, size, folder = int(os.environ["RANK"]), 2, Path(os.environ["FOLDER"])
 page = Page.open()
 answer_for_stacks(page)
@@ -292,7 +292,7 @@ def test_ranks_of_two_nodes_are_compared_as_those_of_one(nodes: TwoNodes) -> Non
 
 ALONE = """
 import os, signal
-from shoal.base.watch_page import Page
+from shoal.wire.watch_page import Page
 page = Page.open()
 for step in range(1, 8):
     page.stepped(step)
@@ -319,7 +319,7 @@ def test_a_rank_that_ends_without_a_word_is_told(
     """Where nobody of ours started it; one that has left its page has come to its end, or said why."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     watch = subprocess.Popen(
-        [sys.executable, "-m", "shoal.cli.beside", "1"], stderr=subprocess.PIPE, **pipes
+        [sys.executable, "-m", "shoal.launch.watchdog", "1"], stderr=subprocess.PIPE, **pipes
     )
     assert watch.stdout is not None
     assert watch.stdin is not None

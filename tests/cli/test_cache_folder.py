@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.base.files import cache_folder, cache_trouble, replace_compiler_caches
+from shoal.base.runlog.atomic_files import cache_folder, cache_trouble, replace_compiler_caches
 
 TRAIN = ("train", "model.name=mlp", "data.source=digits", "train.steps=4", "launch.processes=1",
          "run.name=a")  # fmt: skip

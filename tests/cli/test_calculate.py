@@ -14,7 +14,7 @@ import pytest
 
 from shoal.base.errors import PlanError
 from shoal.teach.calculate import CALCULATORS, MAY_BE_ZERO, SCREENS, calculate
-from shoal.teach.calculators import collectives, goodput
+from shoal.teach.calculators import collectives_costs, goodput
 from shoal.teach.drawings.screen import table_lines
 
 WORDS = tuple(
@@ -75,7 +75,7 @@ def test_options_reach_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["goodput"] == goodput.goodput(336, 5, 600, 11160)
     assert found["first_order"] == pytest.approx(0.92, abs=0.005)
     found = record_of(capsys, "collectives", "ranks=16", "mib=1", "alpha_us=10", "gb_per_s=1")
-    assert found["results"]["seconds"]["ring"] == collectives.ring_all_reduce_s(
+    assert found["results"]["seconds"]["ring"] == collectives_costs.ring_all_reduce_s(
         16, 2**20, 10e-6, 1e-9
     )
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import shoal
 from forks import Forks
-from shoal.base.facts import MachineFacts
+from shoal.base.estimates.facts import MachineFacts
 from shoal.cli import compare_measure, main
 from shoal.cli.compare_rows import (
     NOISE,
@@ -25,7 +25,7 @@ from shoal.cli.compare_rows import (
     plan_rows,
 )
 from shoal.machine.states import peak_extra_bytes, state_bytes
-from shoal.trainer.benchmark_row import relative_difference
+from shoal.trainer.jobs.benchmark_row import relative_difference
 
 MIB = 2**20
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.machine import fit
-from shoal.machine.fit_links import Pair, best_of, check_pairs, slow_pairs
+from shoal.machine import health_check
+from shoal.machine.link_check import Pair, best_of, check_pairs, slow_pairs
 
 
 def doctor(*words: str, before: str = "") -> tuple[int, list[dict[str, object]]]:
@@ -76,14 +76,14 @@ def test_a_held_port_a_full_disk_and_a_low_limit_are_named(small: Path) -> None:
 
 def test_a_disk_that_takes_no_file_is_named(small: Path) -> None:
     """It has room by its own word, and a file of the probe's size does not fit."""
-    told = fit.check_disk("disk", small, 2**20)
+    told = health_check.check_disk("disk", small, 2**20)
     assert not told.ok
     assert "cannot be written and synced: No space left on device" in told.what
     assert list(small.iterdir()) == []
 
 
 def test_a_small_shared_memory_is_named(small: Path) -> None:
-    told = fit.check_shared_memory(small)
+    told = health_check.check_shared_memory(small)
     assert not told.ok
     assert f"{small} has 2.0 MiB free of 2.0 MiB, 256.0 MiB are needed" in told.what
     assert "--shm-size=1g" in told.mend
@@ -93,15 +93,17 @@ def test_a_clock_that_steps_or_is_another_than_the_disk_s_is_named(tmp_path: Pat
     began_s = time.monotonic()
 
     def steps() -> float:
-        return time.time() + (3.0 if time.monotonic() - began_s > fit.CLOCK_WATCHED_S / 2 else 0.0)
+        return time.time() + (
+            3.0 if time.monotonic() - began_s > health_check.CLOCK_WATCHED_S / 2 else 0.0
+        )
 
-    told = fit.check_clock(tmp_path, wall=steps)
+    told = health_check.check_clock(tmp_path, wall=steps)
     assert not told.ok
     assert "moved by +3000 ms" in told.what
-    told = fit.check_clock(tmp_path, wall=lambda: time.time() - 3600)
+    told = health_check.check_clock(tmp_path, wall=lambda: time.time() - 3600)
     assert not told.ok
     assert "-3600.0 s from the clock that dates files" in told.what
-    assert fit.check_clock(tmp_path).ok
+    assert health_check.check_clock(tmp_path).ok
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_a_clock_that_steps_or_is_another_than_the_disk_s_is_named(tmp_path: Pat
     ],
 )
 def test_an_old_version_is_named(have: dict[str, str | None], asked: str, what: str) -> None:
-    told = fit.check_versions(have, [asked])
+    told = health_check.check_versions(have, [asked])
     assert not told.ok
     assert told.what == what
     assert asked in told.mend
@@ -143,17 +145,17 @@ def test_a_slow_pair_is_named(unlike: dict[str, float]) -> None:
 def test_too_little_memory_and_too_few_cores_are_named(tmp_path: Path) -> None:
     table = tmp_path / "meminfo"
     table.write_text("MemTotal: 9000000 kB\nMemAvailable: 8000000 kB\n")
-    assert fit.check_memory(2, table, tmp_path).ok
+    assert health_check.check_memory(2, table, tmp_path).ok
     (tmp_path / "memory.max").write_text(f"{700 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{100 * 2**20}\n")
-    told = fit.check_memory(2, table, tmp_path)
+    told = health_check.check_memory(2, table, tmp_path)
     assert not told.ok
     assert f"600.0 MiB free within the limit of {tmp_path / 'memory.max'}" in told.what
     assert told.mend == "launch.processes=1"
-    assert fit.check_cores(2, 0.5, cores=2).ok
-    assert fit.check_cores(3, 0.5, cores=2).mend == "launch.processes=2"
+    assert health_check.check_cores(2, 0.5, cores=2).ok
+    assert health_check.check_cores(3, 0.5, cores=2).mend == "launch.processes=2"
     hard = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    assert fit.check_files(hard, 4096).ok
+    assert health_check.check_files(hard, 4096).ok
 
 
 @pytest.mark.parametrize("words", [["--port", "70000"], ["--free-gib", "nan"]])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.base.events import EventLog, append_line
+from shoal.base.runlog.events import EventLog, append_line
 from shoal.cli import start
 from shoal.cli.ending import Ending, command
 from shoal.launch import Outcome

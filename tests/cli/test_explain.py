@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from shoal.base.errors import PlanError
-from shoal.base.layout import Layout
+from shoal.base.layouts.layout import Layout
 from shoal.cli import main
 from shoal.cli.plan_explain import explain_model, find_layout, over_data
 from shoal.cli.plan_subject import find_subject

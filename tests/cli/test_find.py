@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from shoal.base.errors import ConfigError
 from shoal.cli import main
-from shoal.trainer.rate_range import BLOWN_UP, RateRange, smooth
+from shoal.trainer.jobs.rate_range import BLOWN_UP, RateRange, smooth
 
 BOWL = """
 import torch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import UNSAVED_CODE
-from shoal.base.events import EventLog, append_line
+from shoal.base.runlog.events import EventLog, append_line
 from shoal.cli import islands, start
 
 

@@ -11,12 +11,12 @@ import pytest
 import typer
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.strategies import expand
+from shoal.base.layouts.strategies import expand
 from shoal.cli.compare_rows import read_names
 from shoal.cli.main import app
 from shoal.config.sections import Config, keys
 from shoal.data.sources import Source
-from shoal.planner.model_facts import FAMILIES
+from shoal.forecast.models.model_facts import FAMILIES
 from shoal.trainer.run import Run
 
 ROOT = Path(__file__).parent.parent.parent

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forks import Forks
-from shoal.view.proof import proof_text, verdict_line
+from shoal.view.proof_lines import proof_text, verdict_line
 
 USER = '''
 import torch

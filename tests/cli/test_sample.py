@@ -9,13 +9,13 @@ import torch
 from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
-from shoal.base.shards import Shard
-from shoal.checkpoint.write import Piece, save
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.save.write import Piece, save
 from shoal.cli.main import app
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
+from shoal.fabric.rendezvous.process_info import Place
 from shoal.models.catalog import build
-from shoal.trainer.hub_files import keep_tokenizer
+from shoal.trainer.run_folder.hub_files import keep_tokenizer
 
 TEXT = "[model]\nname = 'gpt'\ndim = 8\nheads = 2\nlayers = 1\n[data]\nsource = 'stdlib'\nsequence = 4\n"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.plan import Plan
+from shoal.base.plans.plan import Plan
 from shoal.cli.start import Prepared, prepare, settle_run, write_folder
 from shoal.config.differences import of_configurations, refusal
 from shoal.config.load import Loaded
 from shoal.config.save import to_toml
 from shoal.config.trust import load_own
-from shoal.trainer.oom import fitted
+from shoal.trainer.jobs.out_of_memory import fitted
 
 CHANGED = (
     "train.micro_batch: {} → {}, what divides the {} samples of a data-parallel rank here; masks"

@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from shoal.base.errors import ShoalError
-from shoal.base.islands import IslandsPolicy
+from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.cli import simulate as command
-from shoal.planner.islands import IslandsFacts, islands_cost
+from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command("simulate")(command.simulate)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.base.readable import READABLE, SPELT, spelt
+from shoal.base.text.terminal_encoding import READABLE, SPELT, spelt
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 PLAN = ("plan", "model.name=llama-3-8b", "--on", "8xH100-80GB", "--top", "2")

@@ -12,12 +12,12 @@ import torch
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
 from shoal.config.sections import Config, DataSection, ModelSection
-from shoal.data.dataset import load_error
-from shoal.data.first_look import sample_kind
-from shoal.data.loader import Loader
+from shoal.data.loading.dataset_kind import load_error
+from shoal.data.loading.loader import Loader
+from shoal.data.loading.sample_inspection import sample_kind
+from shoal.data.loading.worker_pool import Failure
 from shoal.data.sources import open_source
-from shoal.data.workers import Failure
-from shoal.trainer.job import build_model, call_builder, import_object
+from shoal.trainer.jobs.configured_run import build_model, call_builder, import_object
 
 FLOATS = [(torch.zeros(1, 8, 8), 3)] * 4
 IDS = [(torch.arange(8), torch.arange(8))] * 4

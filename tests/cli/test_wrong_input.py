@@ -224,7 +224,7 @@ def test_a_name_without_a_checkpoint_is_free_again(tmp_path: Path) -> None:
 def test_a_run_toml_is_replaced_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.base import files
+    from shoal.base.runlog import atomic_files
     from shoal.cli.start import prepare, write_folder
 
     def crash(*_: object) -> None:
@@ -233,7 +233,7 @@ def test_a_run_toml_is_replaced_whole_or_not_at_all(
     prepared = prepare(["model.name=mlp", "data.source=digits", "run.name=mine"], None)
     prepared.folder.mkdir(parents=True)
     (prepared.folder / "run.toml").write_text("# as it was")
-    monkeypatch.setattr(files.os, "replace", crash)
+    monkeypatch.setattr(atomic_files.os, "replace", crash)
     with pytest.raises(OSError, match="disk full"):
         write_folder(prepared)
     assert (prepared.folder / "run.toml").read_text() == "# as it was"

@@ -10,13 +10,13 @@ import torch
 
 from child import Sheet
 from device import DEVICE, ON_GPU, SMALL, peak_bytes, pick, synchronize
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel import dropout_rng, recompute
-from shoal.parallel.offload.activations import LEAST_BYTES, Activations
+from shoal.parallel.offload.offloaded_activations import LEAST_BYTES, Activations
 from shoal.parallel.offload.optimizer_state import stream_state
 from shoal.parallel.program import Program, undivided
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from child import Sheet
 from device import GPUS, ON_GPU, PATIENCE, pick
-from shoal.view.proof import verdict_line
+from shoal.view.proof_lines import verdict_line
 from worlds import Members
 
 HERE = Path(__file__).resolve().parent

@@ -14,7 +14,7 @@ from shoal.config.load import load
 from shoal.data.sources import open_source
 from shoal.fabric import World, start_world
 from shoal.machine.measure import measure_machine, quick
-from shoal.trainer.benchmark_row import measure_row
+from shoal.trainer.jobs.benchmark_row import measure_row
 
 SIZES = pick(
     ["model.dim=1024", "model.layers=12", "data.sequence=1024", "train.batch=16"],

@@ -20,7 +20,7 @@ import shoal
 from child import Sheet
 from device import DEVICE, ON_GPU, SMALL, pick, synchronize
 from one import Tokens
-from shoal.base.policies import OptimizerPolicy
+from shoal.base.layouts.policies import OptimizerPolicy
 from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.optim.build import build_optimizer

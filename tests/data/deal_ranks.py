@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from shoal.data.dealt_loader import DealtLoader, gathered
+from shoal.data.streams.stream_loader import DealtLoader, gathered
 
 
 class Ranks:

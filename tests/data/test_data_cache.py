@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.base.files import cache_folder
-from shoal.data import cache
-from shoal.data.cache import NewEntry, content_key, open_cached
+from shoal.base.runlog.atomic_files import cache_folder
+from shoal.data.files import tokenizer_cache
+from shoal.data.files.tokenizer_cache import NewEntry, content_key, open_cached
 
 
 @pytest.fixture(autouse=True)
@@ -69,14 +69,16 @@ def test_files_are_verified_once_after_a_start_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, read = Builder(), []
-    real = cache._fingerprint
-    monkeypatch.setattr(cache, "_fingerprint", lambda path: read.append(path.name) or real(path))
+    real = tokenizer_cache._fingerprint
+    monkeypatch.setattr(
+        tokenizer_cache, "_fingerprint", lambda path: read.append(path.name) or real(path)
+    )
     folder, _ = open_cached("thing", "k", build)
     read.clear()
     for _ in range(3):
         open_cached("thing", "k", build)
     assert read == [], "it was just made"
-    monkeypatch.setattr(cache, "BOOT", tmp_path / "boot_id")
+    monkeypatch.setattr(tokenizer_cache, "BOOT", tmp_path / "boot_id")
     (tmp_path / "boot_id").write_text("another start")
     for _ in range(2):
         open_cached("thing", "k", build)
@@ -112,7 +114,7 @@ def test_what_a_killed_process_left_is_removed() -> None:
 
 def test_without_a_lock_the_first_of_two_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes on a file system without locks build at once; both must end up well."""
-    monkeypatch.setattr(cache, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(tokenizer_cache, "LOCK_WAIT_S", 0.0)
     inner = Builder()
 
     def build(entry: NewEntry) -> dict[str, Any]:

@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shoal.base.errors import ConfigError, UserError
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
-from shoal.data.iterable import IterableLoader
-from shoal.data.loader import Loader
-from shoal.trainer.loaders import Feed, open_loader
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
+from shoal.data.loading.iterable import IterableLoader
+from shoal.data.loading.loader import Loader
+from shoal.trainer.loaders.run_loaders import Feed, open_loader
 
 
 class Stream:

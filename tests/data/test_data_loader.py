@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
-from shoal.data import misread
-from shoal.data import workers as crews
-from shoal.data.loader import Loader
+from shoal.data.loading import read_retries
+from shoal.data.loading import worker_pool as crews
+from shoal.data.loading.loader import Loader
 
 
 class Numbers(Dataset[Any]):
@@ -320,7 +320,7 @@ class Flaky(Augmented):
 def test_a_read_error_that_passes_is_tried_again(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(misread, "PAUSES_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(read_retries, "PAUSES_S", (0.01, 0.01, 0.01))
     settings: dict[str, Any] = {"batch": 4, "micro_batch": 2, "seed": 3}
     want = run(Loader(Augmented(9), **settings), epochs=2)
     error = OSError(errno.EIO, "Input/output error")
@@ -338,7 +338,7 @@ def test_an_error_that_stays_is_not_waited_for() -> None:
 
 PARENT = """
 import os, pathlib, sys, time
-from shoal.data.loader import Loader
+from shoal.data.loading.loader import Loader
 
 class Slow:
     def __len__(self): return 8

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.data.workers import obey_parent
+from shoal.data.loading.worker_pool import obey_parent
 
 
 def obedient(ready: Any) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from shoal.data.order import permute, samples_at
+from shoal.data.loading.sample_order import permute, samples_at
 
 
 @pytest.mark.parametrize("samples", [*range(1, 70), 127, 128, 129, 1000, 4097, 65_537])

@@ -13,9 +13,9 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.config.sections import DataSection
-from shoal.data.samples import EvenPart
+from shoal.data.digits import EvenPart
 from shoal.data.sources import open_source
-from shoal.trainer.loaders import open_loader
+from shoal.trainer.loaders.run_loaders import open_loader
 
 
 @pytest.fixture(autouse=True)

@@ -13,17 +13,17 @@ from tokenizers.processors import TemplateProcessing
 
 from shoal.base.errors import ConfigError
 from shoal.config.sections import DataSection
-from shoal.data import text as text_module
-from shoal.data.documents import (
+from shoal.data.files.documents import (
     EXCLUDED_FOLDERS,
     Document,
     glob_documents,
     hold_out,
     stdlib_documents,
 )
-from shoal.data.read_once import Texts
 from shoal.data.sources import open_source
-from shoal.data.text import open_corpus, train_bpe_on
+from shoal.data.text import text_files as text_module
+from shoal.data.text.single_pass_text import Texts
+from shoal.data.text.text_files import open_corpus, train_bpe_on
 
 WORDS = ["the tide comes in, the tide goes out\n", "a shoal of herring turns as one\n", "größe €\n"]
 

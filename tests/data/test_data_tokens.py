@@ -14,9 +14,15 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.config.sections import DataSection
-from shoal.data.loader import Loader
+from shoal.data.files.token_files import (
+    TokenDataset,
+    TokenSpan,
+    count_tokens,
+    cross_entropy,
+    open_folder,
+)
+from shoal.data.loading.loader import Loader
 from shoal.data.sources import open_source
-from shoal.data.tokens import TokenDataset, TokenSpan, count_tokens, cross_entropy, open_folder
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +190,7 @@ def test_the_scan_is_cached_until_a_file_changes(
         calls.append(1)
         return count_tokens(spans)
 
-    monkeypatch.setattr("shoal.data.tokens.count_tokens", counted)
+    monkeypatch.setattr("shoal.data.files.token_files.count_tokens", counted)
     for _ in range(2):
         assert open_folder(str(folder), 0.1).vocabulary == 1
     assert len(calls) == 2  # train and validation, once

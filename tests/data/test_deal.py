@@ -12,8 +12,8 @@ import torch
 from deal_ranks import Ranks, alone, in_order, merged, numbers
 
 from shoal.base.errors import ConfigError, UserError
-from shoal.data.deal import Deal
-from shoal.data.dealt_loader import DealtLoader
+from shoal.data.streams.shard_order import Deal
+from shoal.data.streams.stream_loader import DealtLoader
 
 LENGTHS = [7, 0, 23, 5, 1, 40, 0, 3, 11, 8, 2]
 LAST_EMPTY = [0, 3, 0, 0, 9, 0, 0, 0]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.data.documents import glob_documents, stdlib_documents
-from shoal.data.row_files import read_objects
+from shoal.data.files.documents import glob_documents, stdlib_documents
+from shoal.data.files.row_files import read_objects
 from shoal.data.sources import open_data
 
 LINE = "Größer als ein naïve café 😀 � ok.\n"
@@ -133,7 +133,7 @@ def test_a_cache_of_an_earlier_version_hides_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.1.0 kept the tokens of a packed file under its name, size and time."""
-    from shoal.data.documents import Document, TextFile
+    from shoal.data.files.documents import Document, TextFile
 
     (tmp_path / "a.txt").write_bytes(gzip.compress(TEXT.encode()))
     with monkeypatch.context() as earlier:

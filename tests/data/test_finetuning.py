@@ -14,8 +14,8 @@ from shoal.base.errors import ConfigError
 from shoal.config.load import load
 from shoal.config.paths import check_data
 from shoal.config.sections import DataSection
-from shoal.data.examples import best_fit
 from shoal.data.sources import open_data, open_source
+from shoal.data.text.finetuning_samples import best_fit
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

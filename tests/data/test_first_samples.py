@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from shoal.data.first_look import first_samples
+from shoal.data.loading.sample_inspection import first_samples
 
 
 class Counted(IterableDataset):  # type: ignore[type-arg]

@@ -14,10 +14,10 @@ import pytest
 from deal_ranks import Ranks, alone, merged
 
 from shoal.base.errors import ClusterError, ConfigError
-from shoal.data import misread
-from shoal.data.dealt_loader import DealtLoader
-from shoal.data.hf_streams import Shards, open_dealt
-from shoal.data.iterable import IterableLoader
+from shoal.data.loading import read_retries
+from shoal.data.loading.iterable import IterableLoader
+from shoal.data.streams.hf_streams import Shards, open_dealt
+from shoal.data.streams.stream_loader import DealtLoader
 
 pytestmark = pytest.mark.proof
 datasets: Any = pytest.importorskip("datasets")
@@ -198,7 +198,7 @@ def test_what_a_mount_refuses_is_tried_again_or_left_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where `map` reads an image by its path: dealt, read as one, and out of a shuffle buffer."""
-    monkeypatch.setattr(misread, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(read_retries, "PAUSES_S", (0.0, 0.0, 0.0))
     torn, tries = {3, 100, 101, TOTAL - 1}, Counter[int]()
 
     def reads(times: int) -> Callable[[dict[str, Any]], dict[str, Any]]:

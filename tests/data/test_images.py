@@ -10,8 +10,8 @@ import pytest
 
 from shoal.base.errors import ConfigError, UserError
 from shoal.config.sections import DataSection
-from shoal.data.images import ImageFolder, check_model, held_out, open_images
-from shoal.data.loader import Loader
+from shoal.data.files.image_folders import ImageFolder, check_model, held_out, open_images
+from shoal.data.loading.loader import Loader
 from shoal.data.sources import open_source
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shoal.base.errors import UserError
-from shoal.data.fetch import Fetcher, Joined, NotUniform, join_uniform
+from shoal.data.loading.fetch import Fetcher, Joined, NotUniform, join_uniform
 
 
 class Pair(NamedTuple):

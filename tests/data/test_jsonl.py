@@ -12,8 +12,8 @@ import pytest
 
 from shoal.base.errors import ConfigError
 from shoal.config.sections import DataSection
-from shoal.data import rows
 from shoal.data.sources import open_source
+from shoal.data.text import text_rows as rows
 
 TEXTS = [f"line {n}: the tide comes in, the tide goes out, größe €{n % 7}\n" for n in range(200)]
 

@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.base.errors import ConfigError
-from shoal.config.mixture import split_mixture
+from shoal.config.mixture_syntax import split_mixture
 from shoal.config.paths import check_data_path
 from shoal.config.sections import DataSection
-from shoal.data.loader import Loader
-from shoal.data.mixture import Mixture, turns
+from shoal.data.loading.loader import Loader
+from shoal.data.loading.weighted_mixture import Mixture, turns
 from shoal.data.sources import open_source
 
 WEIGHTS = [(1, 1), (7, 3), (1, 99), (5, 3, 2), (3, 2, 1), (1, 1, 1, 1), (97, 2, 1), (10, 9, 3, 1)]

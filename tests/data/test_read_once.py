@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from shoal.config.sections import DataSection
-from shoal.data import cache, read_once, rows
-from shoal.data.cache import NewEntry
-from shoal.data.documents import Document, glob_documents, spread
-from shoal.data.read_once import Texts, by_places, sample_rule
-from shoal.data.rows import row_documents
+from shoal.data.files import tokenizer_cache
+from shoal.data.files.documents import Document, glob_documents, spread
+from shoal.data.files.tokenizer_cache import NewEntry
 from shoal.data.sources import open_source
+from shoal.data.text import single_pass_text, text_rows
+from shoal.data.text.single_pass_text import Texts, by_places, sample_rule
+from shoal.data.text.text_rows import row_documents
 
 LINES = [f"number {n}: " + "the tide comes in, größe €; " * (n % 9) for n in range(600)]
 
@@ -27,8 +28,8 @@ LINES = [f"number {n}: " + "the tide comes in, größe €; " * (n % 9) for n in
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three files of 600 lines, and what is sampled of them: 8 KiB at 16 places."""
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(read_once, "TRAIN_CHARACTERS", 2**13)
-    monkeypatch.setattr(read_once, "PLACES", 16)
+    monkeypatch.setattr(single_pass_text, "TRAIN_CHARACTERS", 2**13)
+    monkeypatch.setattr(single_pass_text, "PLACES", 16)
     for number in range(3):
         made = [json.dumps({"id": n, "text": t}) for n, t in enumerate(LINES) if n % 3 == number]
         (tmp_path / f"{number}.jsonl").write_text("\n".join(made) + "\n")
@@ -47,22 +48,22 @@ def test_every_line_is_read_once_and_twice_where_it_is_not_kept(
     files: Path, monkeypatch: pytest.MonkeyPatch, share: str, kept: bool
 ) -> None:
     read: Counter[str] = Counter()
-    real = rows.Rows.rows
+    real = text_rows.Rows.rows
 
-    def counted(document: rows.Rows, keys: Any = ()) -> Any:
+    def counted(document: text_rows.Rows, keys: Any = ()) -> Any:
         for place, row in real(document, keys):
             read[place] += 1
             yield place, row
 
-    monkeypatch.setattr(rows.Rows, "rows", counted)
+    monkeypatch.setattr(text_rows.Rows, "rows", counted)
     if not kept:
-        monkeypatch.setattr(read_once, "KEPT_CHARACTERS", 1000)
+        monkeypatch.setattr(single_pass_text, "KEPT_CHARACTERS", 1000)
     source = opened(f"jsonl:{files}/*.jsonl", validation=share)
     first = read.pop(f"{files}/0.jsonl:1")
     assert set(read.values()) == {1 if kept else 2}
     assert first == (3 if kept else 4), "once for the form, and once before the field is known"
     monkeypatch.setenv("SHOAL_CACHE", str(files / "other"))
-    monkeypatch.setattr(read_once, "KEPT_CHARACTERS", 2**28 if not kept else 0)
+    monkeypatch.setattr(single_pass_text, "KEPT_CHARACTERS", 2**28 if not kept else 0)
     again = opened(f"jsonl:{files}/*.jsonl", validation=share)
     ids, others = ([span.open() for span in one.train.spans] for one in (source, again))
     assert np.array_equal(np.concatenate(ids), np.concatenate(others))
@@ -71,7 +72,7 @@ def test_every_line_is_read_once_and_twice_where_it_is_not_kept(
 def test_of_much_text_some_places_are_read(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = row_documents("jsonl", f"{files}/*.jsonl", "text", 0.2)[0]
     assert sample_rule(documents) == "whole"
-    monkeypatch.setattr(read_once, "WHOLE_BYTES", 2**15)
+    monkeypatch.setattr(single_pass_text, "WHOLE_BYTES", 2**15)
     assert sample_rule(documents) == "places"
     some = list(Texts(documents, []).sample())
     assert some == list(by_places(documents)), "the same every time"
@@ -89,7 +90,7 @@ def test_of_much_text_some_places_are_read(files: Path, monkeypatch: pytest.Monk
 
 def test_how_much_was_sampled_changes_the_key(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = opened(f"jsonl:{files}/*.jsonl").train.spans[0].path
-    monkeypatch.setattr(read_once, "WHOLE_BYTES", 2**15)
+    monkeypatch.setattr(single_pass_text, "WHOLE_BYTES", 2**15)
     assert opened(f"jsonl:{files}/*.jsonl").train.spans[0].path != first
 
 
@@ -122,7 +123,7 @@ def test_bytes_that_are_read_of_much_text(files: Path) -> None:
 def test_of_rows_that_are_longer_than_the_sample_a_head_is_taken(
     files: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
-    monkeypatch.setattr(read_once, "WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(single_pass_text, "WHOLE_BYTES", whole_bytes)
     text = "".join(LINES) * 3
     (files / "long.jsonl").write_text(json.dumps({"text": text}) + "\n")
     documents = row_documents("jsonl", f"{files}/long.jsonl", "text", 0.0)[0]
@@ -163,12 +164,14 @@ def test_an_arrays_checksum_is_taken_as_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry, array = NewEntry(tmp_path), np.arange(10**5, dtype=np.uint16)[::-1]
-    monkeypatch.setattr(cache, "CHECKED_BYTES", 10**4)  # of a larger file the size must do
+    monkeypatch.setattr(
+        tokenizer_cache, "CHECKED_BYTES", 10**4
+    )  # of a larger file the size must do
     path = entry.save_array("ids", array)
     told = entry.fingerprints()
-    assert told == {"ids.npy": cache._fingerprint(path)}
+    assert told == {"ids.npy": tokenizer_cache._fingerprint(path)}
     assert np.array_equal(np.load(path), array)
-    monkeypatch.setattr(cache, "_fingerprint", None)
+    monkeypatch.setattr(tokenizer_cache, "_fingerprint", None)
     assert entry.fingerprints() == told, "without reading it"
 
 
@@ -188,9 +191,11 @@ def test_a_flipped_byte_of_an_array_is_found_by_a_later_start(
         file.write(bytes([good[-1] ^ 1]))
     mark = path.parent.with_name(f"{path.parent.name}.checked")
     mark.write_text(
-        cache._mark(path.parent, json.loads((path.parent / "meta.json").read_text())["files"])
+        tokenizer_cache._mark(
+            path.parent, json.loads((path.parent / "meta.json").read_text())["files"]
+        )
     )
-    monkeypatch.setattr(cache, "BOOT", boot)
+    monkeypatch.setattr(tokenizer_cache, "BOOT", boot)
     opened(source)
     assert path.read_bytes() == good
     assert when.st_size == path.stat().st_size
@@ -201,7 +206,7 @@ def test_of_much_parquet_some_row_groups_are_begun(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    from shoal.data import row_files
+    from shoal.data.files import row_files
 
     monkeypatch.setattr(row_files, "LEAST_PAGE", 2**12)
     monkeypatch.setattr(row_files, "PAGE_ROWS", 4)
@@ -247,7 +252,7 @@ def test_the_form_of_parquet_is_told_by_its_columns(
     parquet.write_table(table, files / "b.parquet")
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
     documents = row_documents("parquet", f"{files}/?.parquet", "", 0.0)[0]
-    assert rows.find_form(documents, "") == rows.PAIR
+    assert text_rows.find_form(documents, "") == text_rows.PAIR
 
 
 @pytest.mark.proof

@@ -15,7 +15,7 @@ import torch
 from shoal.base.errors import ConfigError
 from shoal.config.paths import check_data_path
 from shoal.config.sections import DataSection
-from shoal.data.iterable import IterableLoader
+from shoal.data.loading.iterable import IterableLoader
 from shoal.data.sources import open_source
 
 FORMS: dict[str, list[dict[str, Any]]] = {

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from proof_rows import rows
 from shoal.base.errors import UserError
-from shoal.data import seeding
-from shoal.data.loader import Loader
+from shoal.data.loading import sample_seeds
+from shoal.data.loading.loader import Loader
 
 DRAWS = {
     "nothing": lambda: 0.0,
@@ -61,9 +61,9 @@ def always_seeded(dataset: Any, collate: Any = torch.stack) -> list[Any]:
     for start in range(0, len(dataset), 2):
         samples = []
         for index in loader._fetcher.ids(start, start + 2):
-            seeding.seed_draws(5, 0, index)
+            sample_seeds.seed_draws(5, 0, index)
             samples.append(dataset[index])
-        seeding.seed_draws(5, "collate", start)
+        sample_seeds.seed_draws(5, "collate", start)
         found.append(collate(samples).tolist())
     return found
 
@@ -112,7 +112,7 @@ def test_only_what_is_drawn_from_is_seeded(
 ) -> None:
     """Seeding all three for every sample takes 25 µs of it."""
     calls = Counter[str]()
-    for generator in seeding.GENERATORS:
+    for generator in sample_seeds.GENERATORS:
         kind = type(generator)
         own = kind.seed
 
@@ -135,7 +135,7 @@ def test_an_error_of_a_sample_that_drew_names_it_once() -> None:
                 raise ValueError(f"drew {torch.rand(()).item()}")
             return sample
 
-    seeding.seed_draws(5, 0, 9)
+    sample_seeds.seed_draws(5, 0, 9)
     told = f"data.source: sample 9 (epoch 0, position 9): ValueError: drew {torch.rand(()).item()}"
     with pytest.raises(UserError) as caught:
         values(Unlucky("nothing", 1), shuffle=False)
@@ -155,7 +155,7 @@ def test_a_numpy_of_another_kind_of_generator() -> None:
 
 
 def test_numpys_own_generator_may_be_exchanged() -> None:
-    ours, before = seeding.NumpyGenerator(), np.random.get_bit_generator()
+    ours, before = sample_seeds.NumpyGenerator(), np.random.get_bit_generator()
     first = ours.state()
     try:
         np.random.set_bit_generator(np.random.MT19937(5))

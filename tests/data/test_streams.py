@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.base.batches import turn_of
 from shoal.base.errors import ConfigError, UserError
-from shoal.data.loader import Loader
-from shoal.data.shards import TarSamples, open_shards
-from shoal.data.streams import BLOCK, STREAMS, StreamOrder
+from shoal.base.plans.batches import turn_of
+from shoal.data.loading.loader import Loader
+from shoal.data.streams.stream_order import BLOCK, STREAMS, StreamOrder
+from shoal.data.streams.webdataset import TarSamples, open_shards
 
 SIZES = {
     "even": [130] * 70,
@@ -206,8 +206,8 @@ def test_what_is_no_shard_is_one_line(tmp_path: Path) -> None:
 READER = """
 import sys
 from pathlib import Path
-from shoal.data.loader import Loader
-from shoal.data.shards import TarSamples
+from shoal.data.loading.loader import Loader
+from shoal.data.streams.webdataset import TarSamples
 
 def read():
     return int(Path("/proc/self/io").read_text().split()[1])

@@ -14,10 +14,10 @@ import pytest
 from shoal.base.errors import ConfigError
 from shoal.config.paths import check_data
 from shoal.config.sections import DataSection
-from shoal.data.cache import content_key
+from shoal.data.files.token_dtypes import check_dtype, find_dtype
+from shoal.data.files.token_files import open_folder
+from shoal.data.files.tokenizer_cache import content_key
 from shoal.data.sources import open_data
-from shoal.data.token_dtypes import check_dtype, find_dtype
-from shoal.data.tokens import open_folder
 
 Ids = npt.NDArray[np.int64]
 
@@ -176,8 +176,8 @@ def test_a_file_that_was_scanned_by_an_earlier_version_is_looked_at(
     """0.1.0 kept in the cache what it found in a file that it read as uint16."""
     WIDE["128,256 ids"].astype("<u4").tofile(folder / "train.bin")
     with monkeypatch.context() as earlier:
-        earlier.setattr("shoal.data.tokens.check_dtype", lambda *_: None)
-        earlier.setattr("shoal.data.tokens.content_key", earlier_key)
+        earlier.setattr("shoal.data.files.token_files.check_dtype", lambda *_: None)
+        earlier.setattr("shoal.data.files.token_files.content_key", earlier_key)
         open_folder(str(folder), 0.1)
     with pytest.raises(ConfigError, match="written as uint32"):
         open_folder(str(folder), 0.1)

@@ -13,9 +13,9 @@ import torch
 from deal_ranks import Ranks, alone, merged, numbers
 
 from shoal.base.errors import ClusterError, UserError
-from shoal.data import misread
-from shoal.data.dealt_loader import DealtLoader
-from shoal.data.iterable import IterableLoader
+from shoal.data.loading import read_retries
+from shoal.data.loading.iterable import IterableLoader
+from shoal.data.streams.stream_loader import DealtLoader
 
 LENGTHS = [7, 0, 23, 5, 1, 40, 0, 3, 11, 8, 2]
 TORN = {0, 12, 13, 14, 15, 40, 99}
@@ -24,7 +24,7 @@ TORN = {0, 12, 13, 14, 15, 40, 99}
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(misread, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(read_retries, "PAUSES_S", (0.0, 0.0, 0.0))
 
 
 class Stream:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shoal.base import islands
 from shoal.base.errors import BugError, ConfigError
-from shoal.fabric.codecs import ALIGNED, BLOCK, CODECS, Codec, find_codec
-from shoal.fabric.codecs.e3m0 import E3M0
-from shoal.fabric.codecs.int8 import Int8
-from shoal.fabric.codecs.top2bit import GROUP
-from shoal.fabric.coded_sums import largest, pack_places, unpack_places
+from shoal.base.layouts import island_options
+from shoal.fabric.compressed.codecs import ALIGNED, BLOCK, CODECS, Codec, find_codec
+from shoal.fabric.compressed.codecs.e3m0 import E3M0
+from shoal.fabric.compressed.codecs.int8 import Int8
+from shoal.fabric.compressed.codecs.top2bit import GROUP
+from shoal.fabric.compressed.compressed_sums import largest, pack_places, unpack_places
 
 FP32, FP64 = torch.float32, torch.float64
 SIZES = [0, 1, 2, 7, 63, 65, 4097, BLOCK - 1, BLOCK, 2 * BLOCK + 3 * 4096 + 5]
@@ -231,7 +231,7 @@ def test_a_scale_is_a_normal_number(dtype: torch.dtype) -> None:
 
 
 def test_the_names_are_those_that_users_write() -> None:
-    assert tuple(CODECS) == islands.CODECS
+    assert tuple(CODECS) == island_options.CODECS
     for name in CODECS:
         codec = find_codec(name, FP64)
         assert (codec.name, codec.dtype, codec.gathers) == (name, FP64, name == "top2bit")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.base.errors import BugError
-from shoal.fabric.codecs import CODECS, Codec, Feedback, find_codec
+from shoal.fabric.compressed.codecs import CODECS, Codec, Feedback, find_codec
 
 LOSSY = [name for name in CODECS if name != "none"]
 ELEMENTS, ROUNDS = 4096 + 777, 12

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.fabric.codecs import CODECS, find_codec
+from shoal.fabric.compressed.codecs import CODECS, find_codec
 
 RECORDED = Path(__file__).parent / "codecs.json"
 FORMATS = {"fp32": torch.float32, "fp64": torch.float64}

@@ -18,19 +18,19 @@ from shoal.fabric.device import abilities, backends, device_generators, pick_dev
 SOURCE = Path(shoal.__file__).parent
 NAMES = ("cuda", "nccl", "xpu", "hip")
 MAY = {
-    "base/facts.py": "a variable of the environment that a finished run writes down; knows no torch",
-    "planner/catalogue.py": "sources of a catalogue's figures; knows no torch",
+    "base/estimates/facts.py": "a variable of the environment that a finished run writes down; knows no torch",
+    "forecast/machines/catalogue.py": "sources of a catalogue's figures; knows no torch",
     "teach/screens/links.py": "what learners read",
-    "launch/failures.py": "words in the texts of exceptions; the room knows no torch",
+    "launch/worker_failures.py": "words in the texts of exceptions; the room knows no torch",
     "trainer/step_trace.py": "a snapshot of memory that CUDA's allocator alone gives",
     "machine/device_pool.py": "a setting of CUDA's own allocator, and the only kind that has it",
-    "trace/lend.py": "names of the properties by which a tensor says where it is",
+    "trace/isolation/stream_weights.py": "names of the properties by which a tensor says where it is",
     "view/diagnose.py": "the settings of its allocator, in a command to type; the room knows no torch",
     "neighbours/without_cuda.py": "answers what scripts ask of it where it is not",
     "neighbours/deepspeed.py": "the same, by DeepSpeed's names for it",
     "neighbours/accelerate.py": "the name of the file above",
     "neighbours/accelerate_state.py": "Accelerate's own names for kinds of runs",
-    "parallel/spmd/sequence.py": "names of every attribute of a tensor that moves no data",
+    "parallel/spmd/sequence_shards.py": "names of every attribute of a tensor that moves no data",
 }
 """Files outside of fabric that spell a vendor's name in code, and why."""
 

@@ -8,9 +8,9 @@ PROGRAM = """
 import _thread, threading
 import torch
 import torch.distributed as dist
-from shoal.base.watch_page import PAGE_VARIABLE, Page
+from shoal.wire.watch_page import PAGE_VARIABLE, Page
 from shoal.launch.watch.page_reader import Watched
-from shoal.fabric.fingerprints import Fingerprints
+from shoal.fabric.collectives.collective_log import Fingerprints
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 watched = Watched("test")

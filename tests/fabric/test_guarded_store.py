@@ -17,12 +17,12 @@ import pytest
 import torch.distributed as dist
 
 import stranger
-from shoal.base import sealed
 from shoal.base.errors import ClusterError, ConfigError
-from shoal.base.sealed import HELLO, MOST_BYTES, NONCE, Line, lines, mac
 from shoal.fabric._torch import own_connection
-from shoal.fabric.guarded_store import GuardedStore
-from shoal.fabric.store_server import Server
+from shoal.fabric.rendezvous.authenticated_store import GuardedStore
+from shoal.fabric.rendezvous.store_server import Server
+from shoal.wire import authenticated_stream
+from shoal.wire.authenticated_stream import HELLO, MOST_BYTES, NONCE, Line, lines, mac
 
 TOKEN = b"a token of this test's own"
 SHORT = timedelta(seconds=2)
@@ -123,7 +123,7 @@ def test_who_took_the_servers_port_is_not_believed(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError, match="another token than this process"):
             GuardedStore("127.0.0.1", listener.getsockname()[1], TOKEN, SHORT)
         thread.join()
-    monkeypatch.setattr(sealed, "HELLO_S", 0.5)
+    monkeypatch.setattr(authenticated_stream, "HELLO_S", 0.5)
     torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for port in (torchs.port, 1):
         began_s = time.monotonic()
@@ -154,7 +154,7 @@ BAD = {
 def test_garbage_ends_the_strangers_connection_alone(
     served: Served, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed, "HELLO_S", 0.3)
+    monkeypatch.setattr(authenticated_stream, "HELLO_S", 0.3)
     known = served.client()
     with served.stranger() as line:
         line.sendall(BAD[what])

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.fabric import links
-from shoal.fabric.heartbeat import IslandLost
-from shoal.fabric.links import Deadline, Flight, Links
+from shoal.fabric.islands import inter_island_links
+from shoal.fabric.islands.heartbeat import IslandLost
+from shoal.fabric.islands.inter_island_links import Deadline, Flight, Links
 
 DEADLINE_S = 5.0
 
@@ -57,7 +57,7 @@ def test_a_transfer_that_was_forgotten_ends_at_the_first_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """gloo does that once in some 140 kills: docs/lab-log.md, "A closed connection"."""
-    monkeypatch.setattr(links, "LOOK_S", 0.05)
+    monkeypatch.setattr(inter_island_links, "LOOK_S", 0.05)
     group: Any = Closed(gone=2)
     pulse: Any = Hears()
     here = Links(dist.HashStore(), pulse, range(3), 0, "all")
@@ -94,10 +94,10 @@ def test_a_deadline_ends_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody is gone, a transfer that does not end still ends at its deadline."""
     group: Any = Closed(gone=-1)
     work: Any = Clock()
-    monkeypatch.setattr(links, "time", work)
+    monkeypatch.setattr(inter_island_links, "time", work)
     nothing = torch.empty(0, dtype=torch.uint8)
     here = Links(dist.HashStore(), None, range(2), 0, "all")
-    with pytest.raises(links._Failed):
+    with pytest.raises(inter_island_links._Failed):
         here.wait(Flight(work, nothing, nothing, group), Deadline(0.3))
     assert group.asked == [1]
-    assert work.now_s == pytest.approx(0.3, abs=2 * links.LEAST_S)
+    assert work.now_s == pytest.approx(0.3, abs=2 * inter_island_links.LEAST_S)

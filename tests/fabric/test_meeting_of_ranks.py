@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError
-from shoal.fabric import meeting_point
 from shoal.fabric import world as worlds
-from shoal.fabric.process_info import Place
+from shoal.fabric.rendezvous import rendezvous_store
+from shoal.fabric.rendezvous.process_info import Place
 from shoal.fabric.world import start_world
 
 
@@ -56,10 +56,10 @@ def test_whose_boundary_torchruns_store_has_is_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, loopback: bool
 ) -> None:
     """By rank 0, where other machines reach it."""
-    monkeypatch.setattr(meeting_point, "is_loopback", lambda host: loopback)
+    monkeypatch.setattr(rendezvous_store, "is_loopback", lambda host: loopback)
     agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = Place(port=agents.port, agent_store=True, started_by="torchrun")
     with caplog.at_level(logging.WARNING, "shoal"):
-        meeting_point.open_store(place, timedelta(seconds=5), 1.0)
+        rendezvous_store.open_store(place, timedelta(seconds=5), 1.0)
     said = [line for line in caplog.messages if "which asks nobody who he is" in line]
     assert len(said) == (not loopback)

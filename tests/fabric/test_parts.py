@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.fabric.sharding import GatherParameters, SpareBuffer
-from shoal.fabric.traffic import Traffic
-from shoal.fabric.uneven_collectives import PendingSum, all_gather_parts, reduce_scatter
+from shoal.fabric.collectives.sharded_collectives import GatherParameters, SpareBuffer
+from shoal.fabric.collectives.traffic_counts import Traffic
+from shoal.fabric.collectives.uneven_collectives import PendingSum, all_gather_parts, reduce_scatter
 
 WAIT = timedelta(seconds=30)
 CUTS = [

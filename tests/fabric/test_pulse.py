@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from shoal.fabric import heartbeat as pulses
-from shoal.fabric.heartbeat import MOST_BYTES, Beat, Pulse, read_beat
+from shoal.fabric.islands import heartbeat as pulses
+from shoal.fabric.islands.heartbeat import MOST_BYTES, Beat, Pulse, read_beat
 
 STRANGE = [
     (b"\xff\xfe", "no JSON"),

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from shoal.base.errors import ClusterError
-from shoal.fabric.meeting_point import agreed_name
-from shoal.fabric.other_launchers import end_with_agent
-from shoal.fabric.process_info import Place, find_place
+from shoal.fabric.rendezvous.launcher_environment import end_with_agent
+from shoal.fabric.rendezvous.process_info import Place, find_place
+from shoal.fabric.rendezvous.rendezvous_store import agreed_name
 
 
 def named(store: dist.Store, size: int, timeout_s: float = 10.0) -> list[str]:

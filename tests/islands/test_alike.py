@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.base.islands import IslandsPolicy
-from shoal.checkpoint.faults import WantedDamaged
-from shoal.checkpoint.listing import find
-from shoal.checkpoint.manifest import FILE_NAME
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.checkpoint.format.checkpoint_faults import WantedDamaged
+from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.format.manifest import FILE_NAME
 from shoal.cli.islands import _set_aside, _share_out
 from shoal.cli.start import _check_goes_on, _in_folders
-from shoal.islands.history import Resume
-from shoal.planner.codings import CODINGS
-from shoal.trainer.island_join import (
+from shoal.forecast.time.codec_costs import CODINGS
+from shoal.islands.common_round import Resume
+from shoal.trainer.islands.island_join import (
     FEEDS_BACK,
     OWN,
     _alike,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.base.errors import CheckpointError, ClusterError
-from shoal.islands.history import Resume, from_bytes, newest_common, resume_point, to_bytes
+from shoal.islands.common_round import Resume, from_bytes, newest_common, resume_point, to_bytes
 
 
 def test_the_newest_that_all_hold() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.fabric.codecs import Feedback, find_codec
-from shoal.islands.residuals import Leftovers
+from shoal.fabric.compressed.codecs import Feedback, find_codec
+from shoal.islands.error_feedback_files import Leftovers
 
 PIECES = {"islands.index": 1, "islands.count": 3, "layout": "fsdp", "islands.codec": "sign"}
 

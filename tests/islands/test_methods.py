@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.base.errors import ConfigError
-from shoal.base.islands import METHODS, IslandsPolicy
+from shoal.base.layouts.island_options import METHODS, IslandsPolicy
 from shoal.islands.method import Method
 from shoal.islands.methods import PLAIN, find_method
 from shoal.islands.methods.noloco import pairs

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shoal.base.islands import IslandsPolicy
+from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.islands.commit_vote import NOBODY_ADMITTED, NOT_FINITE, Ballot, cure
 from shoal.islands.methods import find_method
 from shoal.islands.methods.noloco import OwnWeights

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import BugError, CheckpointError, ConfigError
-from shoal.base.islands import IslandsPolicy
-from shoal.islands.outer import UNFIT, Outer, all_finite, outer_builder
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.islands.outer_optimizer import UNFIT, Outer, all_finite, outer_builder
 
 ELEMENTWISE = [
     "adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.islands.deadline import FIRST_S, GRACE_S, MOST_S, WINDOW, Patience
+from shoal.islands.peer_deadline import FIRST_S, GRACE_S, MOST_S, WINDOW, Patience
 
 MB = 1_000_000
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.base.islands import METHODS, IslandsPolicy
+from shoal.base.layouts.island_options import METHODS, IslandsPolicy
 from shoal.islands.method import Method
 from shoal.islands.methods import find_method
 from shoal.islands.methods.noloco import pairs, spread
-from shoal.islands.outer import Outer
+from shoal.islands.outer_optimizer import Outer
 
 Weights = dict[str, Tensor]
 

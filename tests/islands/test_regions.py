@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from shoal.base.errors import CheckpointError
-from shoal.base.islands import IslandsPolicy
+from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.islands.methods import find_method
-from shoal.islands.outer import Outer
-from shoal.islands.regions import TwoTiers, members
+from shoal.islands.outer_optimizer import Outer
+from shoal.islands.two_tiers import TwoTiers, members
 
 SHAPES = {"a.w": (3, 2), "b": (1,), "none": (0,)}
 NEAR, FAR = 0, 2

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.base.islands import METHODS, IslandsPolicy
+from shoal.base.layouts.island_options import METHODS, IslandsPolicy
 from shoal.islands.admission import Verdict
 from shoal.islands.commit_vote import Ballot
-from shoal.islands.merge import Merge, lines, refusals, round_fields
+from shoal.islands.merge_proposal import Merge, lines, refusals, round_fields
 from shoal.islands.methods import find_method
 from shoal.islands.round_exchange import _among
 

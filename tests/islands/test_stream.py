@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from shoal.base.batches import cut_step
 from shoal.base.errors import BugError, CheckpointError
-from shoal.islands.stream import Span, Stream, inner_steps, split, steps_in, unused
+from shoal.base.plans.batches import cut_step
+from shoal.islands.sample_ranges import Span, Stream, inner_steps, split, steps_in, unused
 
 
 def positions(spans) -> list[int]:

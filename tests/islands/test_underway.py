@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from shoal.islands.stream import Span, Stream
-from shoal.trainer.island_loop import Rounds
-from shoal.trainer.island_state import Common
+from shoal.islands.sample_ranges import Span, Stream
+from shoal.trainer.islands.island_loop import Rounds
+from shoal.trainer.islands.island_state import Common
 
 
 class Nothing:

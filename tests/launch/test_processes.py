@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from shoal.base import facts
-from shoal.base.facts import usable_cores
-from shoal.fabric.process_info import find_place
+from shoal.base.estimates import facts
+from shoal.base.estimates.facts import usable_cores
+from shoal.fabric.rendezvous.process_info import find_place
 from shoal.launch import supervise
 from shoal.launch.processes import shared_environment, worker_environment
 

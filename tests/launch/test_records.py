@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from shoal.base.phases import DATA, HOOKS, PASSES
-from shoal.base.rank_records import FOLDER, PARTS, RankStep, decode, read_rank_steps
-from shoal.base.watch_page import PAGE_VARIABLE, Page
-from shoal.launch.watch import records
+from shoal.base.runlog.rank_records import FOLDER, PARTS, RankStep, decode, read_rank_steps
+from shoal.launch.watch import step_records
 from shoal.launch.watch.page_reader import Watched
-from shoal.launch.watch.records import RankRecords
+from shoal.launch.watch.step_records import RankRecords
+from shoal.wire.phases import DATA, HOOKS, PASSES
+from shoal.wire.watch_page import PAGE_VARIABLE, Page
 
 
 class Node:
@@ -135,8 +135,8 @@ def test_what_is_no_such_file_is_no_row(content: bytes) -> None:
 def test_old_steps_are_rolled_up(
     tmp_path: Path, node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "KEPT", 40)
-    monkeypatch.setattr(records, "GROUP", 10)
+    monkeypatch.setattr(step_records, "KEPT", 40)
+    monkeypatch.setattr(step_records, "GROUP", 10)
     one = node()
     for step in range(1, 1001):
         one.steps(step)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shoal.base import watch_page
-from shoal.base.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE, Phase
-from shoal.base.watch_page import PAGE_VARIABLE, WAIT, Page
 from shoal.launch.watch.page_reader import Watched
-from shoal.launch.watch.slow import STEPS, SlowRanks
+from shoal.launch.watch.slow_ranks import STEPS, SlowRanks
+from shoal.wire import watch_page
+from shoal.wire.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE, Phase
+from shoal.wire.watch_page import PAGE_VARIABLE, WAIT, Page
 
 OWN_S = {DATA: 0.01, PASSES: 0.03, BACKWARD: 0.04, UPDATE: 0.02, HOOKS: 0.0}
 NAMES = {

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from shoal.base.errors import BugError, ClusterError
-from shoal.base.events import EventLog
-from shoal.launch import Outcome, State, grace, supervise
+from shoal.base.runlog.events import EventLog
+from shoal.launch import Outcome, State, stop_grace, supervise
 from shoal.launch.supervisor import TICK_EVERY_S, _Supervisor
 
 PRELUDE = """
@@ -269,7 +269,7 @@ def test_sigterm_to_one_worker_while_it_starts_asks_all_to_stop(run: Run) -> Non
 
 
 def test_a_stop_waits_as_long_as_two_steps_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grace, "LEAST_S", 0.1)
+    monkeypatch.setattr(stop_grace, "LEAST_S", 0.1)
     body = """
 step(1)
 with open(folder / "metrics.jsonl", "a") as file:
@@ -284,14 +284,14 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def test_the_grace_is_learnt_from_steps_and_saves_unless_it_is_said(tmp_path: Path) -> None:
-    assert grace.Grace(tmp_path, 0.0, 2).seconds(0.0) == 60
+    assert stop_grace.Grace(tmp_path, 0.0, 2).seconds(0.0) == 60
     log = EventLog(tmp_path / "events.jsonl", 0)
     for seconds in (20.0, 5.0):
         log.emit("checkpoint_saved", step=1, seconds=seconds)
     with (tmp_path / "events.jsonl").open("ab") as file:
         file.write(b'{"event":"checkpoint_saved","seconds":"long"}\n\xff checkpoint_saved\n')
-    assert grace.Grace(tmp_path, 0.0, 2).seconds(4.0) == 60 + 2 * 4 + 3 * 20
-    assert grace.Grace(tmp_path, 25.0, 2).seconds(40.0) == 25, "what a scheduler waits"
+    assert stop_grace.Grace(tmp_path, 0.0, 2).seconds(4.0) == 60 + 2 * 4 + 3 * 20
+    assert stop_grace.Grace(tmp_path, 25.0, 2).seconds(40.0) == 25, "what a scheduler waits"
 
 
 def test_a_failure_that_only_blames_a_peer_waits_for_the_peer(run: Run) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from shoal.base.phases import PASSES, SUM
-from shoal.base.watch_page import PAGE_VARIABLE, Page
-from shoal.launch.failures import death_by_hanging
-from shoal.launch.watch import watch_ranks
+from shoal.launch.watch import hang_watch
+from shoal.launch.watch.hang_watch import Watch
 from shoal.launch.watch.page_reader import Watched
-from shoal.launch.watch.unit_calls import find_unlike_units
-from shoal.launch.watch.watch_ranks import Watch
+from shoal.launch.watch.unit_mismatch import find_unlike_units
+from shoal.launch.worker_failures import death_by_hanging
+from shoal.wire.phases import PASSES, SUM
+from shoal.wire.watch_page import PAGE_VARIABLE, Page
 
 KEY = 7
 PAIR = (KEY, KEY)
@@ -115,7 +115,7 @@ def test_the_watch_names_them_in_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After seconds, though nothing was learnt of the run yet; one that may be slow is none."""
-    monkeypatch.setattr(watch_ranks, "EVERY_S", 0.0)
+    monkeypatch.setattr(hang_watch, "EVERY_S", 0.0)
     told: list[dict[str, Any]] = []
     made = Watch(tmp_path, lambda event, **fields: told.append({"event": event, **fields}), 60.0)
     paths = made.begin(2)

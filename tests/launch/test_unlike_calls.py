@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from shoal.base.phases import PASSES
-from shoal.base.watch_page import PAGE_VARIABLE, Page
-from shoal.launch.watch import watch_ranks
+from shoal.launch.watch import hang_watch
+from shoal.launch.watch.call_mismatch import find_unlike_calls
+from shoal.launch.watch.hang_watch import Watch
 from shoal.launch.watch.page_reader import Watched
-from shoal.launch.watch.unlike_calls import find_unlike_calls
-from shoal.launch.watch.watch_ranks import Watch
+from shoal.wire.phases import PASSES
+from shoal.wire.watch_page import PAGE_VARIABLE, Page
 
 RUN = 7
 
@@ -68,7 +68,7 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(watch_ranks, "EVERY_S", 0.0)
+    monkeypatch.setattr(hang_watch, "EVERY_S", 0.0)
     (tmp_path / "logs").mkdir()
     made: list[Ranks] = []
 
@@ -218,7 +218,7 @@ def test_who_waits_for_whom_is_said_now_and_then(ranks: Any) -> None:
 def test_a_rank_ends_as_the_watch_wants() -> None:
     page = Watched("rank 0")
     code = (
-        "import sys, time; from shoal.base.stacks import be_watched; be_watched(); "
+        "import sys, time; from shoal.wire.stack_dumps import be_watched; be_watched(); "
         "sys.stdout.write('held back'); print(flush=True); sys.stdout.write('end'); time.sleep(60)"
     )
     process = subprocess.Popen(

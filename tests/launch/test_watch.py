@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from shoal.base.phases import DATA, NOWHERE, PASSES, SUM, Phase
-from shoal.base.stacks import collective_of, runs_own_code, stacks
-from shoal.base.watch_page import PAGE_VARIABLE, Page
 from shoal.launch import Outcome, supervise
-from shoal.launch.watch import deadlines, watch_ranks
-from shoal.launch.watch.deadlines import FIRST, STEP, Learnt, kind_of
-from shoal.launch.watch.hung import Seen, find_culprit
+from shoal.launch.watch import hang_watch, silence_deadlines
+from shoal.launch.watch.blamed_rank import Seen, find_culprit
+from shoal.launch.watch.collective_mismatch import find_unlike
+from shoal.launch.watch.hang_watch import Watch
 from shoal.launch.watch.page_reader import Told, Watched
-from shoal.launch.watch.unlike_collectives import find_unlike
-from shoal.launch.watch.watch_ranks import Watch
+from shoal.launch.watch.silence_deadlines import FIRST, STEP, Learnt, kind_of
+from shoal.wire.phases import DATA, NOWHERE, PASSES, SUM, Phase
+from shoal.wire.stack_dumps import collective_of, runs_own_code, stacks
+from shoal.wire.watch_page import PAGE_VARIABLE, Page
 
 MARGIN_S = 0.6
 """In the place of five seconds, so that a test waits less; steps take 0.03 s."""
@@ -34,9 +34,9 @@ MARGIN_S = 0.6
 RANKS = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from shoal.base.phases import DATA, PASSES
-from shoal.base.stacks import answer_for_stacks
-from shoal.base.watch_page import Page
+from shoal.wire.phases import DATA, PASSES
+from shoal.wire.stack_dumps import answer_for_stacks
+from shoal.wire.watch_page import Page
 rank, attempt = int(os.environ["RANK"]), int(os.environ["SHOAL_ATTEMPT"])
 size, folder = int(os.environ["WORLD_SIZE"]), Path(os.environ["SHOAL_RUN_FOLDER"])
 page = Page.open()
@@ -96,7 +96,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(deadlines, "MARGIN_S", MARGIN_S)
+    monkeypatch.setattr(silence_deadlines, "MARGIN_S", MARGIN_S)
     return Run(tmp_path)
 
 
@@ -197,7 +197,7 @@ def test_ranks_on_busy_cores_are_no_hang(run: Run) -> None:
 
 def test_without_a_page_nobody_is_watched(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first test sees comes from the pages."""
-    monkeypatch.setattr(watch_ranks, "can_watch", lambda: False)
+    monkeypatch.setattr(hang_watch, "can_watch", lambda: False)
     body = "page = Page.open({}) or __import__('unittest.mock').mock.MagicMock()\n"
     outcome = run(body + in_first("time.sleep(2)"))
     assert outcome == Outcome("finished", 0, 1, "")
@@ -316,7 +316,7 @@ def test_the_watch_stands_still_while_it_gets_no_core(
 ) -> None:
     """A machine that was asleep, or a whole tree that was stopped and goes on."""
     now_s = [0.0]
-    monkeypatch.setattr(watch_ranks.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s[0])
     events = []
     one = Watch(tmp_path, lambda event, **fields: events.append(event), 1.0)
     (path,) = one.begin(1)
@@ -344,7 +344,7 @@ def test_steps_that_pass_between_two_looks_are_learnt_from_the_runs_own_record(
 ) -> None:
     """Eight steps of 30 ms, and a save among them, were over before the watch had seen five."""
     now_s = [0.0]
-    monkeypatch.setattr(watch_ranks.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s[0])
     events = []
     tell = lambda event, **fields: events.append(event)  # noqa: E731
     one = Watch(tmp_path, tell, 1.0, lambda: told_s)
@@ -366,7 +366,7 @@ def test_an_island_that_runs_and_waits_for_others_is_not_at_fault(
 ) -> None:
     """They hang; it gives up by a deadline of its own. One that does not answer is told as ever."""
     now_s = [0.0]
-    monkeypatch.setattr(watch_ranks.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now_s[0])
     events = []
     one = Watch(tmp_path, lambda event, **fields: events.append(event), 0.0, lambda: [0.03] * 6)
     (path,) = one.begin(1)
@@ -395,7 +395,7 @@ class OwnLoop:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> None:
         self.now_s, self.events = 0.0, list[dict[str, Any]]()
-        monkeypatch.setattr(watch_ranks.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(hang_watch.time, "monotonic", lambda: self.now_s)
         self.watch = Watch(
             folder, lambda event, **fields: self.events.append(fields), math.inf, twice=True
         )
@@ -473,7 +473,7 @@ def test_a_loop_of_ones_own_that_a_person_has_stopped_is_left_alone(
     own_loop: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-Z, or a scheduler that suspends a job: all ranks stand, and will be told to go on."""
-    monkeypatch.setattr(watch_ranks, "kernel_state", lambda pid: {"State": "T (stopped)"})
+    monkeypatch.setattr(hang_watch, "kernel_state", lambda pid: {"State": "T (stopped)"})
     loop = own_loop()
     for _ in range(400):
         loop.look()
@@ -516,8 +516,8 @@ def test_a_stack_says_which_collective_it_is_and_who_called() -> None:
     wrapper: Any = frame_of("/x/torch/distributed/c10d_logger.py", "wrapper", frame)
     assert collective_of(frame) == ("barrier", True)
     assert collective_of(wrapper) == ("barrier", True)
-    ours = str(Path(watch_ranks.__file__).parents[2] / "fabric" / "world.py")
-    caller = frame_of(str(Path(ours).parents[1] / "trainer" / "step.py"))
+    ours = str(Path(hang_watch.__file__).parents[2] / "fabric" / "world.py")
+    caller = frame_of(str(Path(ours).parents[1] / "trainer" / "run.py"))
     frame = frame_of("/x/torch/distributed/c10d.py", "all_reduce", frame_of(ours, "add", caller))
     assert collective_of(frame) == ("add", False)
     reads = frame_of("/x/torch/_tensor.py", "tolist", caller)
@@ -560,7 +560,10 @@ def test_collectives_that_differ_are_named_with_both_ranks_and_both_lines() -> N
     found = find_unlike(3, {0: kept(A, A), 1: kept(A, B), 2: kept(A, A)})
     assert found is not None
     assert (found.rank, found.certain) == (1, False), "it may be meant"
-    ours = ["all_reduce 4 trainer/step.py:1", "all_reduce 4 trainer/step.py:2"]
+    ours = [
+        "all_reduce 4 trainer/step/optimizer_step.py:1",
+        "all_reduce 4 trainer/step/optimizer_step.py:2",
+    ]
     assert find_unlike(3, {0: kept(ours[0]), 1: kept(ours[1]), 2: kept(ours[0])}) is None
     assert find_unlike(-3, {0: kept(A), 1: kept(A, B), 2: kept(A)}) is None, "it may come yet"
     found = find_unlike(-3, {0: kept(A, B), 1: kept(A, A, B), 2: kept(A)})

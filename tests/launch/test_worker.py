@@ -9,9 +9,9 @@ import pytest
 
 from shoal.base.errors import CheckpointError, ClusterError, ConfigError, TrainingError, UserError
 from shoal.launch import run_worker
-from shoal.launch.failures import read_report
 from shoal.launch.guardian import guard
-from shoal.launch.worker import traceback_text
+from shoal.launch.worker_errors import traceback_text
+from shoal.launch.worker_failures import read_report
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_named_mistake_is_one_line_and_another_a_traceback(
     assert (Path(place.partition(":")[0]).name, line) == ("test_worker.py", "ValueError: odd")
     assert report.certain
     assert report.traceback.startswith("Traceback (most recent call last):")
-    assert "launch/worker.py" not in report.traceback
+    assert "launch/worker_errors.py" not in report.traceback
     assert report.traceback in capsys.readouterr().err
     assert list(report_path.parent.iterdir()) == [report_path]  # no draft is left
 

@@ -9,14 +9,11 @@ import sys
 import pytest
 import torch
 
-from shoal.base.facts import MachineFacts
+from shoal.base.estimates.facts import MachineFacts
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
-from shoal.machine import measure as machine
-from shoal.machine.links import fit_line
-from shoal.machine.measure import Sizes, best_of, measure_machine, write_bytes_per_s
-from shoal.planner.machines import parse_machines
-from shoal.planner.measured import (
+from shoal.fabric.rendezvous.process_info import Place
+from shoal.forecast.machines.cluster_syntax import parse_machines
+from shoal.forecast.machines.measured_machine import (
     BUSY_BYTES,
     BUSY_WAIT_S,
     _gpu_name,
@@ -25,6 +22,9 @@ from shoal.planner.measured import (
     read_measured,
     this_cluster,
 )
+from shoal.machine import measure as machine
+from shoal.machine.link_rates import fit_line
+from shoal.machine.measure import Sizes, best_of, measure_machine, write_bytes_per_s
 
 LINE = {"latency_s": 2e-5, "bytes_per_s": 1e9, "error": 0.04}
 DOCUMENT = {
@@ -152,7 +152,7 @@ def test_noise_never_gives_less_than_nothing():
 
 def test_facts_are_those_of_as_many_threads_as_the_user_asked_for(tmp_path, monkeypatch):
     """Measured by ranks of one thread, a plan in the same shell must find them."""
-    monkeypatch.setattr("shoal.planner.measured.usable_cores", lambda: 8)
+    monkeypatch.setattr("shoal.forecast.machines.measured_machine.usable_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
     asked = machine_path(tmp_path, 2, "cpu", 3)
     assert machine_path(tmp_path, 2, "cpu") == asked
@@ -234,7 +234,7 @@ def test_the_disk_keeps_nothing(tmp_path):
 
 def test_reading_needs_no_torch():
     program = (
-        "import sys; from shoal.planner import machines, measured; "
-        "machines.parse_machines('16x8xH100 + 8xA100'); sys.exit('torch' in sys.modules)"
+        "import sys; from shoal.forecast.machines import cluster_syntax; "
+        "cluster_syntax.parse_machines('16x8xH100 + 8xA100'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0

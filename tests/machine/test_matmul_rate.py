@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
+from shoal.fabric.rendezvous.process_info import Place
 from shoal.machine import matmul
 from shoal.machine.matmul import DAY_S, FILE, KEEP_DAYS, distrust, matmul_flops_per_s
-from shoal.trainer.recorder import Recorder
+from shoal.trainer.metrics_recorder import Recorder
 
 NOW_S = 1_700_000_000.0
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from shoal.machine import memory
-from shoal.machine.memory import forget_peak, peak_memory_bytes
+from shoal.machine import process_memory
+from shoal.machine.process_memory import forget_peak, peak_memory_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -31,7 +31,7 @@ def test_what_is_over_is_forgotten() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident peaks can be reset on Linux only")
 def test_a_reading_may_serve_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "FRESH_S", 60.0)
+    monkeypatch.setattr(process_memory, "FRESH_S", 60.0)
     forget_peak(CPU)
     before = peak_memory_bytes(CPU, fresh=False)
     held = torch.ones(256 * MIB, dtype=torch.uint8)

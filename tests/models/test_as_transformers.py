@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.forecast.models.model_facts import resolve
 from shoal.models.as_transformers import llama_config, llama_name
 from shoal.models.catalog import build
 from shoal.models.llama import Llama
-from shoal.planner.model_facts import resolve
 
 transformers = pytest.importorskip("transformers")
 

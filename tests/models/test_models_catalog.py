@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from shoal.base.errors import ConfigError
+from shoal.forecast.models.model_facts import FAMILIES, PUBLISHED, parameters, resolve
+from shoal.forecast.models.own_transformers import own_family
+from shoal.forecast.models.transformer_costs import model_facts
 from shoal.models.catalog import MODELS, build
 from shoal.models.loss import token_loss
-from shoal.planner.model_facts import FAMILIES, PUBLISHED, parameters, resolve
-from shoal.planner.own_family import own_family
-from shoal.planner.transformer import model_facts
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_planner_counts_the_same(name: str) -> None:
 
 def test_counting_needs_no_torch() -> None:
     code = (
-        "import sys; from shoal.planner.model_facts import parameters; parameters('llama');"
+        "import sys; from shoal.forecast.models.model_facts import parameters; parameters('llama');"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.checkpoint.export_folder import export_folder
-from shoal.checkpoint.listing import find, read_manifest
-from shoal.data.documents import Document
-from shoal.data.read_once import Texts
-from shoal.data.text import train_bpe_on
+from shoal.checkpoint.export.export_folder import export_folder
+from shoal.checkpoint.format.listing import find, read_manifest
+from shoal.data.files.documents import Document
+from shoal.data.text.single_pass_text import Texts
+from shoal.data.text.text_files import train_bpe_on
 from shoal.models.huggingface import PROBE, tokenizer_line
-from shoal.trainer.hub_files import keep_tokenizer
+from shoal.trainer.run_folder.hub_files import keep_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

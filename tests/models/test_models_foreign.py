@@ -17,18 +17,18 @@ from typer.testing import CliRunner
 
 from forks import Forks
 from shoal.base.errors import ConfigError, PlanError
-from shoal.checkpoint.import_weights import import_weights
+from shoal.checkpoint.foreign.import_weights import import_weights
 from shoal.cli.main import app
 from shoal.cli.start import prepare
 from shoal.config.sections import Config, DataSection, ModelSection
+from shoal.data.files.token_files import SyntheticTokens
 from shoal.data.sources import Source
-from shoal.data.tokens import SyntheticTokens
+from shoal.forecast.models.model_facts import parameters
 from shoal.models.catalog import build
 from shoal.models.generate import generate
 from shoal.models.loss import token_loss
-from shoal.planner.model_facts import parameters
-from shoal.trace.trace_facts import trace_facts
-from shoal.trainer.job import build_model
+from shoal.trace.costs.traced_facts import trace_facts
+from shoal.trainer.jobs.configured_run import build_model
 
 transformers = pytest.importorskip("transformers")
 

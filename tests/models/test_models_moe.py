@@ -24,7 +24,7 @@ from shoal.models.moe import (
     expert_loads,
     within_capacity,
 )
-from shoal.trace.trace_facts import trace_facts
+from shoal.trace.costs.traced_facts import trace_facts
 
 
 def small(**changes: object) -> MoE:

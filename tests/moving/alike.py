@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, RandomSampler
 
-from shoal.data.order import permute
+from shoal.data.loading.sample_order import permute
 from shoal.parallel.dropout_rng import key
 
 Ended = tuple[dict[str, Any], str]

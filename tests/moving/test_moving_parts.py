@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 import shoal
-from shoal.trainer.contract import sum_and_count
-from shoal.trainer.loaders import Feed
+from shoal.trainer.loaders.run_loaders import Feed
+from shoal.trainer.step.call_contract import sum_and_count
 
 
 def small_run(loss: object, **settings: object) -> shoal.Run:

@@ -18,7 +18,7 @@ import alike
 import pytest
 import torch
 
-from shoal.data.order import permute
+from shoal.data.loading.sample_order import permute
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

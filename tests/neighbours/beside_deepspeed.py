@@ -25,7 +25,7 @@ import sys
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours.deepspeed_config import Settings, read
+from shoal.neighbours.configs.deepspeed_config import Settings, read
 
 ON_OR_OFF = [True, False]
 ZERO: dict[str, list[Any]] = {

@@ -11,8 +11,8 @@ import pytest
 from shoal.base.errors import ConfigError
 from shoal.cli.config_import import import_
 from shoal.config.load import load
-from shoal.neighbours.accelerate_config import BLOCK_OF, Imported, read
-from shoal.neighbours.written import Key, read_table
+from shoal.neighbours.configs.accelerate_config import BLOCK_OF, Imported, read
+from shoal.neighbours.configs.written_config import Key, read_table
 
 KNOWN = json.loads((Path(__file__).parent / "accelerate_documented.json").read_text())
 TABLE: dict[str, Key] = read_table("accelerate_keys")

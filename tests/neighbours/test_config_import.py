@@ -11,9 +11,9 @@ from shoal.cli.config_import import import_, translate
 from shoal.cli.plan_subject import find_subject
 from shoal.config.load import load
 from shoal.config.resolve import plan_of
-from shoal.neighbours.deepspeed_config import read
-from shoal.planner.plan_document import plan_record
-from shoal.planner.search import search
+from shoal.forecast.search.layout_search import search
+from shoal.forecast.search.plan_document import plan_record
+from shoal.neighbours.configs.deepspeed_config import read
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 ADAM_TOML = 'name = "adamw"\nlr = 3e-4\nbetas = [0.9, 0.95]\nweight_decay = 0.1\n'

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours.deepspeed_config import LossScale, Settings, read
+from shoal.neighbours.configs.deepspeed_config import LossScale, Settings, read
 from shoal.neighbours.deepspeed_engine import Scale
 
 BATCH = {"train_batch_size": 8, "gradient_clipping": 1.0}

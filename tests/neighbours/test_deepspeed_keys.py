@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours.deepspeed_config import Settings, read
-from shoal.neighbours.written import Key, read_table, version
+from shoal.neighbours.configs.deepspeed_config import Settings, read
+from shoal.neighbours.configs.written_config import Key, read_table, version
 
 
 def keys() -> dict[str, Key]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours.deepspeed_config import read
-from shoal.neighbours.deepspeed_rates import Schedule
+from shoal.neighbours.configs.deepspeed_config import read
+from shoal.neighbours.configs.deepspeed_rates import Schedule
 
 CASES = json.loads((Path(__file__).parent / "deepspeed_rates.json").read_text())["updates"]
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours import exact, free_loop
+from shoal.neighbours import exact, library_loop
 
 HERE = Path(__file__).parent
 THEIRS = json.loads((HERE / "exact_found.json").read_text())["found"]
@@ -166,7 +166,7 @@ def test_a_loss_of_ones_own_is_one_line(programs: Any, tmp_path: Path) -> None:
 @pytest.fixture
 def weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `install` leaves it, for one test."""
-    monkeypatch.setattr(free_loop, "count_of", None)
+    monkeypatch.setattr(library_loop, "count_of", None)
     for name in (*exact.ELEMENTS, *exact.CLASSES):
         monkeypatch.setattr(functional, name, getattr(functional, name))
     exact.install()
@@ -226,5 +226,5 @@ def test_a_model_of_transformers_with_labels() -> None:
 
 
 def test_nothing_is_weighed_unless_asked() -> None:
-    assert free_loop.count_of is None
+    assert library_loop.count_of is None
     assert not hasattr(functional.cross_entropy, "__wrapped__")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.base.policies import OptimizerPolicy
+from shoal.base.layouts.policies import OptimizerPolicy
 from shoal.optim.build import build_optimizer
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from shoal.base.errors import BugError, PlanError
 from shoal.optim.lion import Lion
-from shoal.optim.localize import localize
 from shoal.optim.muon import MuonWithAdamW
+from shoal.optim.sharded_optimizer import localize
 
 SHAPES = {"w": (6, 5), "b": (6,), "tau": ()}
 

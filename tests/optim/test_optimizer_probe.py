@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shoal.base.policies import WHOLE_STEPS
-from shoal.base.shards import Slicing
-from shoal.optim.accept import ELEMENT_WISE, slicing_of
+from shoal.base.layouts.policies import WHOLE_STEPS
+from shoal.base.plans.tensor_shards import Slicing
+from shoal.optim.elementwise_probe import probe
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW
-from shoal.optim.probe import probe
+from shoal.optim.optimizer_support import ELEMENT_WISE, slicing_of
 
 YES = Slicing("", "", "")
 

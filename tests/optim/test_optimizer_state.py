@@ -8,8 +8,8 @@ from torch import nn
 
 from shoal.base.errors import ConfigError
 from shoal.optim.lamb import LAMB
+from shoal.optim.named_state import merge_records, sliced_keys, split_state
 from shoal.optim.restore_state import check_class, join_state, restore_lr
-from shoal.optim.state import merge_records, sliced_keys, split_state
 
 
 def stepped(make, *shapes: tuple[int, ...]):

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from shoal.base.errors import CheckpointError
-from shoal.base.policies import OptimizerPolicy
+from shoal.base.layouts.policies import OptimizerPolicy
 from shoal.optim.build import build_optimizer
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW, hidden_matrices
+from shoal.optim.named_state import split_state
 from shoal.optim.restore_state import check_class, join_state
-from shoal.optim.state import split_state
 
 
 def tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:

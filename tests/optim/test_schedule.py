@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shoal.base.policies import SCHEDULES, OptimizerPolicy
+from shoal.base.layouts.policies import SCHEDULES, OptimizerPolicy
 from shoal.optim.schedule import lr_factor, warmup_steps
 
 TOTAL, WARM = 100, 10

@@ -9,7 +9,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from shoal.parallel.compiling.half_written import remove_half_written
+from shoal.parallel.compiling.compile_cache import remove_half_written
 
 LIBRARY = Path(torch._C.__file__)
 """A shared library of a few KiB."""

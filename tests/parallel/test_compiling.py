@@ -19,7 +19,7 @@ import shoal
 from proof_rows import rows
 from shoal.base.errors import PlanError
 from shoal.parallel import compiling
-from shoal.parallel.compiling import parity
+from shoal.parallel.compiling import compiled_parity
 
 
 class Block(nn.Module):
@@ -238,7 +238,7 @@ def test_a_cast_of_the_models_own_is_no_wrong_code(narrow: torch.dtype, stands: 
 
     accused = nullcontext() if stands else pytest.raises(PlanError, match="outputs of its compiled")
     with accused:
-        parity.refuse_wrong_code("block", block, plain, fast, (x,), {})
+        compiled_parity.refuse_wrong_code("block", block, plain, fast, (x,), {})
 
 
 def test_a_block_with_a_hook_inside_runs_as_it_is(monkeypatch, caplog) -> None:

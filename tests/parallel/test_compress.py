@@ -13,17 +13,23 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.base.compression import WHOLE_SHARE, Compression, check_compress
 from shoal.base.errors import BugError, ConfigError, PlanError
-from shoal.base.layout import Layout
-from shoal.base.plan import Bucket, Plan
+from shoal.base.layouts.compression import WHOLE_SHARE, Compression, check_compress
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Bucket, Plan
 from shoal.config.load import load
 from shoal.fabric import World
-from shoal.fabric.codecs.base import Codec, Pieces
-from shoal.fabric.codecs.feedback import Residual
-from shoal.fabric.coded_sums import CODES, CodedSum, LargestSum, ScatteredSum, Sender
-from shoal.fabric.low_rank import LowRankSum, Matrix
-from shoal.fabric.process_info import Place
+from shoal.fabric.compressed.codecs.base import Codec, Pieces
+from shoal.fabric.compressed.codecs.feedback import Residual
+from shoal.fabric.compressed.compressed_sums import (
+    CODES,
+    CodedSum,
+    LargestSum,
+    ScatteredSum,
+    Sender,
+)
+from shoal.fabric.compressed.powersgd import LowRankSum, Matrix
+from shoal.fabric.rendezvous.process_info import Place
 from shoal.parallel.data_parallel import compress
 from shoal.parallel.program import Program, undivided
 

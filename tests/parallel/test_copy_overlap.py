@@ -15,24 +15,24 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.base.estimate import Case
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.estimates.estimate import Case
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
+from shoal.fabric.rendezvous.process_info import Place
+from shoal.forecast.machines.cluster_syntax import parse_machines
+from shoal.forecast.memory.offloaded_bytes import copies
+from shoal.forecast.models.published_models import published
+from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.time.step_time import predict_time
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel.offload import optimizer_state, parameters
-from shoal.parallel.offload.lane import Lane
+from shoal.parallel.offload.copy_stream import Lane
 from shoal.parallel.offload.optimizer_state import stream_state
-from shoal.parallel.place import Derived, rows_of
+from shoal.parallel.placement_rows import Derived, rows_of
 from shoal.parallel.program import bind, undivided
-from shoal.planner.buckets import BUCKET_BYTES, plan_buckets
-from shoal.planner.machines import parse_machines
-from shoal.planner.offload import copies
-from shoal.planner.published import published
-from shoal.planner.step_time import predict_time
-from shoal.planner.transformer import model_facts
+from shoal.planning.gradient_buckets import BUCKET_BYTES, plan_buckets
 
 CPU = torch.device("cpu")
 

@@ -247,18 +247,18 @@ def run_of_builder(seed: int) -> torch.Tensor:
 
 def test_threads_of_one_process_notice_draws_of_the_gpus_generator(monkeypatch) -> None:
     """`dp` runs its replicas in turn where a pass draws: on a GPU from that GPU's generator."""
-    from shoal.base.layout import Layout
-    from shoal.base.plan import Plan
+    from shoal.base.layouts.layout import Layout
+    from shoal.base.plans.plan import Plan
     from shoal.fabric import World
-    from shoal.fabric.process_info import Place
-    from shoal.parallel.data_parallel import threads
+    from shoal.fabric.rendezvous.process_info import Place
+    from shoal.parallel.data_parallel import thread_replicas
     from shoal.parallel.program import undivided
 
     gpu = torch.Generator().manual_seed(5)  # stands in for the device's own
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
     plan = Plan(Layout(threads=2), 4, 2, 2, compute="fp32")
     program = undivided(nn.Linear(2, 2), plan, World(Place(), torch.device("cuda", 0), None))
-    replicas = threads.Replicas(program)
+    replicas = thread_replicas.Replicas(program)
     torch.manual_seed(0)  # building drew
     replicas._note()
     assert not replicas.in_turn

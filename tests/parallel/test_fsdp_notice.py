@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.parallel.data_parallel.fsdp import _at_once
 
 

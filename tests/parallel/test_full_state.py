@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.base.shards import Shard
-from shoal.parallel import full_state
-from shoal.parallel.full_state import assembled
+from shoal.base.plans.tensor_shards import Shard
+from shoal.parallel.build import full_state
+from shoal.parallel.build.full_state import assembled
 
 RANKS = 3
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.base.layout import Layout
-from shoal.base.placement import Placement
-from shoal.base.plan import Bucket, Plan
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.placement import Placement
+from shoal.base.plans.plan import Bucket, Plan
 from shoal.fabric import start_world
 from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.program import bind, undivided, whole_locals

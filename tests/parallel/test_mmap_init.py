@@ -16,7 +16,7 @@ from forks import Forks
 from shoal.base.errors import ConfigError
 from shoal.machine import free_memory
 from shoal.models.catalog import build
-from shoal.parallel.mmap_init import Opened, is_mapped, mmap_init, settle
+from shoal.parallel.build.mmap_init import Opened, is_mapped, mmap_init, settle
 
 LEAST_BYTES = 4096
 
@@ -210,7 +210,7 @@ LIMITED = """
 import resource
 import torch
 from shoal.models.catalog import build
-from shoal.parallel.mmap_init import mmap_init
+from shoal.parallel.build.mmap_init import mmap_init
 
 with mmap_init(0):
     build("llama", {"dim": 8, "layers": 1, "heads": 1, "vocabulary": 8})  # what is imported late

@@ -13,17 +13,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.base.errors import PlanError
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
+from shoal.fabric.rendezvous.process_info import Place
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
 from shoal.parallel import offload, recompute
+from shoal.parallel.build.mmap_init import is_mapped
 from shoal.parallel.compose import prepare
-from shoal.parallel.mmap_init import is_mapped
-from shoal.parallel.offload.activations import Activations
-from shoal.parallel.offload.lane import Lane
+from shoal.parallel.offload.copy_stream import Lane
+from shoal.parallel.offload.offloaded_activations import Activations
 from shoal.parallel.offload.optimizer_state import keep_in_files, stream_state
 from shoal.parallel.program import Program, undivided
 

@@ -14,12 +14,12 @@ from zoo import LAYOUTS, any_case, model_of
 from forks import Forks
 from proof_rows import rows
 from shoal.base.errors import PlanError
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
-from shoal.base.shards import Shard
-from shoal.parallel.place import derive, rows_of
-from shoal.trace.record import Record
-from shoal.trainer.contract import call_model
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
+from shoal.base.plans.tensor_shards import Shard
+from shoal.parallel.placement_rows import derive, rows_of
+from shoal.trace.flow.forward_record import Record
+from shoal.trainer.step.call_contract import call_model
 
 CPU = torch.device("cpu")
 DEGREES = {
@@ -80,12 +80,12 @@ def check(row, layout: Layout) -> None:  # type: ignore[no-untyped-def]
 
 LARGE = """
 import json, resource, sys, torch
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.models.catalog import build
-from shoal.parallel.place import derive, rows_of
-from shoal.planner.published import published
-from shoal.trace.record import Record
+from shoal.parallel.placement_rows import derive, rows_of
+from shoal.forecast.models.published_models import published
+from shoal.trace.flow.forward_record import Record
 
 shape = published("llama-3-70b")
 sizes = {"dim": shape.hidden, "layers": int(sys.argv[1]), "heads": shape.heads,

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from shoal.base.errors import PlanError
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.fabric import start_world
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss

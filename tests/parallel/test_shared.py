@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.shards import Shard
-from shoal.parallel.data_parallel import shared
-from shoal.parallel.data_parallel.shared import sum_shared
+from shoal.base.plans.tensor_shards import Shard
+from shoal.parallel.data_parallel import shared_parameters
+from shoal.parallel.data_parallel.shared_parameters import sum_shared
 from shoal.parallel.data_parallel.single import LocalGradients
 from shoal.parallel.program import Local
 
@@ -76,7 +76,7 @@ def test_tensor_parallel_sums_come_first_whatever_the_ranks_are_called() -> None
 
 
 def test_messages_are_buckets(monkeypatch) -> None:
-    monkeypatch.setattr(shared, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(shared_parameters, "BUCKET_BYTES", 40)
     sizes = {"a": 4, "b": 6, "c": 1, "large": 30, "d": 2}
     rank = Rank(sizes, {name: [(0, 1)] for name in sizes})
     for number, parameter in enumerate(rank.parameters.values()):

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.machine.memory import forget_peak, peak_memory_bytes
-from shoal.parallel.mmap_init import Opened, is_mapped
-from shoal.parallel.pretrained import checkpoint_of
-from shoal.parallel.weight_tables import table_of
-from shoal.trainer.hub_files import is_pretrained
+from shoal.machine.process_memory import forget_peak, peak_memory_bytes
+from shoal.parallel.build.mmap_init import Opened, is_mapped
+from shoal.parallel.build.pretrained import checkpoint_of
+from shoal.parallel.build.weight_tables import table_of
+from shoal.trainer.run_folder.hub_files import is_pretrained
 
 MIB = 2**20
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from shoal.base.cluster import Link
-from shoal.base.facts import MachineFacts
-from shoal.base.layout import Layout
-from shoal.base.placement import Placement
-from shoal.base.plan import Plan
+from shoal.base.estimates.cluster import Link
+from shoal.base.estimates.facts import MachineFacts
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.placement import Placement
+from shoal.base.plans.plan import Plan
+from shoal.forecast.machines.measured_machine import this_cluster
 from shoal.parallel.data_parallel.small_units import small_units_line
-from shoal.planner.measured import this_cluster
 
 LAPTOP = replace(
     this_cluster(MachineFacts(cores=2, memory_bytes=2**34, gpus=0), 2),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shoal.trainer.contract import split_batch
+from shoal.trainer.step.call_contract import split_batch
 
 sys.path.append(str(Path(__file__).parents[1] / "worlds"))
 

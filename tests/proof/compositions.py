@@ -283,7 +283,7 @@ def bounds_of(words: Words) -> tuple[float, float, float, float]:
     fp64     step 1 1e-12; SGD's later losses too, other optimizers' 1e-9 (they divide by noise, and
              lion and muon keep only its sign: their weights are not compared); compiled code of
              transformers' models as fp32, as their norms cast to it: it adds in another order there
-    others   as `proof/bounds.py` says why: sums in fp32 to 2⁻¹⁹, and 8 × the format's
+    others   as `proof/equality_bounds.py` says why: sums in fp32 to 2⁻¹⁹, and 8 × the format's
              epsilon where parts of products are added (tp, cp) or operations are fused (compile);
              later losses to 5 %, which tells what is wrong by far
     what travels rounded (compress, reduce=bf16): the first loss is right, the rest near
@@ -321,8 +321,8 @@ def weights_apart(here: str, there: str) -> tuple[float, str]:
     """(distance of all weights, of their norm; the parameter that differs most)."""
     from safetensors.torch import load_file
 
-    from shoal.checkpoint.export import export
-    from shoal.checkpoint.listing import find
+    from shoal.checkpoint.export.export_file import export
+    from shoal.checkpoint.format.listing import find
 
     def read(run: str) -> dict[str, Any]:
         target = Path(run) / "weights.safetensors"

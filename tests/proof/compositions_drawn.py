@@ -121,7 +121,7 @@ import signal
 import time
 from pathlib import Path
 
-from shoal.base.files import saved_steps
+from shoal.base.runlog.atomic_files import saved_steps
 
 
 def at(event):

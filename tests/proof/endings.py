@@ -53,9 +53,10 @@ from torch import nn  # noqa: E402
 import plane_case  # noqa: E402
 import shoal  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
-from shoal.fabric import links, start_world  # noqa: E402
+from shoal.fabric import start_world  # noqa: E402
 from shoal.fabric._torch import knock  # noqa: E402
-from shoal.fabric.heartbeat import Pulse  # noqa: E402
+from shoal.fabric.islands import inter_island_links  # noqa: E402
+from shoal.fabric.islands.heartbeat import Pulse  # noqa: E402
 from shoal.launch.processes import PrivateStore, free_port  # noqa: E402
 
 SIZE, QUIET_S, SLOW_S, STACKS_S = 2, 20.0, 120.0, 15.0
@@ -68,7 +69,7 @@ NAMED, THREADS_LEFT = 5, 7
 EARLY = (
     "msgspec", "numpy.typing", "psutil", "torch._dynamo", "torch.distributed.fsdp",
     "torch.profiler._cupti_monitor", "shoal.trainer.parallelize", "shoal.parallel.data_parallel.fsdp",
-    "shoal.parallel.pipeline", "shoal.trainer.finish",
+    "shoal.parallel.pipeline", "shoal.trainer.jobs.run_end",
 )  # fmt: skip
 """What a world would import by itself, seconds in every fork."""
 noticed_s: list[float] = []
@@ -350,7 +351,7 @@ def survive(index: int, meet_at: str, codec: Any, answer: Any) -> None:
         plane_case.small_chunks(),
         plane_case.joined(index, plane_case.ISLANDS, meet_at) as plane,
         mock.patch.object(Pulse, "blame", blame),
-        mock.patch.object(links, "knock", asking),
+        mock.patch.object(inter_island_links, "knock", asking),
     ):
         before = delayed()
         plane_case.both(plane, flat, codec, weights, deadline_s=DEADLINE_S)

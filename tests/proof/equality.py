@@ -24,7 +24,7 @@ TARGET = ROOT / "docs" / "proof" / "equality.json"
 from source import source_hash  # noqa: E402
 
 import trajectory  # noqa: E402
-from shoal.view.proof import verdict_line  # noqa: E402
+from shoal.view.proof_lines import verdict_line  # noqa: E402
 from worlds import Members  # noqa: E402
 
 

@@ -33,7 +33,7 @@ from kept_trials import run_trials  # noqa: E402
 from cli_run import CommandLine, lines, trajectory  # noqa: E402
 from fault_runs import ARGUMENTS, command  # noqa: E402
 from forks import shared  # noqa: E402
-from shoal.checkpoint.listing import find  # noqa: E402
+from shoal.checkpoint.format.listing import find  # noqa: E402
 from shoal.view.diagnose import diagnose  # noqa: E402
 
 TARGET = HERE.parents[1] / "docs" / "proof" / "faults.json"

@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE.parent / "worlds"), str(HERE.parent)]
 from kept_trials import run_trials  # noqa: E402
 
 from nodes_hang import ENDED, STEPS, on_two_nodes  # noqa: E402
-from shoal.launch.watch.hung import GONE  # noqa: E402
+from shoal.launch.watch.blamed_rank import GONE  # noqa: E402
 from test_hangs import WHY  # noqa: E402
 
 TARGET = HERE.parents[1] / "docs" / "proof" / "hangs-nodes.json"

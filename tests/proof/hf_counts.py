@@ -35,13 +35,17 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.planner.hf_config import TYPES, VISION, from_config
-from shoal.planner.transformer import model_facts
+from shoal.forecast.models.hf_config import TYPES, VISION, from_config
+from shoal.forecast.models.transformer_costs import model_facts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "docs" / "proof" / "hf-counts.json"
 PROGRESS = ROOT / "build" / "hf-counts"
-SOURCES = ("src/shoal/planner/hf_*.py", "src/shoal/base/shape.py", "tests/proof/hf_counts.py")
+SOURCES = (
+    "src/shoal/forecast/models/hf_*.py",
+    "src/shoal/base/estimates/transformer_shape.py",
+    "tests/proof/hf_counts.py",
+)
 """Files on which a row of the result depends, with the version of transformers."""
 HEAD = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",

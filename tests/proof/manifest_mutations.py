@@ -29,7 +29,7 @@ import torch
 
 import shoal
 from shoal.base.errors import ShoalError
-from shoal.checkpoint.listing import verify
+from shoal.checkpoint.format.listing import verify
 
 LONG_S = 20.0
 VALUES: tuple[Any, ...] = (

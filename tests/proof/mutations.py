@@ -33,12 +33,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
 
-from shoal.base.cut_back import cut_lines  # noqa: E402
 from shoal.base.errors import ShoalError  # noqa: E402
-from shoal.base.events import append_line  # noqa: E402
+from shoal.base.runlog.events import append_line  # noqa: E402
+from shoal.base.runlog.truncate_logs import cut_lines  # noqa: E402
 from shoal.cli import start  # noqa: E402
 from shoal.cli.ending import Ending  # noqa: E402
-from shoal.launch.grace import longest_save_s  # noqa: E402
+from shoal.launch.stop_grace import longest_save_s  # noqa: E402
 from shoal.launch.supervisor import Progress  # noqa: E402
 from shoal.view import LiveView, summary  # noqa: E402
 from told_run import tell_run  # noqa: E402

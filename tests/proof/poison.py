@@ -120,7 +120,7 @@ def trained(world: Any) -> dict[str, Any]:
     import cases
     import island_case
     import shoal
-    from shoal.parallel.full_state import gather_weights
+    from shoal.parallel.build.full_state import gather_weights
 
     data = cases.dataset("llama")
     run = shoal.parallelize(

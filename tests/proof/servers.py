@@ -4,7 +4,7 @@
 
     bound    10,000 steps with one worker 4 × as slow (planned sleeps): the largest staleness of all
              rows of metrics.jsonl, beside layout.staleness
-    pace     steps per second with a slow worker, beside what planner/servers.py foresaw of the
+    pace     steps per second with a slow worker, beside what forecast/time/server_costs.py foresaw of the
              planned times, for a bound and without one
     digits   held-out accuracy of the digits, asynchronous with 4 workers beside ddp, three seeds,
              as many steps of as many samples
@@ -38,7 +38,7 @@ import torch  # noqa: E402
 import served_case as case  # noqa: E402
 import trajectory  # noqa: E402
 from cli_run import CommandLine, lines  # noqa: E402
-from shoal.planner.servers import pace  # noqa: E402
+from shoal.forecast.time.server_costs import pace  # noqa: E402
 from worlds import Members  # noqa: E402
 
 LONG_S = 560.0

@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 
 import psutil  # noqa: E402
 
-from shoal.base.files import saved_steps  # noqa: E402
+from shoal.base.runlog.atomic_files import saved_steps  # noqa: E402
 
 MODULE = """
 import os, time, torch

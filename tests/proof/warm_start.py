@@ -30,13 +30,13 @@ from shoal.base.errors import ShoalError
 from shoal.cli import start
 from shoal.launch import supervisor
 from shoal.launch.processes import Guardian, Worker
-from shoal.launch.worker import run_worker
+from shoal.launch.worker_errors import run_worker
 
 WANTED = (
     *("torch._dynamo", "torch._inductor.compile_fx", "torch._refs", "torch.distributed.fsdp"),
     *(
         "torch.fx.experimental.proxy_tensor",
-        "shoal.trainer.loop",
+        "shoal.trainer.main_job",
         "shoal.parallel.data_parallel.fsdp",
     ),
     *("shoal.parallel.context_parallel", "shoal.parallel.expert_parallel"),
@@ -289,7 +289,7 @@ def _as_worker(command: Sequence[str], environ: dict[str, str], log: Path, paren
         os.environ.clear()
         os.environ.update(environ)
         sys.argv = list(command[2:])
-        from shoal.cli import worker
+        from shoal.cli.workers import worker
 
         code = run_worker(worker.main)
     except BaseException:

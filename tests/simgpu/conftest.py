@@ -24,7 +24,7 @@ from forks import Forks, Running  # noqa: E402
 
 IMPORTS = (
     *("torch._dynamo", "torch.fx.experimental.proxy_tensor", "torch.distributed.fsdp"),
-    *("shoal.trainer.parallelize", "shoal.parallel.offload", "shoal.proof.quick"),
+    *("shoal.trainer.parallelize", "shoal.parallel.offload", "shoal.proof.start_proof"),
 )
 
 collect_ignore = [str(one) for one in HERE.rglob("*.py") if not one.name.startswith("test_")]

@@ -41,15 +41,15 @@ Values = frozenset[Any]
 
 FALSE, NOTHING, HOST = frozenset([False]), frozenset([None]), frozenset(["cpu"])
 DEVICES_OWN = (
-    "shoal/parallel/offload/lane.py",
-    "shoal/parallel/offload/activations.py",
+    "shoal/parallel/offload/copy_stream.py",
+    "shoal/parallel/offload/offloaded_activations.py",
     "shoal/parallel/offload/parameters.py",
-    "shoal/trace/lend.py:_Lending.__init__",
-    "shoal/trace/lend.py:_Lending.__torch_function__",
-    "shoal/trace/lend.py:_Lending._is_lent",
-    "shoal/trace/lend.py:_Lending._to_host",
-    "shoal/trace/lend.py:_Lending._place",
-    "shoal/trace/lend.py:_writes",
+    "shoal/trace/isolation/stream_weights.py:_Lending.__init__",
+    "shoal/trace/isolation/stream_weights.py:_Lending.__torch_function__",
+    "shoal/trace/isolation/stream_weights.py:_Lending._is_lent",
+    "shoal/trace/isolation/stream_weights.py:_Lending._to_host",
+    "shoal/trace/isolation/stream_weights.py:_Lending._place",
+    "shoal/trace/isolation/stream_weights.py:_writes",
     "shoal/fabric/device.py:peak_bytes",
     "shoal/fabric/device.py:held_bytes",
     "shoal/fabric/device.py:total_bytes",

@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shoal
-from shoal.checkpoint.export import export
+from shoal.checkpoint.export.export_file import export
 from shoal.fabric import World, start_world
-from shoal.machine.memory import trim_heap
+from shoal.machine.process_memory import trim_heap
 from shoal.models.catalog import build
-from shoal.parallel import shared_build
-from shoal.trainer.run_state import model_parts
+from shoal.parallel.build import shared_build
+from shoal.trainer.state.run_state import model_parts
 
 SEQUENCE, VOCABULARY, STEPS = 4, 768, 3
 OPTIMIZERS: dict[str, Any] = {

@@ -43,22 +43,22 @@ NOT_OF_A_DEVICE = (
     "launch/",
     "trainer/",
     "machine/",
-    "checkpoint/background.py",
+    "checkpoint/save/background_save.py",
 )
 HOST = "host: "
 """Rows of `offload_case.py`: what waits on the host."""
 ROWS: dict[str, tuple[str, ...]] = {
-    "fabric/coded_sums.py": ("compress", "topk", "int8 zero", "one-bit fsdp"),
-    "fabric/low_rank.py": ("powersgd",),
-    "fabric/ring.py": ("cp", "ring"),
-    "fabric/point_to_point.py": ("pp", "cp"),
-    "fabric/uneven_collectives.py": ("zero2",),
+    "fabric/compressed/compressed_sums.py": ("compress", "topk", "int8 zero", "one-bit fsdp"),
+    "fabric/compressed/powersgd.py": ("powersgd",),
+    "fabric/exchanges/ring_exchange.py": ("cp", "ring"),
+    "fabric/exchanges/point_to_point.py": ("pp", "cp"),
+    "fabric/collectives/uneven_collectives.py": ("zero2",),
     "parallel/data_parallel/zero.py": ("zero1", "bf16 weights"),
     "parallel/data_parallel/buckets.py": ("ddp", "zero1"),
     "parallel/data_parallel/compress.py": ("compress", "powersgd"),
-    "parallel/pipeline/messages.py": ("pp",),
-    "parallel/offload/activations.py": ("offload activations", "parked"),
-    "parallel/offload/lane.py": (
+    "parallel/pipeline/stage_messages.py": ("pp",),
+    "parallel/offload/offloaded_activations.py": ("offload activations", "parked"),
+    "parallel/offload/copy_stream.py": (
         "offload activations",
         "lane",
         "host: optimizer",
@@ -66,11 +66,11 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "parallel/offload/optimizer_state.py": ("host: optimizer", "host: parameters"),
     "parallel/offload/parameters.py": ("host: parameters", "host: half a backward pass"),
-    "checkpoint/hostcopy.py": ("saved",),
+    "checkpoint/save/host_copy.py": ("saved",),
     "fabric/device.py": ("saved", "synchronised"),
 }
 NOT_SEEN = {
-    ("parallel/pipeline/messages.py", "Messages._received"): (
+    ("parallel/pipeline/stage_messages.py", "Messages._received"): (
         "what was sent is never written again, and a handle that is dropped keeps its memory until "
         "the message is over: the wait is gloo's, and for naming a rank that is gone"
     ),

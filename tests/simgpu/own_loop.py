@@ -27,10 +27,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import shoal
 from shoal.fabric import World, start_world
 from shoal.fabric.device import held_bytes, is_accelerator, synchronize
-from shoal.fabric.ring import Ring
+from shoal.fabric.exchanges.ring_exchange import Ring
 from shoal.models.catalog import build
 from shoal.parallel import offload
-from shoal.parallel.offload.lane import Lane
+from shoal.parallel.offload.copy_stream import Lane
 from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard
 
 STEPS = 3

@@ -26,7 +26,7 @@ from shoal.base.errors import PlanError
 from shoal.fabric import start_world
 from shoal.fabric.device import peak_bytes
 from shoal.proof.battery import SGD
-from shoal.view.proof import proof_text
+from shoal.view.proof_lines import proof_text
 
 STEPS = 3
 CHECKS: dict[str, Callable[[], None]] = {}

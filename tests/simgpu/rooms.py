@@ -22,19 +22,19 @@ from torch import nn
 
 import shoal
 from shoal.base.errors import PlanError
-from shoal.checkpoint import boxes
-from shoal.checkpoint.hostcopy import HostCopy
-from shoal.checkpoint.pieces import Block
-from shoal.cli import find_batch_worker
+from shoal.checkpoint.agreement.rank_pieces import Block
+from shoal.checkpoint.format import boxes
+from shoal.checkpoint.save.host_copy import HostCopy
+from shoal.cli.workers import find_batch_worker
 from shoal.fabric import device as devices
 from shoal.fabric import start_world
 from shoal.machine import matmul, measure
 from shoal.machine.device_pool import Pool, device_pool, pool_text
-from shoal.machine.memory import forget_peak, peak_memory_bytes
+from shoal.machine.process_memory import forget_peak, peak_memory_bytes
 from shoal.machine.states import peak_extra_bytes
 from shoal.models.catalog import build
 from shoal.parallel.compiling import check_compiler
-from shoal.trace.lend import lent
+from shoal.trace.isolation.stream_weights import lent
 
 MIB = 2**20
 HERE = torch.device("cuda", 0)
@@ -235,8 +235,8 @@ def auto_means_bf16_here() -> None:
 
 @check
 def a_module_on_a_device_is_not_shared() -> None:
-    from shoal.parallel.mmap_init import Opened
-    from shoal.parallel.weight_tables import CannotShare, table_of
+    from shoal.parallel.build.mmap_init import Opened
+    from shoal.parallel.build.weight_tables import CannotShare, table_of
 
     with pytest.raises(CannotShare, match="weight is on cuda:0"):
         table_of(nn.Linear(64, 64, device=HERE), Opened())

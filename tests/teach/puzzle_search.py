@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from shoal.base.errors import PlanError
-from shoal.base.timeline import Timeline
+from shoal.base.plans.timeline import Timeline
 from shoal.teach.puzzles import Puzzle, puzzle_of, score, timeline_of
 from shoal.teach.puzzles.model import Program
 from shoal.teach.puzzles.ours import Replicas, ShardedStages, Stages

@@ -10,13 +10,13 @@ import pytest
 
 from shoal.base.errors import PlanError
 from shoal.teach.calculators import (
-    collectives,
+    collectives_costs,
     diloco,
     goodput,
     pipeline,
     scaling,
     stragglers,
-    zero,
+    zero_costs,
 )
 from shoal.teach.calculators import utilisation as used
 
@@ -40,18 +40,18 @@ def halving_by_rounds(ranks: int, size: float) -> float:
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64, 1024])
 def test_all_reduces_are_the_sum_of_their_rounds(ranks: int) -> None:
     size = 3e7
-    assert collectives.ring_all_reduce_s(ranks, size, ALPHA, BETA) == pytest.approx(
+    assert collectives_costs.ring_all_reduce_s(ranks, size, ALPHA, BETA) == pytest.approx(
         ring_by_rounds(ranks, size)
     )
-    assert collectives.halving_doubling_s(ranks, size, ALPHA, BETA) == pytest.approx(
+    assert collectives_costs.halving_doubling_s(ranks, size, ALPHA, BETA) == pytest.approx(
         halving_by_rounds(ranks, size)
     )
 
 
 def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
     for ranks in (1, 2, 7, 48):
-        both = 2 * collectives.ring_all_gather_s(ranks, 5e6, ALPHA, BETA)
-        assert collectives.ring_all_reduce_s(ranks, 5e6, ALPHA, BETA) == pytest.approx(both)
+        both = 2 * collectives_costs.ring_all_gather_s(ranks, 5e6, ALPHA, BETA)
+        assert collectives_costs.ring_all_reduce_s(ranks, 5e6, ALPHA, BETA) == pytest.approx(both)
 
 
 def test_no_algorithm_beats_the_lower_bounds() -> None:
@@ -60,23 +60,23 @@ def test_no_algorithm_beats_the_lower_bounds() -> None:
         for size in (8.0, 1e5, 1e9):
             least_bytes_s = 2 * (ranks - 1) / ranks * size * BETA
             least_rounds_s = math.ceil(math.log2(ranks)) * ALPHA
-            for algorithm in collectives.ALL_REDUCES.values():
+            for algorithm in collectives_costs.ALL_REDUCES.values():
                 seconds = algorithm(ranks, size, ALPHA, BETA)
                 assert seconds >= max(least_bytes_s, least_rounds_s) * (1 - 1e-12)
 
 
 def test_two_levels_of_equal_links_cost_a_ring_s_bytes() -> None:
     """With the same β everywhere, two levels move as many bytes per rank as one ring."""
-    flat = collectives.ring_all_reduce_s(64, 1e8, 0.0, BETA)
-    assert collectives.hierarchical_all_reduce_s(8, 8, 1e8, 0.0, BETA, 0.0, BETA) == pytest.approx(
-        flat
-    )
+    flat = collectives_costs.ring_all_reduce_s(64, 1e8, 0.0, BETA)
+    assert collectives_costs.hierarchical_all_reduce_s(
+        8, 8, 1e8, 0.0, BETA, 0.0, BETA
+    ) == pytest.approx(flat)
 
 
 def test_small_messages_take_few_rounds_and_large_ones_few_bytes() -> None:
-    assert collectives.fastest_all_reduce(6, 8.0, ALPHA, BETA)[0] == "tree"
-    assert collectives.fastest_all_reduce(6, 1e9, ALPHA, BETA)[0] == "ring"
-    assert collectives.fastest_all_reduce(8, 1e5, ALPHA, BETA)[0] == "halving-doubling"
+    assert collectives_costs.fastest_all_reduce(6, 8.0, ALPHA, BETA)[0] == "tree"
+    assert collectives_costs.fastest_all_reduce(6, 1e9, ALPHA, BETA)[0] == "ring"
+    assert collectives_costs.fastest_all_reduce(8, 1e5, ALPHA, BETA)[0] == "halving-doubling"
 
 
 def test_amdahl_and_the_serial_share_undo_each_other() -> None:
@@ -191,7 +191,7 @@ def test_diloco_published_factors() -> None:
 
 
 def test_the_memory_table_with_all_states() -> None:
-    rows = zero.folk_memory_rows((8, 64))
+    rows = zero_costs.folk_memory_rows((8, 64))
     known = {
         7e9: (112, (26.3, 15.5), (14, 1.75)),
         13e9: (208, (48.8, 28.8), (26, 3.25)),
@@ -244,9 +244,9 @@ def test_the_largest_of_100_000_normals() -> None:
 
 
 WRONG = {
-    "ranks": lambda: collectives.ring_all_reduce_s(0, 1.0, 0.0, 0.0),
-    "alpha_s": lambda: collectives.tree_all_reduce_s(2, 1.0, -1.0, 0.0),
-    "seconds": lambda: collectives.bus_bytes_per_s(2, 1.0, 0.0),
+    "ranks": lambda: collectives_costs.ring_all_reduce_s(0, 1.0, 0.0, 0.0),
+    "alpha_s": lambda: collectives_costs.tree_all_reduce_s(2, 1.0, -1.0, 0.0),
+    "seconds": lambda: collectives_costs.bus_bytes_per_s(2, 1.0, 0.0),
     "serial": lambda: scaling.amdahl_speedup(1.5, 4),
     "speedup": lambda: scaling.serial_share(0.0, 4),
     "overlap": lambda: scaling.ring_step_s(1.0, 4, 1.0, 0.0, 0.0, overlap=2.0),
@@ -261,7 +261,7 @@ WRONG = {
     "period": lambda: diloco.less_traffic(0, 4, 16),
     "bits": lambda: diloco.bytes_per_outer_step(1e9, 2, 0),
     "bytes_per_s": lambda: diloco.outer_step_s(1e9, 2, 4, 0),
-    "zero": lambda: zero.state_bytes(1e9, 4, 8),
+    "zero": lambda: zero_costs.state_bytes(1e9, 4, 8),
     "distribution": lambda: stragglers.StepTimes(1.0, 0.1, "gaussian"),
     "spread": lambda: stragglers.StepTimes(1.0, 3.0),
     "every": lambda: stragglers.waiting_share(stragglers.StepTimes(1.0, 0.1), 2, 0),

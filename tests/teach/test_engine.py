@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.base.cluster import Link
 from shoal.base.errors import PlanError
+from shoal.base.estimates.cluster import Link
 from shoal.teach.costs import AnalyticalCosts
 from shoal.teach.engine import Op, run_ops
 

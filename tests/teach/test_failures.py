@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.base.errors import PlanError
-from shoal.teach.failures import (
+from shoal.teach.failure_timeline import (
     FailureCase,
     erlang_b,
     expected_goodput,

@@ -10,7 +10,7 @@ from shoal.teach.costs import AnalyticalCosts
 from shoal.teach.puzzles import PUZZLES, puzzle_timeline, score, timeline_of
 from shoal.teach.puzzles.model import Model, Program
 from shoal.teach.puzzles.ours import Stages
-from shoal.teach.puzzles.world import play
+from shoal.teach.puzzles.puzzle_world import play
 
 AUTHOR = {
     0: (16.5, 2_621_440),

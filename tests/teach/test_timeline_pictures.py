@@ -7,15 +7,15 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from shoal.base.timeline import Held, Span, Timeline
+from shoal.base.plans.timeline import Held, Span, Timeline
 from shoal.teach.drawings.timeline_rows import mixed
 from shoal.teach.drawings.timeline_svg import text_width, timeline_svg
 from shoal.teach.drawings.timeline_trace import trace, trace_text
 from shoal.teach.drawings.walk_svg import walk_svg
 from shoal.teach.puzzles import puzzle_timeline
-from shoal.teach.walks import collectives, zero
-from shoal.teach.walks.fsdp import fsdp
-from shoal.teach.walks.pipelines import Pipeline, pipeline
+from shoal.teach.walks import collectives_walk, zero_walk
+from shoal.teach.walks.fsdp_walk import fsdp
+from shoal.teach.walks.pipelines_walk import Pipeline, pipeline
 
 NS = "{http://www.w3.org/2000/svg}"
 FSDP = fsdp(4).timeline
@@ -25,11 +25,11 @@ PICTURES = {
     "dualpipe": lambda: timeline_svg([pipeline("dualpipe", Pipeline(8, 20))]),
     "puzzle 6": lambda: timeline_svg([puzzle_timeline(6, "reference"), puzzle_timeline(6)]),
     "puzzle 7": lambda: timeline_svg([puzzle_timeline(7, "reference")]),
-    "ring": lambda: walk_svg(collectives.ring(4)),
-    "ring of 16": lambda: walk_svg(collectives.ring(16)),
-    "tree": lambda: walk_svg(collectives.tree(5)),
+    "ring": lambda: walk_svg(collectives_walk.ring(4)),
+    "ring of 16": lambda: walk_svg(collectives_walk.ring(16)),
+    "tree": lambda: walk_svg(collectives_walk.tree(5)),
     "fsdp": lambda: walk_svg(fsdp(4)),
-    "zero": lambda: walk_svg(zero.zero(8)),
+    "zero": lambda: walk_svg(zero_walk.zero(8)),
 }
 
 

@@ -8,14 +8,14 @@ import re
 import pytest
 from terminals import Terminal
 
-from shoal.base.timeline import Held, Span, Timeline
+from shoal.base.plans.timeline import Held, Span, Timeline
 from shoal.teach.drawings.timeline_rows import group_name, rank_groups, rows, ticks
 from shoal.teach.drawings.timeline_text import print_timelines, timeline_lines
 from shoal.teach.drawings.walk_text import print_walk, walk_lines
 from shoal.teach.puzzles import puzzle_timeline
-from shoal.teach.walks import collectives, zero
-from shoal.teach.walks.fsdp import fsdp
-from shoal.teach.walks.pipelines import Pipeline, pipeline
+from shoal.teach.walks import collectives_walk, zero_walk
+from shoal.teach.walks.fsdp_walk import fsdp
+from shoal.teach.walks.pipelines_walk import Pipeline, pipeline
 
 
 def text(timelines: list[Timeline], width: int = 100) -> list[str]:
@@ -50,7 +50,7 @@ def test_one_f_one_b_drawn_by_hand() -> None:
         puzzle_timeline(7, "reference"),
         *[
             w.timeline
-            for w in (collectives.ring(16), collectives.tree(9), fsdp(8, 2))
+            for w in (collectives_walk.ring(16), collectives_walk.tree(9), fsdp(8, 2))
             if w.timeline
         ],
     ],
@@ -87,7 +87,7 @@ def test_piped_is_plain_and_a_terminal_has_colours() -> None:
         patch.delenv("NO_COLOR", raising=False)
         terminal = Terminal()
         print_timelines([line], terminal)
-        print_walk(collectives.ring(3), terminal)
+        print_walk(collectives_walk.ring(3), terminal)
     assert "\x1b[" in terminal.getvalue()
 
 
@@ -95,7 +95,7 @@ def test_a_pipe_that_speaks_ascii_only_gets_ascii() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     print_timelines([pipeline("1f1b", Pipeline(2, 2))], stream)
-    print_walk(collectives.ring(2), stream)
+    print_walk(collectives_walk.ring(2), stream)
     stream.flush()
     assert b"rank 0" in raw.getvalue()
 
@@ -151,7 +151,13 @@ def test_ticks_are_few_round_and_inside(end: float, most: int) -> None:
 
 @pytest.mark.parametrize(
     "walk",
-    [collectives.ring(4), collectives.ring(16), collectives.halving(16), zero.zero(16), fsdp(16)],
+    [
+        collectives_walk.ring(4),
+        collectives_walk.ring(16),
+        collectives_walk.halving(16),
+        zero_walk.zero(16),
+        fsdp(16),
+    ],
     ids=lambda walk: walk.title,
 )
 def test_step_throughs_fit_in_100_columns(walk) -> None:
@@ -161,7 +167,7 @@ def test_step_throughs_fit_in_100_columns(walk) -> None:
 
 
 def test_a_table_says_what_came_from_whom() -> None:
-    lines = [line.plain for line in walk_lines(collectives.ring(2))]
+    lines = [line.plain for line in walk_lines(collectives_walk.ring(2))]
     first = lines.index("1 of 2, reduce-scatter")
     assert lines[first + 1] == "0 → 1: c1 · 1 → 0: c0"
     assert re.search(r"\[\d+\]<1", lines[first + 3]), "rank 0 has the sum of c0 from rank 1"
@@ -169,9 +175,9 @@ def test_a_table_says_what_came_from_whom() -> None:
 
 
 def test_of_many_rounds_some_are_left_out_and_counted() -> None:
-    lines = [line.plain for line in walk_lines(collectives.ring(16))]
+    lines = [line.plain for line in walk_lines(collectives_walk.ring(16))]
     assert sum("… 12 more rounds" in line for line in lines) == 2
-    assert not any("more rounds" in line.plain for line in walk_lines(collectives.ring(8)))
+    assert not any("more rounds" in line.plain for line in walk_lines(collectives_walk.ring(8)))
 
 
 def test_nothing_to_draw_is_no_crash() -> None:

@@ -7,14 +7,14 @@ import re
 import pytest
 
 from shoal.base.errors import BugError, PlanError
-from shoal.base.timeline import Timeline
-from shoal.teach.calculators import collectives as costs
+from shoal.base.plans.timeline import Timeline
+from shoal.teach.calculators import collectives_costs as costs
 from shoal.teach.schedules_simulate import bubble_of
-from shoal.teach.walks import collectives, fsdp, messages, zero
-from shoal.teach.walks.messages import ALPHA_S, BYTES_PER_S, Message, Ranks
-from shoal.teach.walks.pipelines import Pipeline, afab_beside_1f1b, closed_formula, pipeline
-from shoal.teach.walks.shards import first_weights, gradient
+from shoal.teach.walks import collectives_walk, fsdp_walk, walk_messages, zero_walk
+from shoal.teach.walks.pipelines_walk import Pipeline, afab_beside_1f1b, closed_formula, pipeline
+from shoal.teach.walks.shards_walk import first_weights, gradient
 from shoal.teach.walks.walk import Cell, Walk
+from shoal.teach.walks.walk_messages import ALPHA_S, BYTES_PER_S, Message, Ranks
 from traffic_theory import Payload, step_traffic
 
 BETA = 1 / BYTES_PER_S
@@ -27,9 +27,9 @@ def column(cells: tuple[tuple[Cell, ...], ...], place: int) -> list[int]:
 
 @pytest.mark.parametrize("ranks", range(2, 17))
 def test_every_all_reduce_ends_with_the_totals(ranks: int) -> None:
-    walks = [collectives.ring(ranks, M), collectives.tree(ranks, M)]
+    walks = [collectives_walk.ring(ranks, M), collectives_walk.tree(ranks, M)]
     if ranks & (ranks - 1) == 0:
-        walks.append(collectives.halving(ranks, M))
+        walks.append(collectives_walk.halving(ranks, M))
     for walk in walks:
         for place in range(len(walk.columns)):
             total = sum(column(walk.start, place))
@@ -40,14 +40,14 @@ def test_every_all_reduce_ends_with_the_totals(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", range(2, 17))
 def test_gather_scatter_broadcast_end_as_they_must(ranks: int) -> None:
-    gathered = collectives.all_gather(ranks, M)
+    gathered = collectives_walk.all_gather(ranks, M)
     own = [int(gathered.start[rank][rank].text) for rank in range(ranks)]
     assert all([int(c.text) for c in row] == own for row in gathered.steps[-1].cells)
-    scattered = collectives.reduce_scatter(ranks, M)
+    scattered = collectives_walk.reduce_scatter(ranks, M)
     for rank in range(ranks):
         mine = scattered.steps[-1].cells[rank][rank]
         assert (int(mine.text), mine.look) == (sum(column(scattered.start, rank)), "whole")
-    spread = collectives.broadcast(ranks, M)
+    spread = collectives_walk.broadcast(ranks, M)
     assert column(spread.start, 0) == [int(spread.start[0][0].text)]
     assert column(spread.steps[-1].cells, 0) == [int(spread.start[0][0].text)] * ranks
     assert len(spread.steps) == costs.rounds(ranks)
@@ -55,14 +55,14 @@ def test_gather_scatter_broadcast_end_as_they_must(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 13, 16])
 def test_time_is_that_of_the_calculators(ranks: int) -> None:
-    ring = collectives.ring(ranks, M).timeline
+    ring = collectives_walk.ring(ranks, M).timeline
     assert ring is not None
     assert ring.end_s == pytest.approx(costs.ring_all_reduce_s(ranks, M, ALPHA_S, BETA))
-    gather = collectives.all_gather(ranks, M).timeline
+    gather = collectives_walk.all_gather(ranks, M).timeline
     assert gather is not None
     assert gather.end_s == pytest.approx(costs.ring_all_gather_s(ranks, M, ALPHA_S, BETA))
     if ranks & (ranks - 1) == 0:
-        halving = collectives.halving(ranks, M).timeline
+        halving = collectives_walk.halving(ranks, M).timeline
         assert halving is not None
         expected_s = costs.halving_doubling_s(ranks, M, ALPHA_S, BETA)
         assert halving.end_s == pytest.approx(expected_s)
@@ -84,37 +84,37 @@ def test_all_messages_of_a_round_leave_at_once() -> None:
 
 def test_a_wrong_result_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring that forgets its last round must be noticed by the walk itself."""
-    right = collectives._ring_gather
-    monkeypatch.setattr(collectives, "_ring_gather", lambda *a, **k: list(right(*a, **k))[:-1])
+    right = collectives_walk._ring_gather
+    monkeypatch.setattr(collectives_walk, "_ring_gather", lambda *a, **k: list(right(*a, **k))[:-1])
     with pytest.raises(BugError, match="chunk"):
-        collectives.ring(4)
+        collectives_walk.ring(4)
     with pytest.raises(BugError, match="must be"):
-        collectives.all_gather(4)
+        collectives_walk.all_gather(4)
 
 
 def test_wrong_bytes_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sending one chunk more than needed leaves the sums right: only the bytes tell."""
-    right = collectives._doubling_rounds
+    right = collectives_walk._doubling_rounds
 
-    def wasteful(ranks: int, log: int) -> list[collectives.Round]:
+    def wasteful(ranks: int, log: int) -> list[collectives_walk.Round]:
         rounds = list(right(ranks, log))
         title, kind, sent = rounds[-1]
         return [*rounds[:-1], (title, kind, sent), (title, kind, sent)]
 
-    monkeypatch.setattr(collectives, "_doubling_rounds", wasteful)
+    monkeypatch.setattr(collectives_walk, "_doubling_rounds", wasteful)
     with pytest.raises(BugError, match="bytes sent"):
-        collectives.halving(4)
+        collectives_walk.halving(4)
 
 
 @pytest.mark.parametrize(
     ("make", "ranks", "said"),
     [
-        (collectives.ring, 1, "try: --ranks 2"),
-        (collectives.ring, 17, "try: --ranks 16"),
-        (collectives.halving, 6, "try: --ranks 4 or --ranks 8"),
-        (collectives.halving, 12, "try: --ranks 8 or --ranks 16"),
-        (fsdp.fsdp, 1, "try: --ranks 2"),
-        (zero.zero, 99, "try: --ranks 16"),
+        (collectives_walk.ring, 1, "try: --ranks 2"),
+        (collectives_walk.ring, 17, "try: --ranks 16"),
+        (collectives_walk.halving, 6, "try: --ranks 4 or --ranks 8"),
+        (collectives_walk.halving, 12, "try: --ranks 8 or --ranks 16"),
+        (fsdp_walk.fsdp, 1, "try: --ranks 2"),
+        (zero_walk.zero, 99, "try: --ranks 16"),
     ],
 )
 def test_ranks_that_cannot_be_shown(make, ranks: int, said: str) -> None:
@@ -138,7 +138,7 @@ def timeline(walk: Walk) -> Timeline:
     ("ranks", "turns", "forward_s"), [(2, 1, 3e-3), (4, 3, 3e-3), (8, 1, 1e-5)]
 )
 def test_fsdp_obeys_its_own_rules(ranks: int, turns: int, forward_s: float) -> None:
-    line = timeline(fsdp.fsdp(ranks, turns, forward_s, 2 * forward_s))
+    line = timeline(fsdp_walk.fsdp(ranks, turns, forward_s, 2 * forward_s))
     for spans in lanes(line).values():
         assert all(a[1] <= b[0] + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
     link, work = lanes(line)[0, "link"], lanes(line)[0, "compute"]
@@ -152,7 +152,7 @@ def test_fsdp_obeys_its_own_rules(ranks: int, turns: int, forward_s: float) -> N
     for start_s, _, kind, unit in link:
         if kind == "reduce-scatter":
             assert any(w[2:] == ("backward", unit) and w[1] <= start_s + 1e-12 for w in work)
-    unit_bytes = fsdp.UNIT_PARAMETERS * fsdp.GATHERED_BYTES
+    unit_bytes = fsdp_walk.UNIT_PARAMETERS * fsdp_walk.GATHERED_BYTES
     most = max(held.parts.get("gathered", 0.0) for held in line.memory)
     assert most <= 2 * unit_bytes
     last = line.memory[-1].parts
@@ -161,20 +161,20 @@ def test_fsdp_obeys_its_own_rules(ranks: int, turns: int, forward_s: float) -> N
 
 @pytest.mark.parametrize(("ranks", "turns"), [(2, 1), (4, 2), (16, 1)])
 def test_fsdp_sends_what_the_planner_says(ranks: int, turns: int) -> None:
-    """The walk counts gathers and scatters; planner/traffic.py knows the formula."""
-    units = [fsdp.UNIT_PARAMETERS * 2] * fsdp.UNITS
+    """The walk counts gathers and scatters; forecast/time/step_traffic.py knows the formula."""
+    units = [fsdp_walk.UNIT_PARAMETERS * 2] * fsdp_walk.UNITS
     payload = Payload(gradient_bytes=sum(units), unit_bytes=sum(units))
     expected = step_traffic(traffic_layout(ranks), payload, accumulate=turns).total_bytes
     world_bytes = sum(
         (s.end_s - s.start_s - (ranks - 1) * ALPHA_S) * BYTES_PER_S
-        for s in timeline(fsdp.fsdp(ranks, turns)).spans
+        for s in timeline(fsdp_walk.fsdp(ranks, turns)).spans
         if s.rank == 0 and s.lane == "link"
     )
     assert world_bytes == pytest.approx(expected)
 
 
 def traffic_layout(ranks: int):
-    from shoal.base.layout import Layout
+    from shoal.base.layouts.layout import Layout
 
     return Layout(dp_shard=ranks, zero=3)
 
@@ -191,14 +191,14 @@ def test_a_gradient_by_hand() -> None:
 
 def test_fsdp_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward that runs with another unit's weights freed away would be found."""
-    monkeypatch.setattr(fsdp, "summed_gradient", lambda weights, batch: [1] * fsdp.UNITS)
+    monkeypatch.setattr(fsdp_walk, "summed_gradient", lambda weights, batch: [1] * fsdp_walk.UNITS)
     with pytest.raises(BugError, match="gradients of rank 0"):
-        fsdp.fsdp(2)
+        fsdp_walk.fsdp(2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 16])
 def test_zero_holds_less_by_stage(ranks: int) -> None:
-    walk = zero.zero(ranks)
+    walk = zero_walk.zero(ranks)
     assert [step.title[:7] for step in walk.steps] == [f"stage {n}" for n in range(4)]
     for stage, step in enumerate(walk.steps):
         for rank, row in enumerate(step.cells):
@@ -206,14 +206,14 @@ def test_zero_holds_less_by_stage(ranks: int) -> None:
             whole = [not re.search("·", cell.text) for cell in row[:3]]
             assert whole == [stage < 3, stage < 2, stage < 1]
             assert all(own in cell.text for cell in row[:3])
-    sizes = [zero.formula_bytes(stage, ranks, 1.0) for stage in range(4)]
+    sizes = [zero_walk.formula_bytes(stage, ranks, 1.0) for stage in range(4)]
     assert sizes == sorted(sizes, reverse=True)
 
 
 def test_zero_notices_a_stage_that_forgets_to_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = zero._Stage._update
+    right = zero_walk._Stage._update
 
-    def forgets(self: zero._Stage) -> None:
+    def forgets(self: zero_walk._Stage) -> None:
         stage, self.stage = self.stage, 0
         if stage == 1:
             for mine in self.ranks:  # update the own part, tell nobody
@@ -225,9 +225,9 @@ def test_zero_notices_a_stage_that_forgets_to_gather(monkeypatch: pytest.MonkeyP
             right(self)
         self.stage = stage
 
-    monkeypatch.setattr(zero._Stage, "_update", forgets)
+    monkeypatch.setattr(zero_walk._Stage, "_update", forgets)
     with pytest.raises(BugError, match="stage 1: weights"):
-        zero.zero(4)
+        zero_walk.zero(4)
 
 
 def test_first_weights_are_small_and_differ_between_units() -> None:
@@ -275,16 +275,16 @@ def test_too_much_to_draw_is_said() -> None:
 
 
 def test_numbers_at_the_start_are_small() -> None:
-    numbers = {messages.first_number(r, c) for r in range(16) for c in range(16)}
+    numbers = {walk_messages.first_number(r, c) for r in range(16) for c in range(16)}
     assert min(numbers) >= 1
     assert max(numbers) <= 9
 
 
 def test_activations_are_drawn_in_every_micro_batch() -> None:
-    walk = fsdp.fsdp(2, 3)
+    walk = fsdp_walk.fsdp(2, 3)
     row = walk.rows.index("activations")
     kept = [[cell.look for cell in step.cells[row]].count("own") for step in walk.steps]
-    up = list(range(1, fsdp.UNITS + 1))
+    up = list(range(1, fsdp_walk.UNITS + 1))
     assert kept == (up + up[::-1]) * 3 + [0]
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from shoal import parallelize
 from shoal.base.errors import PlanError
-from shoal.base.policies import BlocksPolicy
-from shoal.trace.blocks import find_blocks, gathered_blocks
+from shoal.base.layouts.policies import BlocksPolicy
+from shoal.trace.find.blocks import find_blocks, gathered_blocks
 
 
 class Layer(nn.Module):

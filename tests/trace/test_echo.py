@@ -11,9 +11,9 @@ from user_modules import EXAMPLES, made
 
 from shoal.base.errors import PlanError
 from shoal.parallel.spmd import model_split
-from shoal.trace import record
-from shoal.trace.echo import NoLog, as_cheaply, echoing
-from shoal.trace.record import Record
+from shoal.trace.flow import forward_record
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.isolation.memoized_forward import NoLog, as_cheaply, echoing
 
 CALLS: list[Any] = []
 
@@ -140,5 +140,5 @@ def found(name: str) -> Any:
 @pytest.mark.parametrize("name", ["nested", "unet", "tuples", "encoder"])
 def test_echoes_change_nothing_that_is_found(name: str, monkeypatch: Any) -> None:
     with_echoes = found(name)
-    monkeypatch.setattr(record, "as_cheaply", lambda look: look(False))
+    monkeypatch.setattr(forward_record, "as_cheaply", lambda look: look(False))
     assert found(name) == with_echoes

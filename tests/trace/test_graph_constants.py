@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.trace.graph import Untraceable, trace
+from shoal.trace.graph.layer_graph import Untraceable, trace
 
 
 class Clipped(nn.Linear):

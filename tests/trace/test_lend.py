@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.models.catalog import build
-from shoal.trace.lend import lent
+from shoal.trace.isolation.stream_weights import lent
 
 META = torch.device("meta")
 

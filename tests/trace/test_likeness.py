@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.trace import likeness
-from shoal.trace.calls import Call
-from shoal.trace.likeness import Likeness
+from shoal.trace.graph import layer_groups
+from shoal.trace.graph.layer_groups import Likeness
+from shoal.trace.isolation.layer_calls import Call
 
 
 class Numbered(nn.Module):
@@ -38,8 +38,8 @@ def call(rows: int, **named: Any) -> Call:
 def test_each_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the first of them beside every other one: 63 traces for 32 layers."""
     traced: list[Any] = []
-    trace = likeness.trace
-    monkeypatch.setattr(likeness, "trace", lambda *given: traced.append(given) or trace(*given))
+    trace = layer_groups.trace
+    monkeypatch.setattr(layer_groups, "trace", lambda *given: traced.append(given) or trace(*given))
     assert grouped([3, 5, 6, 7], [call(2) for _ in range(4)]) == [["0", "1", "2", "3"]]
     assert len(traced) == 4
 

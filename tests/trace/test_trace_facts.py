@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.shape import Transformer
+from shoal.base.estimates.transformer_shape import Transformer
+from shoal.forecast.models.block_parts import Kernels
+from shoal.forecast.models.model_facts import resolve
+from shoal.forecast.models.transformer_costs import model_facts
 from shoal.models.llama import Llama
 from shoal.models.loss import token_loss
 from shoal.models.mlp import MLP
 from shoal.models.resnet import ResNet
-from shoal.planner.block_parts import Kernels
-from shoal.planner.model_facts import resolve
-from shoal.planner.transformer import model_facts
-from shoal.trace.shapes import narrow_products
-from shoal.trace.trace_facts import trace_facts
+from shoal.trace.costs.traced_facts import trace_facts
+from shoal.trace.isolation.meta_inputs import narrow_products
 
 LLAMA_8B = Transformer("llama-3-8b", 32, 4096, 32, 8, 14336, 128256)
 
@@ -421,7 +421,7 @@ def test_a_hundred_unknown_layers_in_seconds(programs):
 import time
 import torch
 from torch import nn
-from shoal.trace.trace_facts import trace_facts
+from shoal.trace.costs.traced_facts import trace_facts
 layer = lambda: nn.TransformerEncoderLayer(2048, 16, 8192, batch_first=True)
 model = lambda: nn.Sequential(nn.Embedding(50000, 2048), *[layer() for _ in range(100)])
 facts = trace_facts(model, torch.zeros(1, 2048, dtype=torch.long))

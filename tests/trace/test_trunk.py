@@ -12,11 +12,11 @@ from hf_modules import HF_EXAMPLES
 from torch import nn
 from user_modules import EXAMPLES, HIDDEN, Example, Layer, made, named, numbers, tokens
 
+from shoal.forecast.models.hf_presence import foreign_layers
 from shoal.models.catalog import build
-from shoal.planner.huggingface import foreign_layers
-from shoal.trace.record import Record
-from shoal.trace.trunk import Run, Trunk
-from shoal.trace.untouched import without_trace
+from shoal.trace.find.trunk import Run, Trunk
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.isolation.preserve_state import without_trace
 
 LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
 OURS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.trace.copies import meta_twin
-from shoal.trace.untouched import without_trace
+from shoal.trace.isolation.module_copies import meta_twin
+from shoal.trace.isolation.preserve_state import without_trace
 
 
 class Hooked(nn.Module):

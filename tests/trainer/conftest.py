@@ -8,8 +8,8 @@ import pytest
 
 from shoal.cli import start
 from shoal.fabric import start_world
-from shoal.proof.quick import prove_run
-from shoal.trainer.loop import train
+from shoal.proof.start_proof import prove_run
+from shoal.trainer.main_job import train
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -23,10 +23,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shoal.fabric import World, start_world
-from shoal.trainer import step, step_vector
 from shoal.trainer.guards.batch_consistency import BatchConsistencyGuard
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
+from shoal.trainer.step import optimizer_step, step_vector
 
 RANKS, LAYERS, WIDTH, STEPS = 4096, 150, 64, 6
 
@@ -81,7 +81,7 @@ def steps_of(run: Run, sample: torch.Tensor) -> dict[str, Any]:
     run.hear(lambda record: rows.append(record) if record["event"] == "step" else None)
     sent: list[int] = []
     tally_s: list[float] = []
-    terms, tally = step_vector.zero_sum_terms, step._tally
+    terms, tally = step_vector.zero_sum_terms, optimizer_step._tally
 
     def alone(*given: Any) -> list[float]:
         return [0.0] * len(terms(*given))
@@ -96,7 +96,10 @@ def steps_of(run: Run, sample: torch.Tensor) -> dict[str, Any]:
     run.guards.all[:] = [
         one for one in run.guards.all if not isinstance(one, BatchConsistencyGuard)
     ]
-    with patch.object(step_vector, "zero_sum_terms", alone), patch.object(step, "_tally", timed):
+    with (
+        patch.object(step_vector, "zero_sum_terms", alone),
+        patch.object(optimizer_step, "_tally", timed),
+    ):
         for _ in range(STEPS):
             run.step((sample, sample))
     return {

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.trainer.guards.guard import Guards
 from shoal.trainer.guards.hidden_state import HiddenStateGuard
 

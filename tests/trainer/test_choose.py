@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.base.facts import MachineFacts
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.estimates.facts import MachineFacts
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.config.load import load
 from shoal.config.resolve import plan_of
 from shoal.config.sections import Config
-from shoal.data.first_look import first_samples
+from shoal.data.loading.sample_inspection import first_samples
 from shoal.data.sources import open_source
-from shoal.planner.kept_plan import keep_choice
-from shoal.planner.measured import this_cluster
-from shoal.trainer import rank_layouts
-from shoal.trainer.job import build_model, import_loss
-from shoal.trainer.predict import case_of, facts_of, prediction
+from shoal.forecast.machines.measured_machine import this_cluster
+from shoal.planning.recorded_plan import keep_choice
+from shoal.trainer.autotune import rank_layouts
+from shoal.trainer.jobs.configured_run import build_model, import_loss
+from shoal.trainer.jobs.run_forecast import case_of, facts_of, prediction
 
 
 class TwoRanks(SimpleNamespace):

@@ -14,7 +14,7 @@ from trainer_small import assert_same_bits, bits, cross_entropy_mean, linear, pa
 import shoal
 from shoal.base.errors import ConfigError
 from shoal.models.loss import token_loss
-from shoal.trainer.contract import batch_length, cut_batch, split_batch, sum_and_count
+from shoal.trainer.step.call_contract import batch_length, cut_batch, split_batch, sum_and_count
 
 
 def told(failure: pytest.ExceptionInfo) -> str:

@@ -13,9 +13,9 @@ import torch
 from trainer_small import Rows, linear, run_of
 
 from shoal.base.errors import CheckpointError, ConfigError, ShoalError
-from shoal.checkpoint.lease import RunLease
-from shoal.checkpoint.manifest import _sealed
-from shoal.trainer.replaced_folder import save_if_deleted
+from shoal.checkpoint.format.lease import RunLease
+from shoal.checkpoint.format.manifest import _sealed
+from shoal.trainer.state.replaced_folder import save_if_deleted
 
 ROWS = Rows(8)
 HEAD = b'{"step":1,"loss":2.0}\n{"step":2,"loss":1.0}\n'

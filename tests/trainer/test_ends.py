@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import UNSAVED_CODE, ConfigError, TrainingError
-from shoal.base.files import saved_steps
-from shoal.base.phases import Phase, listen
+from shoal.base.runlog.atomic_files import saved_steps
 from shoal.view import summary
+from shoal.wire.phases import Phase, listen
 
 
 def told(folder: Path) -> list[dict[str, Any]]:

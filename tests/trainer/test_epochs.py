@@ -16,8 +16,8 @@ from torch import nn
 
 import shoal
 from proof_rows import chosen
-from shoal.trainer import stop_signals
-from shoal.trainer.stop_signals import ask_on_signals
+from shoal.trainer.process import stop_signals
+from shoal.trainer.process.stop_signals import ask_on_signals
 
 SAMPLES, BATCH, EPOCHS = 20, 8, 3  # steps of 8, 8 and 4: nine in all
 

@@ -26,25 +26,27 @@ import torch
 from torch import nn
 
 import shoal.cli.start as start
-from shoal.base.estimate import Case
-from shoal.base.facts import MachineFacts
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
-from shoal.base.policies import POLICIES
+from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.facts import MachineFacts
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.policies import POLICIES
+from shoal.base.plans.plan import Plan
 from shoal.cli.plan_subject import find_subject
 from shoal.config.load import load
 from shoal.config.resolve import asked_layout, plan_of, resolve_batch
 from shoal.config.save import to_toml, toml_value
 from shoal.config.sections import Config, keys
-from shoal.planner.measured import this_cluster
-from shoal.planner.own_family import own_family
-from shoal.planner.search import Candidate, search
-from shoal.planner.search_space import SearchSpace
-from shoal.planner.settle import is_open, settle_layout, words_of
-from shoal.planner.transformer import model_facts
-from shoal.trainer import adapters, job, rank_layouts
+from shoal.forecast.machines.measured_machine import this_cluster
+from shoal.forecast.models.own_transformers import own_family
+from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.search.layout_search import Candidate, search
+from shoal.forecast.search.search_space import SearchSpace
+from shoal.planning.settle import is_open, settle_layout, words_of
+from shoal.trainer import adapters
 from shoal.trainer import parallelize as room
-from shoal.trainer.predict import case_of
+from shoal.trainer.autotune import rank_layouts
+from shoal.trainer.jobs import configured_run
+from shoal.trainer.jobs.run_forecast import case_of
 
 KEYS = [
     f"{section.name}.{key.name}"
@@ -457,13 +459,13 @@ def seen_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
             other = "ddp" if plan.compress != "none" else "single"
             return room.start_run(model, optimizer, loss, held, other, **more)
 
-        monkeypatch.setattr(job, "build_model", build_model)
-        monkeypatch.setattr(job, "build_optimizer", build_optimizer)
-        monkeypatch.setattr(job, "import_loss", take_loss)
-        monkeypatch.setattr(job, "start_run", start_run)
+        monkeypatch.setattr(configured_run, "build_model", build_model)
+        monkeypatch.setattr(configured_run, "build_optimizer", build_optimizer)
+        monkeypatch.setattr(configured_run, "import_loss", take_loss)
+        monkeypatch.setattr(configured_run, "start_run", start_run)
         source = SimpleNamespace(train=[torch.zeros(4)], collate=None)
         layout = asked_layout(config.layout)
-        run = job.open_run(config, source, room.start_world(), plan_of(config), layout)
+        run = configured_run.open_run(config, source, room.start_world(), plan_of(config), layout)
         for key in PLAN_KEYS - {*UNHELD, *MADE, "compute"}:
             assert getattr(run.plan, key) == getattr(seen["plan"], key), key
         for undo in run.program.on_close:

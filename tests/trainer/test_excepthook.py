@@ -14,11 +14,11 @@ import torch
 
 from forks import Forks
 from shoal.base.errors import ConfigError, TrainingError
-from shoal.base.frames import user_place
+from shoal.base.text.user_frames import user_place
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
-from shoal.trainer.excepthook import install
-from shoal.trainer.last_words import line
+from shoal.fabric.rendezvous.process_info import Place
+from shoal.trainer.process.crash_report import line
+from shoal.trainer.process.excepthook import install
 from shoal.view.diagnose import diagnose
 
 SCRIPT = """\
@@ -50,7 +50,7 @@ print("reached the end")
 LIGHT = """\
 import sys
 from shoal.base.errors import PlanError, TrainingError
-from shoal.trainer.excepthook import install
+from shoal.trainer.process.excepthook import install
 
 install()
 errors = {"plan": PlanError("layout: no"), "training": TrainingError("step 1: bad")}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import ConfigError
-from shoal.base.layout import Layout
-from shoal.trainer import finish
+from shoal.base.layouts.layout import Layout
+from shoal.trainer.jobs import run_end
 
 
 def run_of(layout: Layout, together: bool = False, keeps: bool = True) -> Any:
@@ -34,19 +34,19 @@ def test_a_sample_that_fails_is_one_line(monkeypatch: Any, failure: Exception) -
     def fails(*_given: Any) -> None:
         raise failure
 
-    monkeypatch.setattr(finish, "sample", fails)
+    monkeypatch.setattr(run_end, "sample", fails)
     run = run_of(Layout())
-    assert finish._try_sample(run, SimpleNamespace()) is None  # type: ignore[arg-type]
+    assert run_end._try_sample(run, SimpleNamespace()) is None  # type: ignore[arg-type]
     (line,) = run.told
     assert line.startswith("no sample of what the model writes: ")
     assert "\n" not in line
 
 
 def test_others_ranks_write_nothing_alone(monkeypatch: Any) -> None:
-    monkeypatch.setattr(finish, "sample", lambda *_: "text")
-    assert finish._try_sample(run_of(Layout(), keeps=False), SimpleNamespace()) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(run_end, "sample", lambda *_: "text")
+    assert run_end._try_sample(run_of(Layout(), keeps=False), SimpleNamespace()) is None  # type: ignore[arg-type]
     together = run_of(Layout(), together=True, keeps=False)
-    assert finish._try_sample(together, SimpleNamespace()) == "text"  # type: ignore[arg-type]
+    assert run_end._try_sample(together, SimpleNamespace()) == "text"  # type: ignore[arg-type]
 
 
 WORDS = ["model.dim=32", "model.layers=2", "model.heads=2", "data.sequence=32", "train.batch=8", "train.steps=3", "train.micro_batch=2", "train.prove=off", "precision.compute=fp32", "run.name=x"]  # fmt: skip

@@ -11,8 +11,9 @@ import pytest
 from shoal.base.errors import ShoalError
 from shoal.cli import start
 from shoal.fabric import start_world
-from shoal.proof.quick import prove_run
-from shoal.trainer import loop, same_again
+from shoal.proof.start_proof import prove_run
+from shoal.trainer import main_job
+from shoal.trainer.run_folder import resume_checks
 
 FOLDERS = Path(__file__).parent.parent / "fixtures" / "run_folders"
 MINE = """
@@ -56,16 +57,16 @@ def resume(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHOAL_CACHE", str(cache))
-    monkeypatch.setattr(loop, "measure_machine", lambda *_: None)
+    monkeypatch.setattr(main_job, "measure_machine", lambda *_: None)
 
     def one(override: str, *, force: bool) -> str:
         folder = Path("runs/single")
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(FOLDERS / "runs" / "single", folder)
-        monkeypatch.setenv(same_again.STRICT, "" if force else "strict")
+        monkeypatch.setenv(resume_checks.STRICT, "" if force else "strict")
         try:
             start.write_folder(start.prepare([override], folder, 1, force=force))
-            assert loop.train(folder, prove_run, world=start_world({})) == 0
+            assert main_job.train(folder, prove_run, world=start_world({})) == 0
         except ShoalError as stop:
             return f"{stop}" if stop.exit_code == 2 else f"exit status {stop.exit_code}"
         return ""

@@ -15,7 +15,7 @@ from trainer_small import linear, pair, run_of
 from guard_off import guard_classes
 from shoal.base.errors import ConfigError
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step_vector import Invariant, StepNumbers
+from shoal.trainer.step.step_vector import Invariant, StepNumbers
 
 
 class Toy(Guard):

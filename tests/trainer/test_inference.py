@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.base.errors import ConfigError
-from shoal.trainer.inference import _from_last_stage
+from shoal.trainer.passes.inference import _from_last_stage
 
 PIPE = SimpleNamespace(
     gather_json=lambda message: [message], broadcast=lambda *_: None, device=torch.device("cpu")

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from shoal.base.errors import ConfigError
-from shoal.base.islands import IslandsPolicy
+from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.data.sources import open_data
-from shoal.trainer.island_data import check_same_data, find_difference, fingerprint
-from shoal.trainer.island_loop import train_rounds
+from shoal.trainer.islands.island_data import check_same_data, find_difference, fingerprint
+from shoal.trainer.islands.island_loop import train_rounds
 
 INNER = SimpleNamespace(rank=0, broadcast_json=lambda value: value)
 
@@ -161,7 +161,7 @@ def test_what_is_drawn_anew_or_cannot_be_read_says_nothing() -> None:
 def test_it_is_asked_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """`train_rounds` compares training and held-out data; nothing is trained before."""
     from shoal.config.sections import Config
-    from shoal.trainer import island_loop
+    from shoal.trainer.islands import island_loop
 
     other = {"data.source": {"source": "b", **fingerprint(Rows(lambda n: n + 1), 0)}}
 

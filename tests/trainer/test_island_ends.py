@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shoal.base.errors import UNSAVED_CODE, TrainingError
-from shoal.base.files import saved_steps
-from shoal.trainer.island_loop import STOPPED, Rounds
+from shoal.base.runlog.atomic_files import saved_steps
+from shoal.trainer.islands.island_loop import STOPPED, Rounds
 from shoal.trainer.run import Run
 from shoal.view import summary
 

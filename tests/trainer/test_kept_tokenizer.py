@@ -12,8 +12,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shoal
-from shoal.checkpoint.export_folder import export_folder
-from shoal.checkpoint.listing import find
+from shoal.checkpoint.export.export_folder import export_folder
+from shoal.checkpoint.format.listing import find
 from shoal.cli.main import app
 
 WORDS = {"a": 0, "b": 1, "c": 2, "<|endoftext|>": 3}

@@ -13,10 +13,10 @@ import torch
 from trainer_small import Rows, linear, run_of
 
 from shoal.base.errors import ClusterError
-from shoal.data import misread
-from shoal.data.misread import Misread
-from shoal.data.step import StepBatch
-from shoal.trainer.share import to_join_with
+from shoal.data.loading import read_retries
+from shoal.data.loading.read_retries import Misread
+from shoal.data.loading.step_samples import StepBatch
+from shoal.trainer.step.rank_share import to_join_with
 from shoal.view.diagnose import diagnose
 from shoal.view.summary import summary
 
@@ -37,7 +37,7 @@ class Torn(Rows):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(misread, "PAUSES_S", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(read_retries, "PAUSES_S", (0.001, 0.001, 0.001))
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def test_a_stream_goes_on_behind_it(tmp_path: Path, workers: int) -> None:
 
 
 def next_ids(samples: int, count: int, seed: int) -> list[int]:
-    from shoal.data.order import samples_at
+    from shoal.data.loading.sample_order import samples_at
 
     return samples_at(0, samples, samples, seed, shuffle=True)[1].tolist()
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from shoal.base import lines
-from shoal.base.cut_back import cut_lines, mend_folder
-from shoal.base.events import EventLog, append_line
+from shoal.base.runlog import damaged_lines
+from shoal.base.runlog.events import EventLog, append_line
+from shoal.base.runlog.truncate_logs import cut_lines, mend_folder
 from shoal.cli.ending import Ending
 from shoal.view import LiveView, summary
 
@@ -47,7 +47,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         counted[0] += 1
         return plain(text, *more, **words)
 
-    monkeypatch.setattr(lines.json, "loads", loads)
+    monkeypatch.setattr(damaged_lines.json, "loads", loads)
     tracemalloc.start()
     yield counted
     tracemalloc.stop()
@@ -92,13 +92,13 @@ def test_the_end_of_a_long_session_is_told_of_its_last_steps(
 def test_lines_from_the_end_are_those_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(0)
     for _ in range(500):
-        monkeypatch.setattr(lines, "BLOCK_BYTES", drawn.choice((1, 2, 3, 5, 64)))
+        monkeypatch.setattr(damaged_lines, "BLOCK_BYTES", drawn.choice((1, 2, 3, 5, 64)))
         data = bytes(drawn.choice(b"ab\n\n") for _ in range(drawn.randrange(40)))
         expected, place = [], 0
         for line in data.split(b"\n")[:-1]:
             expected.append((place, line))
             place += len(line) + 1
-        assert list(lines.lines_from_end(io.BytesIO(data))) == expected[::-1], data
+        assert list(damaged_lines.lines_from_end(io.BytesIO(data))) == expected[::-1], data
 
 
 @pytest.mark.parametrize(

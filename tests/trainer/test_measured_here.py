@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shoal.fabric import start_world
+from shoal.forecast.machines.measured_machine import machine_path
 from shoal.machine.measure import QUICK, measure_machine
-from shoal.planner.measured import machine_path
-from shoal.trainer import rank_layouts
-from shoal.trainer.predict import cluster_here
+from shoal.trainer.autotune import rank_layouts
+from shoal.trainer.jobs.run_forecast import cluster_here
 
 
 def test_a_machine_with_gpus_that_computes_without(

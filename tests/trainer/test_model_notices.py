@@ -11,9 +11,9 @@ from torch import nn
 from trainer_small import Rows, pair, run_of
 
 from shoal.models.loss import token_loss
-from shoal.trainer import share_fits, trial_passes
+from shoal.trainer.autotune import share_fits, trial_passes
 from shoal.trainer.guards.reports.model_notices import auxiliary_loss_lines
-from shoal.trainer.recorder import Recorder
+from shoal.trainer.metrics_recorder import Recorder
 
 LINE = (
     "model: 1 is a BatchNorm, whose statistics are those of a micro-batch: 2 samples by default, of "

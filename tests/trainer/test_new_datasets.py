@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import shoal
-from shoal.trainer import same_again
 from shoal.trainer.run import Run
+from shoal.trainer.run_folder import resume_checks
 
 INPUTS, TARGETS = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)), torch.arange(32)
 EPOCHS, STEPS = 3, 4
@@ -78,7 +78,7 @@ def test_a_look_that_sees_fewer_samples_is_no_other_dataset(
 
     def slower() -> Dataset:
         made.append(1)
-        monkeypatch.setattr(same_again, "LOOK_S", 9.0 if len(made) < 3 else -1.0)
+        monkeypatch.setattr(resume_checks, "LOOK_S", 9.0 if len(made) < 3 else -1.0)
         return new()
 
     once, anew = begin(tmp_path / "once"), begin(tmp_path / "anew")

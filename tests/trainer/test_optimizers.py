@@ -14,7 +14,7 @@ from trainer_small import assert_same_bits, bits, busy, linear, pair, run_of, sg
 
 import shoal
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.policies import OptimizerPolicy
+from shoal.base.layouts.policies import OptimizerPolicy
 from shoal.fabric import start_world
 from shoal.trainer.guards.optimizer_checks import MovementCheck
 from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard

@@ -17,7 +17,7 @@ from trainer_small import Rows, linear, pair, run_of
 import stranger
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.fabric import start_world
-from shoal.trainer.folder_lease import check_shared, own
+from shoal.trainer.run_folder.folder_lease import check_shared, own
 
 
 def test_old_checkpoints_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_old_checkpoints_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from shoal.checkpoint.lease import RunLease; "
+        "import sys, time; from pathlib import Path; from shoal.checkpoint.format.lease import RunLease; "
         "lease = RunLease(Path(sys.argv[1]), 'x'); lease.acquire(); "
         "print('mine', flush=True); time.sleep(60)"
     )

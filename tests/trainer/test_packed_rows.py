@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.base.whole_operations import shown_whole
+from shoal.base.opaque_ops import shown_whole
 from shoal.config.sections import DataSection
 from shoal.data.sources import open_source
 from shoal.models.catalog import build

@@ -9,8 +9,8 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
-from shoal.trainer.recorder import Recorder
+from shoal.fabric.rendezvous.process_info import Place
+from shoal.trainer.metrics_recorder import Recorder
 
 
 def recorder() -> Recorder:

@@ -12,7 +12,7 @@ from torch import nn
 from trainer_small import Rows, assert_same_bits, bits, busy, linear, pair, run_of, sgd
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.base.policies import OptimizerPolicy
+from shoal.base.layouts.policies import OptimizerPolicy
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),

@@ -13,14 +13,14 @@ import pytest
 import torch
 from trainer_small import Rows, linear, run_of
 
-from shoal.base import made_with
 from shoal.base.errors import ConfigError
+from shoal.base.runlog import environment
 from shoal.cli import start
 from shoal.config.differences import Difference, of_configurations, of_surroundings, refusal
 from shoal.fabric import start_world
-from shoal.proof.quick import prove_run
-from shoal.trainer import same_again
-from shoal.trainer.loop import train
+from shoal.proof.start_proof import prove_run
+from shoal.trainer.main_job import train
+from shoal.trainer.run_folder import resume_checks
 
 
 def again(folder: Path, *overrides: str, force: bool = False) -> tuple[int, list[str]]:
@@ -35,7 +35,7 @@ def again(folder: Path, *overrides: str, force: bool = False) -> tuple[int, list
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As `shoal train --resume` starts its workers."""
-    monkeypatch.setenv(same_again.STRICT, "strict")
+    monkeypatch.setenv(resume_checks.STRICT, "strict")
     monkeypatch.setenv("SHOAL_ATTEMPT", "0")
     return
 
@@ -152,7 +152,7 @@ def test_which_keys_change_the_result() -> None:
 
 def test_versions_are_told_and_stop_nothing() -> None:
     found = of_surroundings(
-        {"versions": {"torch": "1.0", "python": made_with.versions()["python"]}}
+        {"versions": {"torch": "1.0", "python": environment.versions()["python"]}}
     )
     assert [one.line for one in found] == [f"version of torch: 1.0 → {torch.__version__}"]
     assert refusal("--resume a", 3, found) == ""
@@ -175,7 +175,7 @@ def test_comments_and_empty_lines_are_not_code(
 ) -> None:
     for name, text in (("one.py", one), ("other.py", other)):
         (tmp_path / name).write_bytes(text)
-    found = [made_with.source_digest(tmp_path / name) for name in ("one.py", "other.py")]
+    found = [environment.source_digest(tmp_path / name) for name in ("one.py", "other.py")]
     assert (found[0] == found[1]) == same
 
 
@@ -188,9 +188,9 @@ def test_a_dataset_that_workers_read_is_looked_at_by_a_process_of_its_own() -> N
             return super().__getitem__(index)
 
     rows = Once(8)
-    seen = same_again.look_at(rows, 2)
+    seen = resume_checks.look_at(rows, 2)
     assert not rows.opened
-    assert seen == same_again.look_at(rows, 0) != []
+    assert seen == resume_checks.look_at(rows, 0) != []
 
 
 def test_paths_are_resolved_as_the_system_does(tmp_path: Path, monkeypatch: Any) -> None:
@@ -206,4 +206,4 @@ def test_paths_are_resolved_as_the_system_does(tmp_path: Path, monkeypatch: Any)
         *(f"{tmp_path}/folder/inside/../two.py", f"{tmp_path}/real/inside/one.py", "none/x.py"),
         *(str(getattr(module, "__file__", "/")) for module in list(sys.modules.values())),
     ):
-        assert made_with._resolve(path, known) == os.path.realpath(path), path
+        assert environment._resolve(path, known) == os.path.realpath(path), path

@@ -9,7 +9,7 @@ import torch
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
-from shoal.trainer.share import own_micro_batches
+from shoal.trainer.step.rank_share import own_micro_batches
 
 UNEQUAL = [(torch.zeros(4, 2), torch.zeros(3)), (torch.zeros(2, 2), torch.zeros(3))]
 

@@ -13,10 +13,10 @@ from torch import nn
 from trainer_small import Rows, run_of
 
 from shoal.base.errors import ConfigError
-from shoal.trainer import share_fits, trial_passes
-from shoal.trainer.kept_bytes import kept_bytes
-from shoal.trainer.recorder import Recorder
-from shoal.trainer.share_fits import few_samples, is_small
+from shoal.trainer.autotune import share_fits, trial_passes
+from shoal.trainer.autotune.share_fits import few_samples, is_small
+from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.step.saved_activations import kept_bytes
 
 
 class Opened(Rows):

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from trainer_small import assert_same_bits, bits, linear, pair, run_of
 
 from shoal.base.errors import TrainingError
-from shoal.base.policies import OptimizerPolicy
-from shoal.trainer.rewind import go_back
-from shoal.trainer.skips import LEAST, Spikes
+from shoal.base.layouts.policies import OptimizerPolicy
+from shoal.trainer.state.rewind import go_back
+from shoal.trainer.step.skipped_steps import LEAST, Spikes
 
 
 class Rows:

@@ -9,9 +9,9 @@ from trainer_small import linear, pair, run_of
 
 from shoal.base.errors import BugError
 from shoal.fabric import World
-from shoal.trainer.free_passes import FreePasses
-from shoal.trainer.served_server import _same_on_all_ranks
-from shoal.trainer.step_vector import (
+from shoal.trainer.passes.free_passes import FreePasses
+from shoal.trainer.servers.server_loop import _same_on_all_ranks
+from shoal.trainer.step.step_vector import (
     UNLIKE,
     Group,
     Invariant,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shoal.trainer.step import sum_of_squares
+from shoal.trainer.step.optimizer_step import sum_of_squares
 
 
 def test_large_fp32_buffers_keep_their_norm() -> None:

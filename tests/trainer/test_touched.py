@@ -10,7 +10,7 @@ import torch
 
 import shoal
 from shoal.fabric import start_world
-from shoal.machine.memory import trim_heap
+from shoal.machine.process_memory import trim_heap
 from shoal.trainer.guards.checksums import LOOKED_AT, SURE, fingerprint
 
 MIB = 2**20

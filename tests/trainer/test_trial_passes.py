@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from trainer_small import Rows
 
-from shoal.trainer import trial_passes as trial
-from shoal.trainer.trial_passes import PassBytes, trial_passes
+from shoal.trainer.autotune import trial_passes as trial
+from shoal.trainer.autotune.trial_passes import PassBytes, trial_passes
 
 
 class Reads(nn.Module):

@@ -10,16 +10,16 @@ import pytest
 import torch.distributed as dist
 
 from shoal.base.errors import ConfigError
-from shoal.trainer.guards import calls
-from shoal.trainer.guards.calls import Meeting
+from shoal.trainer.guards import call_log
+from shoal.trainer.guards.call_log import Meeting
 
 
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
     """The meetings of two ranks, which count in one store."""
-    monkeypatch.setattr(calls, "GATHER_S", 0.5)
-    monkeypatch.setattr(calls.phases, "page", None)  # that of a run before
-    monkeypatch.setattr(calls, "_made", iter([0, 0]))
+    monkeypatch.setattr(call_log, "GATHER_S", 0.5)
+    monkeypatch.setattr(call_log.phases, "page", None)  # that of a run before
+    monkeypatch.setattr(call_log, "_made", iter([0, 0]))
     store = dist.HashStore()
     made = [
         Meeting(SimpleNamespace(rank=rank, size=2, ranks=(0, 1), group=None), store)  # type: ignore[arg-type]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shoal.base import phases
-from shoal.base.phases import BACKWARD, DATA, PASSES, UPDATE
-from shoal.base.watch_page import PAGE_VARIABLE, Page
 from shoal.launch.watch.page_reader import Watched
-from shoal.trainer.step import update
+from shoal.trainer.step.optimizer_step import update
+from shoal.wire import phases
+from shoal.wire.phases import BACKWARD, DATA, PASSES, UPDATE
+from shoal.wire.watch_page import PAGE_VARIABLE, Page
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer_small import pair, run_of
 
 from shoal.optim.muon import MuonWithAdamW
-from shoal.trainer.recorder import Recorder
+from shoal.trainer.metrics_recorder import Recorder
 
 CUT_OFF, NEVER, UNHELD = "computed in step 1", "got no gradient in", "are in no optimizer"
 

@@ -17,16 +17,17 @@ from torch.utils.data import DataLoader
 from trainer_small import run_of, sgd
 
 from shoal.base.errors import ConfigError
-from shoal.base.phases import listen
 from shoal.config.load import load
 from shoal.config.resolve import resolve_batch, resolve_length, resolve_validation
 from shoal.config.sections import Config, ModelSection, TrainSection
-from shoal.data.samples import EvenPart
+from shoal.data.digits import EvenPart
 from shoal.data.sources import Source
 from shoal.models.loss import token_loss
-from shoal.trainer import finish, validate
+from shoal.trainer.jobs import run_end
+from shoal.trainer.jobs import validation as validate
+from shoal.trainer.jobs.validation import Reading, _for_all_ranks, validator
 from shoal.trainer.run import Run
-from shoal.trainer.validate import Reading, _for_all_ranks, validator
+from shoal.wire.phases import listen
 
 
 class Labels:
@@ -106,7 +107,7 @@ def test_more_samples_at_once_give_the_same_figures(tmp_path: Path) -> None:
 def test_progress_is_told_with_the_number_of_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.base.phases.EVERY_S", 0.0)
+    monkeypatch.setattr("shoal.wire.phases.EVERY_S", 0.0)
     run, _, validate = begun(tmp_path, plain(), fits=8)
     heard: list[str] = []
     listen(lambda phases: heard.extend(f"{p.name} {p.done}/{p.of}" for p in phases))
@@ -246,9 +247,9 @@ def test_a_held_out_stream_that_every_rank_reads_whole_is_told(degree: int) -> N
 
 def test_the_sample_of_text_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(nn.Linear(4, 3), sgd)
-    assert list(finish._in_time(run, 12)) == list(range(12))
-    monkeypatch.setattr(finish, "SAMPLE_S", 0.0)
-    assert list(finish._in_time(run, 12)) == [0]
+    assert list(run_end._in_time(run, 12)) == list(range(12))
+    monkeypatch.setattr(run_end, "SAMPLE_S", 0.0)
+    assert list(run_end._in_time(run, 12)) == [0]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from shoal.base.errors import ConfigError
 from shoal.cli.compare_rows import finish_rows
 from shoal.view import chart
 from shoal.view.compare import comparison_lines, print_comparison
-from shoal.view.waiting import Waiting
+from shoal.view.compare_progress import Waiting
 
 MIB = 2**20
 

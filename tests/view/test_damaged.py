@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.base.lines import parse_object
+from shoal.base.runlog.damaged_lines import parse_object
 from shoal.view import LiveView, summary
 from told_run import tell_run
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shoal.base.events import EVENTS, EventLog
-from shoal.base.lines import Record
-from shoal.checkpoint.lease import OWNER_FILE, Owner
+from shoal.base.runlog.damaged_lines import Record
+from shoal.base.runlog.events import EVENTS, EventLog
+from shoal.checkpoint.format.lease import OWNER_FILE, Owner
 from shoal.cli.main import app
 from shoal.view.diagnose import ALLOCATOR, LOOKS, Finding, diagnose, text_of
 

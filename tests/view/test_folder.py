@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.view import RunFolder
-from shoal.view.folder import Tail
+from shoal.view.run_folder_reader import Tail
 
 
 def steps(found: tuple[list[dict[str, int]], bool]) -> list[int]:

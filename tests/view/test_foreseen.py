@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shoal.view.foreseen import foreseen_lines, misses
+from shoal.view.forecast_errors import foreseen_lines, misses
 from shoal.view.summary import summary
 
 

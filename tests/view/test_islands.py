@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from shoal.base.islands import IslandsPolicy
-from shoal.planner.islands import IslandsFacts, islands_cost
-from shoal.planner.islands_choice import RATES_BYTES_PER_S, by_link
-from shoal.view.islands import islands_lines, islands_row, link_lines, merged
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.forecast.search.island_choice import RATES_BYTES_PER_S, by_link
+from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
+from shoal.view.island_lines import islands_lines, islands_row, link_lines, merged
 from shoal.view.summary import summary
 
 Record = dict[str, Any]
@@ -136,5 +136,5 @@ def test_a_run_ends_with_its_islands(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_loaded() -> None:
-    code = "import sys; import shoal.view.islands; sys.exit('torch' in sys.modules)"
+    code = "import sys; import shoal.view.island_lines; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -15,9 +15,9 @@ import pytest
 from terminals import Terminal, busy
 
 import shoal.view.live
-from shoal.base.events import EventLog, append_line
+from shoal.base.runlog.events import EventLog, append_line
 from shoal.view import LiveView
-from shoal.view.phases import read_doing
+from shoal.view.phase_lines import read_doing
 
 STEP = {
     "grad_norm": 0.91, "lr": 1e-3, "tokens": 1000, "step_s": 0.1, "tokens_per_s": 10000.0,
@@ -322,7 +322,7 @@ def test_a_terminal_names_what_is_waited_for_at_start_during_training_and_at_the
 def test_a_pipe_hears_of_waits_over_two_seconds_ever_less_often(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shoal.view.phases.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(shoal.view.phase_lines.time, "monotonic", clock.monotonic)
     view, stream = piped(tmp_path)
     for second in range(32):
         busy(tmp_path, ("validation", second, 40, second))

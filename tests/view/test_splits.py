@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-from shoal.base.splits import ExchangeRow, Explained, SplitRow
-from shoal.view.splits import fold, print_splits, split_lines
+from shoal.base.plans.parameter_splits import ExchangeRow, Explained, SplitRow
+from shoal.view.split_lines import fold, print_splits, split_lines
 
 WHY = "column: its product's input is whole on every rank, and every head needs its own rows only"
 GATE = SplitRow("blocks.0.mlp.gate.weight", (704, 256), "tp", "rows 0:352 of 704", reason=WHY)

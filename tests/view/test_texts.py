@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shoal.base.events import EVENTS, EventLog, append_line
+from shoal.base.runlog.events import EVENTS, EventLog, append_line
+from shoal.base.text.event_sentences import SENTENCES, event_text
 from shoal.view import summary
-from shoal.view.events import SENTENCES, event_text
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from terminals import Terminal, busy
 
-from shoal.base.phases import Phase, phase
-from shoal.view.phases import Doing, PhaseLine, read_doing, shown_waits
-from shoal.view.waiting import Waiting
+from shoal.view.compare_progress import Waiting
+from shoal.view.phase_lines import Doing, PhaseLine, read_doing, shown_waits
+from shoal.wire.phases import Phase, phase
 
 
 def frames(stream: io.StringIO) -> list[str]:
@@ -30,7 +30,7 @@ def test_prove_on_a_terminal(tmp_path: Path) -> None:
 
 def test_prove_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream, now_s = io.StringIO(), 0.0
-    monkeypatch.setattr("shoal.view.phases.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("shoal.view.phase_lines.time.monotonic", lambda: now_s)
     line = PhaseLine(stream)
     for now_s in range(8):
         line.show(Doing((Phase("layout", 10, int(now_s), 100.0),), 100.0 + now_s))
@@ -43,8 +43,8 @@ def test_prove_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_export_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `export` does it: the phases of this very process."""
     now_s = 0.0
-    monkeypatch.setattr("shoal.view.phases.time.monotonic", lambda: now_s)
-    monkeypatch.setattr("shoal.base.phases.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("shoal.view.phase_lines.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("shoal.wire.phases.time.monotonic", lambda: now_s)
     stream = Terminal()
     with shown_waits(stream):
         now_s = 1.0
@@ -62,7 +62,7 @@ def test_compare_names_the_row_and_its_phase(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     now_s = 50.0
-    monkeypatch.setattr("shoal.view.phases.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("shoal.view.phase_lines.time.monotonic", lambda: now_s)
     stream = Terminal() if terminal else io.StringIO()
     waiting = Waiting(tmp_path / "rows.jsonl", [("ddp", 1), ("fsdp", 2)], stream)
     waiting.tick()

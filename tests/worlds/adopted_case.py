@@ -9,7 +9,7 @@ import torch
 import shoal
 from shoal.fabric import World
 from shoal.models.catalog import build
-from shoal.parallel import shared_build
+from shoal.parallel.build import shared_build
 
 
 def built(world: World) -> tuple[list[str], list[float], str, bool]:

@@ -23,16 +23,16 @@ from torch import nn
 
 from shoal.base.errors import PlanError
 from shoal.fabric import World
-from shoal.parallel.mmap_init import mmap_init
-from shoal.parallel.spmd.labels import Whole
+from shoal.parallel.build.mmap_init import mmap_init
+from shoal.parallel.spmd.labelling.labels import Whole
 from shoal.parallel.spmd.model_split import plan_split
 from shoal.proof import Battery, Side, Trial
 from shoal.proof.battery import SGD
-from shoal.trace.casts import CastsLifted
-from shoal.trace.record import Record
-from shoal.trainer.contract import call_model, split_batch
-from shoal.trainer.recorder import Recorder
-from shoal.trainer.step import StepResult
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.isolation.lifted_casts import CastsLifted
+from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.step.call_contract import call_model, split_batch
+from shoal.trainer.step.optimizer_step import StepResult
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 

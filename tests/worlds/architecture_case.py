@@ -14,7 +14,7 @@ from torch import nn
 from family_case import OUTPUTS, battery_of, leaning_loss, proven
 from shoal.fabric import World
 from shoal.proof import Battery
-from shoal.proof.side import plain_experts
+from shoal.proof.trial_side import plain_experts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 

@@ -32,8 +32,8 @@ import netns
 from shoal.base.errors import ShoalError
 from shoal.fabric import start_world
 from shoal.fabric import world as worlds
-from shoal.fabric.heartbeat import read_beat
-from shoal.fabric.island_group import meet, open_plane
+from shoal.fabric.islands.heartbeat import read_beat
+from shoal.fabric.islands.inter_island_group import meet, open_plane
 from stranger import become_nobody
 
 HOST, PORT, TOKEN = "10.77.0.1", 29411, "the token of the run under attack"

@@ -10,7 +10,7 @@ import torch
 import cases
 import shoal
 from shoal.fabric import World
-from shoal.parallel.full_state import gather_weights
+from shoal.parallel.build.full_state import gather_weights
 
 DECAY = 0.9
 

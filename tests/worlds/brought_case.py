@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from own_passes_case import end
 from shoal.fabric import World
+from shoal.trainer.metrics_recorder import Recorder
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.recorder import Recorder
 
 STEPS = 3
 

@@ -19,19 +19,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from shoal.checkpoint.export import export
+from shoal.checkpoint.export.export_file import export
 from shoal.fabric import World, start_world
 from shoal.models.catalog import build
-from shoal.parallel import shared_build
+from shoal.parallel.build import shared_build
+from shoal.parallel.build.full_state import gather_weights
+from shoal.parallel.build.mmap_init import PREFIX, mmap_init
+from shoal.parallel.build.pretrained import made_beside, pretrained_shapes
+from shoal.parallel.build.shared_build import build_once
 from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.data_parallel import fsdp
-from shoal.parallel.full_state import gather_weights
-from shoal.parallel.mmap_init import PREFIX, mmap_init
-from shoal.parallel.pretrained import made_beside, pretrained_shapes
-from shoal.parallel.shared_build import build_once
 from shoal.trainer import parallelize as starting
 from shoal.trainer.parallelize import build_module, parallelize
-from shoal.trainer.run_state import model_parts
+from shoal.trainer.state.run_state import model_parts
 
 SEED = 3
 MAPPED_BYTES = 4096

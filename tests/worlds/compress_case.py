@@ -15,10 +15,11 @@ from torch import nn
 
 from bytes_case import Stack, count_sent, lo_sent_bytes, squares
 from shoal.base.errors import ShoalError
-from shoal.fabric import World, sharding, uneven_collectives
-from shoal.fabric.coded_sums import CODES, CodedSum, ScatteredSum
-from shoal.fabric.traffic import wire_bytes
-from shoal.planner.buckets import plan_buckets
+from shoal.fabric import World
+from shoal.fabric.collectives import sharded_collectives, uneven_collectives
+from shoal.fabric.collectives.traffic_counts import wire_bytes
+from shoal.fabric.compressed.compressed_sums import CODES, CodedSum, ScatteredSum
+from shoal.planning.gradient_buckets import plan_buckets
 from shoal.trainer import parallelize as module
 from shoal.trainer.run import Run
 
@@ -218,7 +219,7 @@ def wire(world: World) -> Iterator[list[tuple[str, float]]]:
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", all_to_all),
         mock.patch.object(uneven_collectives, "all_gather_single", all_gather),
-        mock.patch.object(sharding, "all_gather_single", all_gather),
+        mock.patch.object(sharded_collectives, "all_gather_single", all_gather),
     ):
         yield sent
 

@@ -25,11 +25,11 @@ from shoal.models.loss import find_logits, token_loss
 from shoal.parallel import context_parallel
 from shoal.parallel.program import Program
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.cause import Finding
+from shoal.parallel.spmd.check_causes import Finding
 from shoal.proof import Battery
 from shoal.proof.battery import SGD
+from shoal.trainer.metrics_recorder import Recorder
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.recorder import Recorder
 from shoal.trainer.run import Run
 
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -86,16 +86,16 @@ def restarted() -> Iterator[None]:
 @contextmanager
 def restarted_lookup() -> Iterator[None]:
     """Every rank looks up the first positions: those of the first rank."""
-    from shoal.parallel.context_parallel import stand_in
+    from shoal.parallel.context_parallel import sharded_forward
 
-    right = stand_in.local_of
+    right = sharded_forward.local_of
 
     def local_of(value: Any, deal: Any) -> Any:
         if value.dim() > 1:
             return right(value, deal)
         return value[: right(value, deal).shape[0]]
 
-    with patch.object(stand_in, "local_of", local_of):
+    with patch.object(sharded_forward, "local_of", local_of):
         yield
 
 
@@ -230,7 +230,7 @@ def keys_held(world: World, samples: int) -> list[float]:
 
     By looking: numbers of any rank's keys and values in any tensor, with a window and padding.
     """
-    from shoal.fabric.ring import Ring
+    from shoal.fabric.exchanges.ring_exchange import Ring
     from shoal.parallel.context_parallel import ring
 
     gc.collect()
@@ -362,7 +362,7 @@ def norm_whole(world: World) -> dict[str, Any]:
 
 
 def _place() -> Any:
-    from shoal.fabric.process_info import Place
+    from shoal.fabric.rendezvous.process_info import Place
 
     return Place()
 

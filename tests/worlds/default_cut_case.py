@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.data.shards import TarSamples
+from shoal.data.streams.webdataset import TarSamples
 from shoal.fabric import World, start_world
 from shoal.trainer.parallelize import parallelize
 

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.cluster import Cluster, Device, Link
-from shoal.base.estimate import Case, ModelFacts
+from shoal.base.estimates.cluster import Cluster, Device, Link
+from shoal.base.estimates.estimate import Case, ModelFacts
 from shoal.fabric import World
+from shoal.forecast.fit.peak_memory import predict_memory
+from shoal.forecast.memory.model_states import state_bytes as assigned_bytes
+from shoal.forecast.memory.transient_memory import rank_sum, wide_elements
+from shoal.forecast.time.model_traffic import sent_by
 from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
-from shoal.planner.comm_volume import sent_by
-from shoal.planner.memory import predict_memory
-from shoal.planner.model_states import state_bytes as assigned_bytes
-from shoal.planner.stage_cut import cut
-from shoal.planner.transient_memory import rank_sum, wide_elements
-from shoal.trace.trace_facts import trace_facts
+from shoal.planning.pipeline_stages import cut
+from shoal.trace.costs.traced_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
-from shoal.trainer.step_vector import NUMBERS
+from shoal.trainer.step.step_vector import NUMBERS
 
 SEQUENCE, VOCABULARY, ROWS = 64, 512, 2
 ARGUMENTS = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shoal.fabric import World
-from shoal.machine.fit_links import check_links, check_sums, wrong_results
+from shoal.machine.link_check import check_links, check_sums, wrong_results
 
 
 class OffByOne:

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 import shoal
 from guards import message
-from shoal.checkpoint.listing import find
-from shoal.checkpoint.read import load
-from shoal.fabric import World, messages, start_world
+from shoal.checkpoint.format.listing import find
+from shoal.checkpoint.load.read import load
+from shoal.fabric import World, start_world
+from shoal.fabric.collectives import json_messages
 from shoal.trainer.guards.checksums import here
 from shoal.trainer.guards.corruption import SHARE, CorruptionCheck
 from shoal.trainer.run import Run
@@ -312,19 +313,19 @@ def written(world: World, layout: Any) -> list[str]:
 
 def wrong_sum(world: World) -> list[str]:
     """An all-reduce that gives rank 1 another sum at one place of the longer message."""
-    messages._checked.discard(world)
+    json_messages._checked.discard(world)
     summed = World.all_reduce
 
     def all_reduce(self: World, tensor: torch.Tensor, **named: Any) -> Any:
         done = summed(self, tensor, **named)
-        if self.rank == 1 and tensor.numel() == messages.LENGTHS[1]:
+        if self.rank == 1 and tensor.numel() == json_messages.LENGTHS[1]:
             tensor[77] += 1
         return done
 
     with patch.object(World, "all_reduce", all_reduce):
         told = message(lambda: begin(world, "ddp"))
-    messages._checked.discard(world)
-    return [told, message(lambda: messages.check_sums(world))]
+    json_messages._checked.discard(world)
+    return [told, message(lambda: json_messages.check_sums(world))]
 
 
 def costs() -> dict[str, dict[str, float]]:

@@ -18,7 +18,7 @@ from shoal.models.catalog import build as catalog
 from shoal.proof import Battery, Side, Trial
 from shoal.proof.battery import SGD
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.step import StepResult
+from shoal.trainer.step.optimizer_step import StepResult
 
 BATCH, MICRO_BATCH = 16, 2
 """Eight micro-batches, what four ranks need at least."""

@@ -9,7 +9,7 @@ import torch
 
 from shoal.fabric import World
 from shoal.models.catalog import build
-from shoal.parallel.mmap_init import is_mapped
+from shoal.parallel.build.mmap_init import is_mapped
 from shoal.trainer.parallelize import parallelize
 
 SEQUENCE, VOCABULARY, ROWS = 16, 256, 4

@@ -19,20 +19,20 @@ import any_case
 import cases
 from inside_causes import explained
 from shoal.base.errors import ConfigError, PlanError
-from shoal.data.order import permute
+from shoal.data.loading.sample_order import permute
 from shoal.fabric import Traffic, World, start_world
-from shoal.fabric.axes import along
+from shoal.fabric.axis_worlds import along
 from shoal.models.catalog import build
 from shoal.models.moe import Mixture, balanced_loss
 from shoal.parallel import expert_parallel
 from shoal.parallel.data_parallel.buckets import BucketReducer
-from shoal.parallel.expert_parallel import balance
+from shoal.parallel.expert_parallel import expert_load
 from shoal.parallel.program import Program
 from shoal.proof import Battery, Side
 from shoal.proof.battery import SGD
+from shoal.trainer.metrics_recorder import Recorder
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.recorder import Recorder
-from shoal.trainer.step import StepResult
+from shoal.trainer.step.optimizer_step import StepResult
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"dp_replicate": 2, "ep": 2},
@@ -449,7 +449,10 @@ def lines(world: World, every: int) -> list[str]:
     def hear(recorder: Recorder, text: str) -> None:
         told.append(text)
 
-    with mock.patch.object(Recorder, "notice", hear), mock.patch.object(balance, "EVERY", every):
+    with (
+        mock.patch.object(Recorder, "notice", hear),
+        mock.patch.object(expert_load, "EVERY", every),
+    ):
         run, loader = moe_run(world, {"strategy": "ep"}, "moe with capacity")
         for batch in loader:
             run.step(batch)

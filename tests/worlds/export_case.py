@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 
 import shoal
-from shoal.checkpoint.export_folder import export_folder
+from shoal.checkpoint.export.export_folder import export_folder
 from shoal.fabric import World
-from shoal.parallel.full_state import held
+from shoal.parallel.build.full_state import held
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 

@@ -17,9 +17,9 @@ from shoal.base.errors import ConfigError, PlanError
 from shoal.fabric import World
 from shoal.proof import Battery, Side, Trial
 from shoal.proof.battery import SGD
-from shoal.trainer.recorder import Recorder
+from shoal.trainer.metrics_recorder import Recorder
 from shoal.trainer.run import Run
-from shoal.trainer.step import StepResult
+from shoal.trainer.step.optimizer_step import StepResult
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 

@@ -16,9 +16,9 @@ import loop_faults
 from loop_faults import CHANGED, DROPPED, FOUR, SILENT, WRITTEN, Branch, fault, part, passes
 from mistakes import DATA, begin, net, off_by, sgd, whole
 from shoal.fabric import World
-from shoal.planner.micro_batches import with_micro_batch
+from shoal.planning.micro_batch_sizes import with_micro_batch
+from shoal.trainer.autotune.share_fits import ShareFits, take
 from shoal.trainer.run import Run
-from shoal.trainer.share_fits import ShareFits, take
 
 FIRST = len(loop_faults.ROWS)
 attempt = loop_faults.attempt

@@ -29,11 +29,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.base.layout import Layout
-from shoal.base.placement import Placement
-from shoal.parallel.spmd.labels import Split, cut, divides, join
-from shoal.proof.clue import Clue
-from shoal.proof.evidence import Evidence
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.placement import Placement
+from shoal.parallel.spmd.labelling.labels import Split, cut, divides, join
+from shoal.proof.diagnosis.clue import Clue
+from shoal.proof.diagnosis.evidence import Evidence
 from shoal.proof.trajectory_record import Record, Tensors
 from step_again import StepAgain, step_again
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
-from shoal.trainer.free_passes import FreePasses
+from shoal.trainer.passes.free_passes import FreePasses
 
 INPUTS = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randn(24, 2, generator=torch.Generator().manual_seed(2))

@@ -29,8 +29,9 @@ import torch.distributed as dist
 
 import netns
 from shoal.base.errors import ShoalError
-from shoal.fabric import messages, start_world
+from shoal.fabric import start_world
 from shoal.fabric import world as worlds
+from shoal.fabric.collectives import json_messages
 from shoal.launch.processes import PrivateStore
 from stranger import become_nobody
 
@@ -61,7 +62,7 @@ def attack(before: set[int]) -> None:
 
 
 def rank(number: int, store: PrivateStore, proven: bool) -> dict[str, Any]:
-    messages.PROOF_S = PROOF_S
+    json_messages.PROOF_S = PROOF_S
     worlds.COLLECTIVE_TIMEOUT = timedelta(seconds=PROOF_S)
     if not proven:
         worlds.prove_peers = lambda *_: None  # type: ignore[assignment]

@@ -24,10 +24,10 @@ from inside_experts import experts
 from inside_norms import norm_of_parts
 from shoal.fabric import World
 from shoal.proof import Battery
-from shoal.proof.causes import explain
-from shoal.proof.clue import Clue
-from shoal.proof.evidence import Evidence, Look
-from shoal.proof.sums import Sums
+from shoal.proof.diagnosis.causes import explain
+from shoal.proof.diagnosis.clue import Clue
+from shoal.proof.diagnosis.evidence import Evidence, Look
+from shoal.proof.diagnosis.gradient_sums import Sums
 
 Reader = Callable[[Sums, Evidence], Clue | None]
 """Recognises one family of mistakes in a step's wrong gradients."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.proof.clue import Clue
-from shoal.proof.evidence import Evidence
-from shoal.proof.sums import Sums, factor_of, groups, near, same
+from shoal.proof.diagnosis.clue import Clue
+from shoal.proof.diagnosis.evidence import Evidence
+from shoal.proof.diagnosis.gradient_sums import Sums, factor_of, groups, near, same
 from shoal.proof.trajectory_record import Record
 
 
@@ -89,7 +89,7 @@ def whole_scale(sums: Sums, evidence: Evidence) -> Clue | None:
             f"{sums.short:.3g} × the targets of the one before",
             "an epoch's short last step is divided by a full step's count (of targets, or of "
             "micro-batches) instead of by its own",
-            "see what a step divides by (trainer/step.py, update)",
+            "see what a step divides by (trainer/step/optimizer_step.py, update)",
         )
     known = {
         float(ranks): f"summed twice over {ranks} ranks, or each rank divides by its own share of "

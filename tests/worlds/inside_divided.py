@@ -21,10 +21,18 @@ from dataclasses import replace
 import torch
 
 from inside_data_parallel import some
-from shoal.proof.clue import Clue, listed
-from shoal.proof.evidence import Evidence
-from shoal.proof.gradient_clue import AXES, common
-from shoal.proof.sums import TOLERANCE, Sums, factor_of, fits, near, norm_of, solve
+from shoal.proof.diagnosis.clue import Clue, listed
+from shoal.proof.diagnosis.evidence import Evidence
+from shoal.proof.diagnosis.gradient_clue import AXES, common
+from shoal.proof.diagnosis.gradient_sums import (
+    TOLERANCE,
+    Sums,
+    factor_of,
+    fits,
+    near,
+    norm_of,
+    solve,
+)
 from shoal.proof.trajectory_record import Record
 
 MOST = 0.8
@@ -175,7 +183,7 @@ def dropped(sums: Sums, evidence: Evidence) -> Clue | None:
         f"{'has' if one else 'have'} no share in the gradient of {some(names)}"
         f"{common(names, got)}",
         "the pipeline never ran its backward pass there, or what came of it was not added",
-        "see the action list (planner/schedules.py), and what runs it (pipeline/runtime.py)",
+        "see the action list (planning/pipeline_schedules.py), and what runs it (pipeline/runtime.py)",
     )
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from shoal.proof.clue import Clue
-from shoal.proof.evidence import Evidence
-from shoal.proof.sums import TOLERANCE, Sums, factor_of, groups, near, norm_of
+from shoal.proof.diagnosis.clue import Clue
+from shoal.proof.diagnosis.evidence import Evidence
+from shoal.proof.diagnosis.gradient_sums import TOLERANCE, Sums, factor_of, groups, near, norm_of
 
 NAME = "factor of ep"
 WHERE = "see over which axes they are summed (Placement.sum_over)"

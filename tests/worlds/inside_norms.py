@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shoal.proof.clue import Clue
-from shoal.proof.evidence import Evidence
-from shoal.proof.sums import coefficient, near, norm_of
+from shoal.proof.diagnosis.clue import Clue
+from shoal.proof.diagnosis.evidence import Evidence
+from shoal.proof.diagnosis.gradient_sums import coefficient, near, norm_of
 from shoal.proof.trajectory_record import Record
 
 
@@ -43,7 +43,7 @@ def norm_of_parts(evidence: Evidence) -> Clue | None:
         f"{ours.grad_norm:.6g}, as if {cause}; the gradients before clipping are equal",
         "the norm must count every element of the model once: over all meshes, each holder's share "
         "divided by the number of holders",
-        "see the squares of a step (trainer/step.py, _squares) and Placement.copies_of_sum",
+        "see the squares of a step (trainer/step/optimizer_step.py, _squares) and Placement.copies_of_sum",
     )
 
 

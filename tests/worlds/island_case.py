@@ -16,16 +16,16 @@ import torch
 import cases
 import shoal
 from shoal.base.errors import ClusterError, TrainingError
-from shoal.base.islands import IslandsPolicy
-from shoal.base.phases import listen
+from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.fabric import World
 from shoal.fabric.device import HOST
-from shoal.fabric.island_group import IslandLost
-from shoal.fabric.process_info import Place
-from shoal.parallel.full_state import gather_weights, held
-from shoal.trainer.island_join import Joined, join, movable
-from shoal.trainer.island_loop import Rounds
+from shoal.fabric.islands.inter_island_group import IslandLost
+from shoal.fabric.rendezvous.process_info import Place
+from shoal.parallel.build.full_state import gather_weights, held
+from shoal.trainer.islands.island_join import Joined, join, movable
+from shoal.trainer.islands.island_loop import Rounds
 from shoal.trainer.run import Run
+from shoal.wire.phases import listen
 
 LR = 0.05
 MICRO_BATCH = 2

@@ -7,8 +7,8 @@ from typing import Any
 
 from own_passes_case import classes_sum, counted, end, model, numbers_sum, opened, samples
 from shoal.base.errors import ShoalError
-from shoal.data import misread
-from shoal.data.order import samples_at
+from shoal.data.loading import read_retries
+from shoal.data.loading.sample_order import samples_at
 from shoal.fabric import World
 
 SEED, BATCH, COUNT = 3, 8, 22
@@ -32,7 +32,7 @@ class Torn:
 
 def trained(world: World, layout: Any, positions: list[int], **settings: Any) -> dict[str, Any]:
     """Losses, weights, and samples left out by step, as each rank was told; or the error."""
-    misread.PAUSES_S = (0.001, 0.001, 0.001)
+    read_retries.PAUSES_S = (0.001, 0.001, 0.001)
     run = opened(world, layout, **settings)
     losses, lost, own, error = [], [], [], ""
     try:

@@ -10,9 +10,9 @@ from unittest import mock
 
 from shoal.cli.links import measure as measure_all
 from shoal.fabric import World
-from shoal.fabric.timed_calls import bare_call
-from shoal.machine import links
-from shoal.machine.links import measure_links
+from shoal.fabric.exchanges.timed_collectives import bare_call
+from shoal.machine import link_rates
+from shoal.machine.link_rates import measure_links
 from shoal.machine.measure import Sizes, measure_machine
 
 TINY = Sizes((16, 32), (4096, 16384), (1024, 65536), 4096, 2, 1)
@@ -40,7 +40,7 @@ def every(world: World) -> dict[str, Any]:
         return lambda: (time.sleep(0.03), call())
 
     asked = {"sizes": [1024, 65536], "groups": [], "repeats": 3}
-    with mock.patch.object(links, "bare_call", slow):
+    with mock.patch.object(link_rates, "bare_call", slow):
         return measure_all(world, asked)
 
 

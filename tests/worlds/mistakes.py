@@ -34,10 +34,10 @@ from torch.utils.data import (
 import cases
 import shoal
 from guards import Lines
-from shoal.base import phases
 from shoal.base.errors import ShoalError
 from shoal.fabric import World
-from shoal.trainer.beside import watch_from_outside
+from shoal.trainer.process.watchdog_client import watch_from_outside
+from shoal.wire import phases
 
 RIGHT = "right"
 BOTH = ("ddp", "fsdp")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import PlanError
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
+from shoal.fabric.rendezvous.process_info import Place
 from shoal.models.catalog import build
 from shoal.parallel import compiling
 from shoal.trainer.parallelize import parallelize

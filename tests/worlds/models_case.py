@@ -16,7 +16,7 @@ import cases
 from shoal.fabric import World
 from shoal.models.catalog import build, loss_of
 from shoal.proof import Battery, Side
-from shoal.trainer.step import StepResult
+from shoal.trainer.step.optimizer_step import StepResult
 
 FOREIGN = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,

@@ -14,7 +14,7 @@ from typing import Any
 from cli_run import lines
 from elastic import HERE, Nodes, children, wait_for
 from hanging import LOOP
-from shoal.launch.watch.hung import GONE
+from shoal.launch.watch.blamed_rank import GONE
 
 STEPS = 40
 ENDED = ("stopped", "barrier")

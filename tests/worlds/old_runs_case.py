@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.fabric import World, start_world
-from shoal.proof.quick import prove_run
-from shoal.trainer import loop, same_again
+from shoal.proof.start_proof import prove_run
+from shoal.trainer import main_job
+from shoal.trainer.run_folder import resume_checks
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
@@ -18,7 +19,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 def resume(world: World, cwd: str, folder: str) -> int:
     """Train on as a rank of `shoal train --resume` does in `cwd`; gives the exit code."""
     with contextlib.chdir(cwd), strictly():
-        return loop.train(Path(folder), prove_run, world=again(world))
+        return main_job.train(Path(folder), prove_run, world=again(world))
 
 
 def resume_island(world: World, cwd: str, folder: str, index: int, count: int, at: str) -> int:
@@ -44,11 +45,11 @@ def again(world: World) -> World:
 @contextlib.contextmanager
 def strictly() -> Iterator[None]:
     """As the command starts its workers; the machine need not be measured to train on."""
-    measured = loop.measure_machine
-    loop.measure_machine = lambda *_: None
-    os.environ[same_again.STRICT] = "strict"
+    measured = main_job.measure_machine
+    main_job.measure_machine = lambda *_: None
+    os.environ[resume_checks.STRICT] = "strict"
     try:
         yield
     finally:
-        loop.measure_machine = measured
-        del os.environ[same_again.STRICT]
+        main_job.measure_machine = measured
+        del os.environ[resume_checks.STRICT]

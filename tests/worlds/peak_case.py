@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.base.cluster import Cluster, Device, Link
-from shoal.base.estimate import Case, ModelFacts
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.estimates.cluster import Cluster, Device, Link
+from shoal.base.estimates.estimate import Case, ModelFacts
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.fabric import World
+from shoal.forecast.fit.memory_instants import predict_run
+from shoal.forecast.fit.peak_memory import predict_memory, validation_micro_batch
+from shoal.forecast.memory.transient_memory import gathered_elements
 from shoal.machine.states import peak_extra_bytes, state_bytes
 from shoal.models.catalog import build
 from shoal.models.loss import token_loss
-from shoal.planner.instants import predict_run
-from shoal.planner.memory import predict_memory, validation_micro_batch
-from shoal.planner.stage_cut import cut
-from shoal.planner.transient_memory import gathered_elements
-from shoal.trace.trace_facts import trace_facts
+from shoal.planning.pipeline_stages import cut
+from shoal.trace.costs.traced_facts import trace_facts
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 

@@ -19,20 +19,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shoal.base.actions import Schedule
 from shoal.base.errors import ShoalError
-from shoal.fabric import World, point_to_point
-from shoal.fabric.point_to_point import PointToPoint
+from shoal.base.plans.pipeline_actions import Schedule
+from shoal.fabric import World
+from shoal.fabric.exchanges import point_to_point
+from shoal.fabric.exchanges.point_to_point import PointToPoint
 from shoal.models import catalog
 from shoal.models.loss import token_loss
 from shoal.parallel.pipeline import drop_foreign
 from shoal.parallel.pipeline.cut_model import cut_stages
-from shoal.parallel.pipeline.messages import Message, Messages, route
 from shoal.parallel.pipeline.runtime import PipeRuntime
 from shoal.parallel.pipeline.stage import Stages
-from shoal.planner.check_schedule import check
-from shoal.planner.schedules import make_schedule
-from shoal.trace.record import Record
+from shoal.parallel.pipeline.stage_messages import Message, Messages, route
+from shoal.planning.pipeline_schedules import make_schedule
+from shoal.planning.schedule_checks import check
+from shoal.trace.flow.forward_record import Record
 
 WIDTH = 6
 

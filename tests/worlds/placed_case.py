@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 import any_case
-from shoal.base.plan import Plan
-from shoal.checkpoint.listing import find, read_manifest
+from shoal.base.plans.plan import Plan
+from shoal.checkpoint.format.listing import find, read_manifest
 from shoal.fabric import World
+from shoal.forecast.memory import placed_bytes
 from shoal.machine.states import state_bytes
-from shoal.parallel.full_state import held
-from shoal.planner import placed
+from shoal.parallel.build.full_state import held
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
-SUMMING = ("shoal.parallel.data_parallel", "shoal.fabric.sharding")
+SUMMING = ("shoal.parallel.data_parallel", "shoal.fabric.collectives.sharded_collectives")
 """Where sums of gradients and gathers of weights are asked for, and nothing else that travels."""
 
 
@@ -138,10 +138,10 @@ def _heard(run: Run, batch: Any) -> Counter[tuple[str, int, int]]:
 def _foreseen(plan: Plan, rank: int, per_node: int) -> dict[str, Any]:
     """The planner's figures of the same rank, from the rows as they are written."""
     plan = replace(Plan.from_json(plan.to_json()), buckets=())
-    sums = Counter(tuple(one) for one in placed.gradient_sums(plan, rank))
-    gathers = Counter(tuple(one) for one in placed.weight_gathers(plan, rank, per_node))
+    sums = Counter(tuple(one) for one in placed_bytes.gradient_sums(plan, rank))
+    gathers = Counter(tuple(one) for one in placed_bytes.weight_gathers(plan, rank, per_node))
     return {
-        "planned states": list(placed.states(plan, rank, 4)),
+        "planned states": list(placed_bytes.states(plan, rank, 4)),
         "planned sums": [[*call, times] for call, times in sums.items()],
         "planned gathers": [[*call, times] for call, times in gathers.items()],
     }

@@ -9,8 +9,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from shoal.base.placement import Placement
-from shoal.base.plan import Plan
+from shoal.base.plans.placement import Placement
+from shoal.base.plans.plan import Plan
 
 BUCKET_BYTES = 25 * 2**20
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8}

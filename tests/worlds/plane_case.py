@@ -30,9 +30,10 @@ from torch import Tensor
 
 import netns
 from shoal.base.errors import ShoalError
-from shoal.fabric import World, coded_all_reduce
-from shoal.fabric.codecs import find_codec
-from shoal.fabric.island_group import Arrived, IslandLost, Plane, meet, open_plane
+from shoal.fabric import World
+from shoal.fabric.compressed.codecs import find_codec
+from shoal.fabric.islands import compressed_all_reduce
+from shoal.fabric.islands.inter_island_group import Arrived, IslandLost, Plane, meet, open_plane
 
 DEADLINE_S, PATIENT_S = 20.0, 3.0
 SMALL_CHUNK = 8192
@@ -150,7 +151,7 @@ def sums(world: World, at: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    with mock.patch.object(coded_all_reduce, "chunk_elements", return_value=SMALL_CHUNK):
+    with mock.patch.object(compressed_all_reduce, "chunk_elements", return_value=SMALL_CHUNK):
         yield
 
 
@@ -166,7 +167,7 @@ def coded(world: World, at: str, name: str) -> dict[str, Any]:
         arrived, total = both(plane, messages[world.rank], codec, weights, feedback=tags, tag="3")
         sent = plane.sent_bytes - before
         finite = plane.gather(json.dumps(arrived.finite).encode(), deadline_s=DEADLINE_S)
-        cut = coded_all_reduce.Cut(elements, 1 if codec.gathers else world.size, SMALL_CHUNK)
+        cut = compressed_all_reduce.Cut(elements, 1 if codec.gathers else world.size, SMALL_CHUNK)
         true = torch.empty(elements)
         theory = 0
         for owner in range(1 if codec.gathers else world.size):

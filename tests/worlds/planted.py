@@ -23,12 +23,12 @@ from shoal.fabric import World
 from shoal.parallel import batch_norm
 from shoal.parallel.data_parallel.buckets import BucketReducer
 from shoal.parallel.data_parallel.zero import FlatWeights
-from shoal.proof import Battery, shelf
-from shoal.trainer import left_out, micro_batch
+from shoal.proof import Battery, tensor_spill
 from shoal.trainer import parallelize as parallelizing
-from shoal.trainer import step as stepping
-from shoal.trainer import step_runner as running
 from shoal.trainer.guards.optimizer_checks import MovementCheck
+from shoal.trainer.passes import step_runner as running
+from shoal.trainer.step import micro_batch, unreadable_samples
+from shoal.trainer.step import optimizer_step as stepping
 
 
 def prove(
@@ -63,7 +63,9 @@ def prove_large(
     if in_files:
         battery = replace(battery, twins={})
     battery = replace(battery, by_blocks=by_blocks)
-    with patch.object(shelf, "IN_MEMORY_BYTES", 0 if in_files else shelf.IN_MEMORY_BYTES):
+    with patch.object(
+        tensor_spill, "IN_MEMORY_BYTES", 0 if in_files else tensor_spill.IN_MEMORY_BYTES
+    ):
         return explained(battery, world, layout)
 
 
@@ -317,7 +319,9 @@ def one_rank_skips(world: World) -> Iterator[None]:
 
     with (
         patch.object(running, "update", on_update(doubt)),
-        patch.object(left_out, "skip", lambda *rest, **more: None),  # where all ranks would meet
+        patch.object(
+            unreadable_samples, "skip", lambda *rest, **more: None
+        ),  # where all ranks would meet
     ):
         yield
 

@@ -20,13 +20,13 @@ import any_case
 from planted import prove_large
 from shoal.fabric import World
 from shoal.parallel import pipeline, tensor_parallel
-from shoal.parallel.data_parallel import shared
+from shoal.parallel.data_parallel import shared_parameters
 from shoal.parallel.pipeline.runtime import PipeRuntime, _Step
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.labels import Split, Tiled
+from shoal.parallel.spmd.labelling.labels import Split, Tiled
 from shoal.proof import Battery
 from shoal.proof.battery import SGD
-from shoal.trainer import step as stepping
+from shoal.trainer.step import optimizer_step as stepping
 
 GPT = {"dim": 16, "layers": 2, "heads": 4}
 LLAMA = {"dim": 16, "layers": 2, "heads": 4}
@@ -161,20 +161,20 @@ def neighbours_heads() -> Iterator[None]:
 @contextmanager
 def shared_twice() -> Iterator[None]:
     """What is summed beyond the data ranks is summed once more."""
-    right = shared.sum_shared
+    right = shared_parameters.sum_shared
 
     def twice(*given: Any) -> None:
         right(*given)
         right(*given)
 
-    with patch.object(shared, "sum_shared", twice):
+    with patch.object(shared_parameters, "sum_shared", twice):
         yield
 
 
 @contextmanager
 def tie_not_summed() -> Iterator[None]:
     """The embedding's stage and the head's keep their own share of the tied weight's gradient."""
-    with patch.object(shared, "sum_shared", lambda *given: None):
+    with patch.object(shared_parameters, "sum_shared", lambda *given: None):
         yield
 
 

@@ -12,8 +12,8 @@ import cases
 import shoal
 from shoal.fabric import World
 from shoal.fabric.device import own_device
-from shoal.fabric.process_info import Place
-from shoal.parallel.full_state import gather_weights
+from shoal.fabric.rendezvous.process_info import Place
+from shoal.parallel.build.full_state import gather_weights
 
 
 def alone() -> World:

@@ -14,12 +14,12 @@ import torch
 import cases
 from planted import BUGS
 from shoal.base.errors import ShoalError
-from shoal.base.layout import Layout
-from shoal.base.phases import Phase, listen
-from shoal.base.plan import Plan
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.fabric import World
 from shoal.models.loss import token_loss
-from shoal.proof import Battery, ProofCase, prove_before, quick
+from shoal.proof import Battery, ProofCase, prove_before, start_proof
+from shoal.wire.phases import Phase, listen
 
 
 def ask(
@@ -36,8 +36,8 @@ def ask(
 
     torch.set_num_threads(1)
     case = other.pop("case", "mlp")
-    budget_s, twin = quick.BUDGET_S, Battery.twin
-    quick.BUDGET_S = other.pop("budget_s", budget_s)
+    budget_s, twin = start_proof.BUDGET_S, Battery.twin
+    start_proof.BUDGET_S = other.pop("budget_s", budget_s)
     if other.pop("without_twin", False):
         Battery.twin = None
     os.environ["SHOAL_CACHE"] = str(Path(folder) / "cache")
@@ -60,7 +60,7 @@ def ask(
     finally:
         listen(None)
         del os.environ["SHOAL_CACHE"]
-        quick.BUDGET_S, Battery.twin = budget_s, twin
+        start_proof.BUDGET_S, Battery.twin = budget_s, twin
 
 
 def begun_meanwhile(world: World, folder: str) -> dict[str, Any]:

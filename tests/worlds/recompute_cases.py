@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import cases
 import shoal
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.fabric import World
 from shoal.models.loss import token_loss
 from shoal.parallel import dropout_rng, recompute

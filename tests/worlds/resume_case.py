@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import cases
-from shoal.checkpoint.export import export
-from shoal.checkpoint.listing import verify
+from shoal.checkpoint.export.export_file import export
+from shoal.checkpoint.format.listing import verify
 from shoal.fabric import World, start_world
 from shoal.models.catalog import build as catalog
 from shoal.optim.lamb import LAMB
 from shoal.optim.lion import Lion
 from shoal.optim.muon import MuonWithAdamW
-from shoal.parallel.full_state import assembled, gather_weights
+from shoal.parallel.build.full_state import assembled, gather_weights
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 

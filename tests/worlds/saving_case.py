@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import torch
 
 from shoal.base.errors import ClusterError
-from shoal.base.shards import Shard
-from shoal.checkpoint import shardfile
-from shoal.checkpoint.listing import find, read_manifest, verify
-from shoal.checkpoint.read import load
-from shoal.checkpoint.write import Piece
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.format.listing import find, read_manifest, verify
+from shoal.checkpoint.load.read import load
+from shoal.checkpoint.save import shard_writer
+from shoal.checkpoint.save.write import Piece
 from shoal.fabric import World
-from shoal.trainer.saving import FAILED, Saving
+from shoal.trainer.run_folder.run_saves import FAILED, Saving
 
 ROWS, WIDTH = 64, 1024
 STEPS_AT_MOST = 2000
@@ -295,7 +295,7 @@ def a_rank_dies_in_a_save(world: World, folder: str) -> NoReturn:
     begin(told, world, root, 1, keep=1)
     told.saving.settle()
     if world.rank == 1:
-        shardfile.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        shard_writer.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     begin(told, world, root, 2, keep=1)
     try:
         told.saving.settle()

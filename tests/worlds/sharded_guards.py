@@ -10,7 +10,7 @@ from torch import nn
 import cases
 import shoal
 from shoal.fabric import World
-from shoal.parallel.full_state import gather_weights
+from shoal.parallel.build.full_state import gather_weights
 
 
 def fresh(world: World, model: nn.Module, optimizer: Any, layout: str, **more: Any) -> shoal.Run:

@@ -13,7 +13,7 @@ from guards import Lines
 from shoal.base.errors import PlanError
 from shoal.fabric import World
 from shoal.parallel import tensor_parallel
-from shoal.parallel.spmd.labels import Split
+from shoal.parallel.spmd.labelling.labels import Split
 from shoal.parallel.spmd.model_split import plan_split
 from shoal.parallel.spmd.split_block import ModelSplit
 from shoal.trainer.parallelize import parallelize

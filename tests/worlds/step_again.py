@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from shoal.parallel.program import Pass, Program, Reducer
-from shoal.proof.evidence import Evidence
+from shoal.proof.diagnosis.evidence import Evidence
 from shoal.trainer._torch import pytree
-from shoal.trainer.micro_batch import MicroBatch
 from shoal.trainer.run import Run
+from shoal.trainer.step.micro_batch import MicroBatch
 
 
 class StepAgain:

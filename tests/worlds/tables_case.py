@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.base.errors import ShoalError
-from shoal.base.placement import Placement
+from shoal.base.plans.placement import Placement
 from shoal.fabric import World
-from shoal.parallel.data_parallel.lookups import OnServers
+from shoal.parallel.data_parallel.fetched_rows import OnServers
 from shoal.proof import Battery, Side, Trial
-from shoal.trainer.step import StepResult
+from shoal.trainer.step.optimizer_step import StepResult
 
 SAMPLES, BATCH, MICRO_BATCH = 54, 24, 2
 """Steps of 24, 24 and 6 samples; accumulation 12, 6 and 4 with one, two and three workers."""

@@ -17,23 +17,23 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from shoal.base.errors import PlanError
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
 from shoal.fabric import World
-from shoal.fabric.traffic import wire_bytes
+from shoal.fabric.collectives.traffic_counts import wire_bytes
 from shoal.models.llama import Llama
 from shoal.models.loss import token_loss
 from shoal.models.mlp import MLP
 from shoal.parallel import recompute
 from shoal.parallel.dropout_rng import key
 from shoal.parallel.program import Program
-from shoal.parallel.spmd import trial
-from shoal.parallel.spmd.check import check_class, checked
-from shoal.parallel.spmd.labels import Split
+from shoal.parallel.spmd import block_trial
+from shoal.parallel.spmd.block_check import check_class, checked
+from shoal.parallel.spmd.labelling.labels import Split
 from shoal.parallel.spmd.model_split import plan_split
 from shoal.parallel.spmd.split_block import BlockSplit, ModelSplit
 from shoal.parallel.tensor_parallel.cut_weights import apply_split, cut_of
-from shoal.trace.record import Record
+from shoal.trace.flow.forward_record import Record
 from shoal.trainer.parallelize import parallelize
 
 BATCH, SEQ, VOCABULARY = 2, 12, 67
@@ -318,7 +318,7 @@ def planned_with(world: World, bug: str) -> tuple[nn.Module, ModelSplit]:
 @contextmanager
 def graphs_with(bug: str) -> Iterator[None]:
     """The check's graphs have the mistake, or are right though the labels are not."""
-    real = trial.again
+    real = block_trial.again
 
     def planted(split: BlockSplit, *call: Any) -> BlockSplit:
         if bug == "qkv cut":
@@ -334,12 +334,12 @@ def graphs_with(bug: str) -> Iterator[None]:
             made.run.recompile()
         return made
 
-    computes_in = trial._computes_in
-    trial.again, trial._computes_in = planted, lambda *_: False
+    computes_in = block_trial._computes_in
+    block_trial.again, block_trial._computes_in = planted, lambda *_: False
     try:
         yield
     finally:
-        trial.again, trial._computes_in = real, computes_in
+        block_trial.again, block_trial._computes_in = real, computes_in
 
 
 def finding(world: World, bug: str) -> str:

@@ -27,7 +27,7 @@ import torch
 import stranger
 from cli_run import CommandLine, lines, trajectory
 from fault_runs import command, lives, nothing_left, same, wrong
-from shoal.checkpoint.listing import find, verify
+from shoal.checkpoint.format.listing import find, verify
 from shoal.view.diagnose import diagnose
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from netns import told_by
-from shoal.base.layout import Layout
-from shoal.fabric.traffic import wire_bytes
-from shoal.planner.traffic import StepTraffic
+from shoal.base.layouts.layout import Layout
+from shoal.fabric.collectives.traffic_counts import wire_bytes
+from shoal.forecast.time.step_traffic import StepTraffic
 from traffic_theory import Payload, step_traffic
 
 DEADLINE_S = 170

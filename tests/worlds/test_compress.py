@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from netns import told_by
-from shoal.fabric.coded_sums import CODES
+from shoal.fabric.compressed.compressed_sums import CODES
 
 DEADLINE_S = 400
 DDP = ("int8", "one-bit", "powersgd:2", "topk:0.05")

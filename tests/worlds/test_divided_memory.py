@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal.fabric.traffic import wire_bytes
+from shoal.fabric.collectives.traffic_counts import wire_bytes
 
 TP, PP, BOTH = {"tp": 2}, {"pp": 2, "schedule": "1f1b"}, {"tp": 2, "pp": 2}
 WHOLE = {"tp": 2, "sequence_parallel": "off"}

@@ -13,7 +13,7 @@ import pytest
 from cli_run import lines
 from elastic import HERE, Nodes, children, rounds, wait_for
 from netns import Forbidden, skip
-from shoal.fabric.far_links import ASK_S, LINK_S
+from shoal.fabric.collectives.link_failures import ASK_S, LINK_S
 
 LOOP = str(HERE / "elastic_loop.py")
 WHAT = "nodes that come and go NOT TESTED"

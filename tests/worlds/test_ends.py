@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine
-from shoal.checkpoint.listing import find
+from shoal.checkpoint.format.listing import find
 
 TWO = ("launch.processes=2", "data.source=toy:slow_to_validate", "checkpoint.every=100")
 

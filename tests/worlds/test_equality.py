@@ -14,15 +14,15 @@ import torch
 
 import cases
 import trajectory
-from shoal.base.batches import cut_step
-from shoal.data.order import samples_at
+from shoal.base.plans.batches import cut_step
+from shoal.data.loading.sample_order import samples_at
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
+from shoal.fabric.rendezvous.process_info import Place
 from shoal.proof.battery import OPTIMIZERS, SGD
 from shoal.proof.distances import away, norm_over
-from shoal.proof.side import perturb
 from shoal.proof.trajectory_record import Record
-from shoal.view.proof import proof_text
+from shoal.proof.trial_side import perturb
+from shoal.view.proof_lines import proof_text
 
 WEIGHT_BOUND = 1e-12
 
@@ -105,7 +105,7 @@ def test_perturbed_weights_hide_nothing() -> None:
 def test_one_process_equals_a_loop_by_hand(case: str) -> None:
     """`single` against plain PyTorch: sum over targets / count, torch's own clipping and SGD."""
     from shoal.parallel.dropout_rng import key
-    from shoal.trace.blocks import blocks
+    from shoal.trace.find.blocks import blocks
 
     expected = alone(case)
     battery = trajectory.battery(case)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli_run import lines
-from shoal.checkpoint.listing import find, verify
+from shoal.checkpoint.format.listing import find, verify
 
 SCRIPT = """
 import sys, torch

@@ -9,7 +9,7 @@ import torch
 
 import expert_case
 from shoal.fabric import start_world
-from shoal.view.proof import proof_text
+from shoal.view.proof_lines import proof_text
 
 EXACT = 1e-12
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines, trajectory
-from shoal.checkpoint.listing import find
+from shoal.checkpoint.format.listing import find
 
 TWO = "launch.processes=2"
 

@@ -59,7 +59,7 @@ def test_a_hang_is_told_in_time_with_its_rank_and_survived(
     assert f"rank 1 on {told['host']}" in output
     accounts = (tmp_path / told["stacks"]).read_text()
     assert "rank 0 (pid" in accounts
-    assert "trainer/step.py" in accounts, "where the rank waits that is not at fault"
+    assert "trainer/step/optimizer_step.py" in accounts, "where the rank waits that is not at fault"
     (died,) = command.events("worker_died")
     assert (died["rank"], died["how"]) == (1, "ended by the watch")
     assert command.steps() == 40

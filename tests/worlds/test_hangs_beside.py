@@ -20,7 +20,7 @@ import pytest
 
 from cli_run import lines
 from hanging import LOOP
-from shoal.base.rank_records import read_rank_steps
+from shoal.base.runlog.rank_records import read_rank_steps
 from shoal.launch.processes import free_port
 from test_hangs import WHY
 

@@ -27,7 +27,9 @@ def test_rank_0_is_stopped_with_the_store_that_it_holds(tmp_path: Path) -> None:
     assert told["deadline_s"] < 60, "learnt from the run"
     assert told["waited_s"] <= told["deadline_s"] + 2
     assert f"rank 0 on {told['host']} (pid {told['pid']})" in found["said"][found["node"][0]]
-    assert "trainer/step.py" in found["accounts"][0], "where the rank waits that is not at fault"
+    assert "trainer/step/optimizer_step.py" in found["accounts"][0], (
+        "where the rank waits that is not at fault"
+    )
     assert found["codes"] == [0, 0], found["said"]
     assert found["steps"][0] == list(range(1, STEPS + 1))
     assert not found["left"]

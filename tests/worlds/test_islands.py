@@ -13,9 +13,9 @@ import torch
 
 from cli_run import lines
 from netns import Forbidden, Net, skip
-from shoal.checkpoint.listing import find, read_manifest
+from shoal.checkpoint.format.listing import find, read_manifest
 from shoal.islands.methods.noloco import pairs
-from shoal.trainer.island_join import rounds_held
+from shoal.trainer.islands.island_join import rounds_held
 from worlds import Failed, Islands
 
 DILOCO = {"method": "diloco", "period": 3}

@@ -11,8 +11,8 @@ import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine, final_hashes, lines
 from shoal.base.errors import ConfigError
-from shoal.checkpoint.lease import RunLease
-from shoal.checkpoint.listing import find
+from shoal.checkpoint.format.lease import RunLease
+from shoal.checkpoint.format.listing import find
 from shoal.cli.checkpoint import checkpoints_of
 from shoal.launch.processes import free_port
 

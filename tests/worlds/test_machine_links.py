@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.planner.measured import BUSY_BYTES, read_measured
+from shoal.forecast.machines.measured_machine import BUSY_BYTES, read_measured
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 

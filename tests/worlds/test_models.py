@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import models_case
-from shoal.view.proof import proof_text
+from shoal.view.proof_lines import proof_text
 
 ROWS = [
     pytest.param(

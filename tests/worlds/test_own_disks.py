@@ -16,7 +16,7 @@ from cli_run import lines
 from elastic import Nodes, rounds, wait_for
 from forks import Forks
 from netns import Forbidden, skip
-from shoal.checkpoint.listing import find, verify
+from shoal.checkpoint.format.listing import find, verify
 from shoal.view.diagnose import diagnose
 from test_elastic import LOOP, SLOWLY, WORDS, taken, unbroken
 

@@ -10,7 +10,7 @@ SCHEDULES = [
 ]  # fmt: skip
 COUNTS = [(4, 3), (2, 5), (2, 2), (4, 4), (4, 9), (4, 1)]
 """All but the first by `make proof`: every schedule's lists are checked for all counts in
-tests/planner, and on two ranks a derived pipeline runs each below."""
+tests/planning, and on two ranks a derived pipeline runs each below."""
 
 
 @pytest.mark.parametrize(

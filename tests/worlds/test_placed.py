@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from placed_rows import Told, told_of
-from shoal.base.plan import Plan
+from shoal.base.plans.plan import Plan
 
 DEADLINE_S = 300
 FOUR: list[Any] = [

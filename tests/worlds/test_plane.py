@@ -11,8 +11,8 @@ import torch
 from netns import told_by
 from plane_case import Raw, free_port, message
 from shoal.base.errors import BugError, ClusterError, ConfigError
-from shoal.fabric.coded_all_reduce import COARSE, Cut
-from shoal.fabric.island_group import meet, open_plane
+from shoal.fabric.islands.compressed_all_reduce import COARSE, Cut
+from shoal.fabric.islands.inter_island_group import meet, open_plane
 
 SCRIPT_S = 60
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.view.proof import proof_text, verdict_line
+from shoal.view.proof_lines import proof_text, verdict_line
 
 # bug, case, size, name of the cause, words that its line must have
 PLANTED = [

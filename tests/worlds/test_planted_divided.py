@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shoal.base.degrees import check_degrees
 from shoal.base.errors import PlanError
-from shoal.view.proof import proof_text
+from shoal.base.layouts.degrees import check_degrees
+from shoal.view.proof_lines import proof_text
 
 TP, PP = {"tp": 2}, {"pp": 2}
 PLAIN = {"tp": 2, "sequence_parallel": "off"}

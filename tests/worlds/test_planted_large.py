@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.proof import limits, shelf
-from shoal.proof.by_blocks import cut_blocks, cuts_text
-from shoal.view.proof import verdict_line
+from shoal.proof import reference_limits, tensor_spill
+from shoal.proof.reduced_model import cut_blocks, cuts_text
+from shoal.view.proof_lines import verdict_line
 
 DATA, DIVIDED = "planted:prove", "planted_divided:prove"
 PLAIN = {"tp": 2, "sequence_parallel": "off"}
@@ -131,8 +131,8 @@ def test_layers_one_after_another_are_no_blocks() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 def test_a_shelf_gives_back_the_bits(tmp_path, monkeypatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(shelf, "IN_MEMORY_BYTES", 20)
-    kept = shelf.Shelf(tmp_path)
+    monkeypatch.setattr(tensor_spill, "IN_MEMORY_BYTES", 20)
+    kept = tensor_spill.Shelf(tmp_path)
     given = {
         "first": torch.arange(2).to(dtype), "turned": torch.arange(12).view(3, 4).t().to(dtype),
         "one": torch.tensor(3).to(dtype), "none": torch.zeros(0, 2).to(dtype),
@@ -151,18 +151,18 @@ def test_a_shelf_gives_back_the_bits(tmp_path, monkeypatch, dtype: torch.dtype) 
 def test_room_is_foreseen(tmp_path, monkeypatch) -> None:
     """For ddp every process holds all of it, under tp2 each a half, one process comes before."""
     free = SimpleNamespace(available=16 * 100)
-    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(reference_limits.psutil, "virtual_memory", lambda: free)
     sizes = [50] * 2
     for layout, most in (("ddp", 2), ({"tp": 2}, 1), ({"dp_shard": 2, "zero": 3}, 1)):
-        room = limits.Room(2, limits.ranks_sharing(layout, 2), 5, tmp_path)
-        needed = most * limits.STATES * 100 + limits.GATHERED * 50
+        room = reference_limits.Room(2, reference_limits.ranks_sharing(layout, 2), 5, tmp_path)
+        needed = most * reference_limits.STATES * 100 + reference_limits.GATHERED * 50
         free.available = needed
         assert room.lacking(sizes) == ""
         free.available = needed - 1
         assert room.lacking(sizes).startswith("memory: one process, and after it 2 of the layout")
     free.available = 2**60
     disk = SimpleNamespace(free=7 * 2**30 - 1)
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda folder: disk)
+    monkeypatch.setattr(reference_limits.shutil, "disk_usage", lambda folder: disk)
     assert room.lacking([2**30]).startswith("disk: what one process computes in 5 steps takes 7")
     disk.free += 1
     assert room.lacking([2**30]) == ""

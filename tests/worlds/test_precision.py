@@ -8,7 +8,7 @@ import math
 import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine
-from shoal.trainer.loss_scale import GROWTH_EVERY, LEAST, LossScale
+from shoal.trainer.step.loss_scale import GROWTH_EVERY, LEAST, LossScale
 
 LAYOUTS = ("ddp", "zero1", "zero2", "fsdp")
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shoal.base.batches import proof_batch
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
-from shoal.base.schedules import SCHEDULES
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.schedule_names import SCHEDULES
+from shoal.base.plans.batches import proof_batch
+from shoal.base.plans.plan import Plan
 from shoal.models.catalog import build as catalog
 from shoal.models.loss import token_loss
-from shoal.planner.schedules import check_micro_batches
-from shoal.proof import seconds
+from shoal.planning.pipeline_schedules import check_micro_batches
+from shoal.proof import reference_seconds
 from shoal.proof.proof_case import ProofCase, head
-from shoal.proof.quick import _structure, model_parts, source_of
+from shoal.proof.start_proof import _structure, model_parts, source_of
 
 
 def ask(worlds, folder: Path, **arguments):
@@ -108,7 +108,7 @@ def test_a_proof_that_breaks_off_leaves_that_it_began(worlds, tmp_path: Path) ->
 
 
 def test_the_estimate_is_the_work_at_the_rate_of_here(monkeypatch) -> None:
-    monkeypatch.setattr(seconds, "_rate", lambda device: 1000.0)
+    monkeypatch.setattr(reference_seconds, "_rate", lambda device: 1000.0)
     module = nn.Linear(10, 5)  # 2 · 50 FLOP forward, as many for the weight's gradient
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -116,11 +116,11 @@ def test_the_estimate_is_the_work_at_the_rate_of_here(monkeypatch) -> None:
 
     data = [(torch.zeros(10), torch.zeros(())) for _ in range(40)]
     case = ProofCase(lambda: module, loss, data, None, "ddp", Plan(Layout(), 64, 16)).small(4)
-    assert seconds.expected_seconds(module, case, torch.device("cpu")) == 200 * 18 / 500
+    assert reference_seconds.expected_seconds(module, case, torch.device("cpu")) == 200 * 18 / 500
     stream = ProofCase(lambda: module, loss, iter(data), None, "ddp", Plan(Layout(), 64, 16)).small(
         4
     )
-    assert seconds.expected_seconds(module, stream, torch.device("cpu")) == 0.0
+    assert reference_seconds.expected_seconds(module, stream, torch.device("cpu")) == 0.0
 
 
 def test_the_key_of_our_models_needs_no_numbers() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from cli_run import TOY_ARGUMENTS, CommandLine, lines
 from shoal.base.errors import ConfigError
-from shoal.checkpoint.listing import verify
-from shoal.checkpoint.remote import check_remote
+from shoal.checkpoint.format.listing import verify
+from shoal.checkpoint.remote.remote_folder import check_remote
 
 
 def step(number: int) -> list[str]:

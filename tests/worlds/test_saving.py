@@ -112,12 +112,12 @@ import os, signal, sys, threading
 from pathlib import Path
 import torch
 from shoal.base.errors import ClusterError
-from shoal.base.events import EventLog
-from shoal.base.shards import Shard
+from shoal.base.runlog.events import EventLog
+from shoal.base.plans.tensor_shards import Shard
 from shoal.checkpoint import shardfile
-from shoal.checkpoint.write import Piece
+from shoal.checkpoint.save.write import Piece
 from shoal.fabric import start_world
-from shoal.trainer.saving import Saving
+from shoal.trainer.run_folder.run_saves import Saving
 world = start_world()
 folder = Path(sys.argv[1])
 log = EventLog(folder / "events.jsonl", world.rank)

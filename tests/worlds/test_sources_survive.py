@@ -13,7 +13,7 @@ import pytest
 
 from cli_run import CommandLine, trajectory
 from shoal.config.load import load
-from shoal.data.loader import Loader
+from shoal.data.loading.loader import Loader
 from shoal.data.sources import open_source
 
 SMALL = [

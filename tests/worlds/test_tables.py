@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.view.proof import proof_text
+from shoal.view.proof_lines import proof_text
 
 
 @pytest.mark.parametrize(

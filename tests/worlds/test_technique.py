@@ -148,17 +148,28 @@ KEYS = {
     "sequence_parallel": ("parallel/tensor_parallel/",),
     "split": ("parallel/tensor_parallel/",),
     "context": ("parallel/context_parallel/",),
-    "blocks": ("trace/blocks.py",),
+    "blocks": ("trace/find/blocks.py",),
 }
 """Keys of techniques, and the files that are the technique."""
 
-HOMES = ("base/policies.py", "base/servers.py", "config/", "planner/", "teach/")
+HOMES = (
+    "base/layouts/policies.py",
+    "base/layouts/parameter_servers.py",
+    "config/",
+    "planning/",
+    "forecast/",
+    "teach/",
+)
 """Declared, refused beside servers, read from run.toml, priced and explained here."""
 
 SCHEDULES = {"gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe"}
 ORDERS = (
-    *("base/schedules.py", "planner/schedules.py", "planner/schedules_dualpipe.py"),
-    *("planner/bubble.py", "planner/check_schedule.py", "parallel/pipeline/", "teach/"),
+    *(
+        "base/layouts/schedule_names.py",
+        "planning/pipeline_schedules.py",
+        "planning/dualpipe_schedule.py",
+    ),
+    *("planning/pipeline_bubble.py", "planning/schedule_checks.py", "parallel/pipeline/", "teach/"),
 )
 
 

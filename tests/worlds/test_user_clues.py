@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.base.layout import Layout
-from shoal.proof.bounds import bounds_for
-from shoal.proof.causes import explain
-from shoal.proof.clue import Clue
-from shoal.proof.evidence import Evidence
+from shoal.base.layouts.layout import Layout
+from shoal.proof.diagnosis.causes import explain
+from shoal.proof.diagnosis.clue import Clue
+from shoal.proof.diagnosis.evidence import Evidence
+from shoal.proof.equality_bounds import bounds_for
 from shoal.proof.trajectory_record import Record, Row
 from shoal.proof.verdict import compare
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-TALLY = "tolist at trainer/step.py:"
+TALLY = "tolist at trainer/step/optimizer_step.py:"
 ON_A_CPU = (
-    "models/loss.py:", "parallel/tensor_parallel/vocabulary.py:", "numpy at trainer/guards/external_writes.py:",
+    "models/loss.py:", "parallel/tensor_parallel/vocabulary_parallel.py:", "numpy at trainer/guards/external_writes.py:",
     "numpy at trainer/guards/checksums.py:",  # of the host's tensors: a device's are summed there
     "parallel/dropout_rng.py:",  # states of generators, which lie on the host
 )  # fmt: skip

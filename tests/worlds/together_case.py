@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from shoal.fabric import World, start_world
-from shoal.fabric.traffic import ALL_GATHER, REDUCE_SCATTER
-from shoal.trainer.contract import mean_of_samples
+from shoal.fabric.collectives.traffic_counts import ALL_GATHER, REDUCE_SCATTER
 from shoal.trainer.parallelize import parallelize
+from shoal.trainer.step.call_contract import mean_of_samples
 
 BLOCKS, WIDTH, STEPS = 40, 8, 4
 

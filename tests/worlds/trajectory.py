@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import cases
-from shoal.data.step import StepBatch
+from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
 from shoal.proof import Battery, Side, Trial
-from shoal.trainer.step import StepResult
+from shoal.trainer.step.optimizer_step import StepResult
 
 CASES = ("llama", "gpt", "cnn", "mlp", "towers", "gan")
 LAYOUTS = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "dp", "parameter-server")

@@ -13,7 +13,7 @@ from torch.nn import functional
 from export_case import family
 from own_passes_case import end
 from shoal.fabric import World
-from shoal.parallel.full_state import held
+from shoal.parallel.build.full_state import held
 from shoal.trainer.parallelize import parallelize
 from shoal.trainer.run import Run
 
@@ -191,8 +191,8 @@ def reopened(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from shoal.checkpoint.export_adapter import export_adapter
-    from shoal.checkpoint.export_folder import export_folder
+    from shoal.checkpoint.export.export_adapter import export_adapter
+    from shoal.checkpoint.export.export_folder import export_folder
     from shoal.trainer.merge_adapter import merged
 
     tokens = torch.stack([row for row, _ in samples()[:4]])

@@ -17,9 +17,9 @@ from planted import BUGS
 from shoal.fabric import World
 from shoal.proof import Battery, Side
 from shoal.proof.battery import SGD
-from shoal.proof.quick import line
-from shoal.trace.flops import backward_flops
-from shoal.trainer.step import StepResult
+from shoal.proof.start_proof import line
+from shoal.trace.costs.flops import backward_flops
+from shoal.trainer.step.optimizer_step import StepResult
 
 WIDTH = 16
 

@@ -27,7 +27,11 @@ from forks import MORE_IMPORTS, shared  # noqa: E402
 START_S, CALL_S = 90.0, 120.0
 IMPORTS = (
     *("torch._dynamo", "shoal.proof", "torch.fx.experimental.proxy_tensor"),
-    *("shoal.trainer.run_state", "shoal.checkpoint.read", "shoal.parallel.spmd.model_split"),
+    *(
+        "shoal.trainer.state.run_state",
+        "shoal.checkpoint.load.read",
+        "shoal.parallel.spmd.model_split",
+    ),
     *("torch.distributed.fsdp", "torch.distributed.tensor.experimental"),
 )
 """What nearly every member needs: `Optimizer.step` imports the first, a split layer the third."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from guards import INPUTS, TARGETS, linear, message, run_of, sgd, share, squares
 from shoal.fabric import World
 from shoal.optim.muon import MuonWithAdamW
-from shoal.parallel.full_state import gather_gradients, gather_weights
+from shoal.parallel.build.full_state import gather_gradients, gather_weights
 
 
 class Rows:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from shoal.base.errors import CheckpointError, ConfigError
-from shoal.base.phases import phase
+from shoal.wire.phases import phase
 
 if TYPE_CHECKING:  # it brings torch
-    from shoal.checkpoint.export import Outgoing
-    from shoal.checkpoint.export_folder import Translated
+    from shoal.checkpoint.export.export_file import Outgoing
+    from shoal.checkpoint.export.export_folder import Translated
 
 app = typer.Typer(
     help="List, verify and export the checkpoints of a run; import other tools'.",
@@ -46,8 +46,8 @@ KEY = typer.Option("", help="Which part is the model, where several could be, as
 @app.command("list")
 def list_(path: Path = RUN) -> None:
     """Show the complete checkpoints of a run, newest first, then those of its tags."""
-    from shoal.base.units import bytes_text
-    from shoal.checkpoint.listing import read_manifest
+    from shoal.base.text.units import bytes_text
+    from shoal.checkpoint.format.listing import read_manifest
 
     for step_folder in checkpoints_of(path, tags=True):
         try:
@@ -65,8 +65,8 @@ def list_(path: Path = RUN) -> None:
 @app.command()
 def verify(path: Path = RUN) -> None:
     """Read every byte, of tags too, and compare with its hash; exit status 2 if any differs."""
-    from shoal.checkpoint import listing
-    from shoal.checkpoint.faults import shown
+    from shoal.checkpoint.format import listing
+    from shoal.checkpoint.format.checkpoint_faults import shown
 
     damaged = 0
     for step_folder in checkpoints_of(path, tags=True):
@@ -92,7 +92,7 @@ def export(
     with --adapter written as peft's own folder. What it replaces must be empty or an earlier
     export. FILE.safetensors gets the weights alone, under the module's own names.
     """
-    from shoal.view.phases import shown_waits
+    from shoal.view.phase_lines import shown_waits
 
     _check_out(out)
     newest = checkpoints_of(path)[0]
@@ -108,10 +108,10 @@ def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> Non
     Pickles are read as data: nothing in them is executed. The configuration and the tokenizer of
     transformers come along, so that model.name=hf:FOLDER trains from it.
     """
-    from shoal.base.units import bytes_text
-    from shoal.checkpoint.foreign import counted
-    from shoal.checkpoint.import_weights import import_weights
-    from shoal.view.phases import shown_waits
+    from shoal.base.text.units import bytes_text
+    from shoal.checkpoint.foreign.foreign_weights import counted
+    from shoal.checkpoint.foreign.import_weights import import_weights
+    from shoal.view.phase_lines import shown_waits
 
     with shown_waits(sys.stdout):
         done = import_weights(source, folder, key)
@@ -132,13 +132,15 @@ def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> Non
 
 def _write(newest: Path, out: Path, average: bool) -> str:
     """Export a checkpoint; what to tell of it."""
-    from shoal.base.units import bytes_text
+    from shoal.base.text.units import bytes_text
 
     with phase("import"):
-        from shoal.checkpoint import export, export_folder
+        from shoal.checkpoint.export import export_file, export_folder
     if out.suffix == ".safetensors" and not out.is_dir():
-        return f"{out}: {bytes_text(export.export(newest, out, average=average))} from {newest}"
-    from shoal.checkpoint.hub_folder import TOKENIZER
+        return (
+            f"{out}: {bytes_text(export_file.export(newest, out, average=average))} from {newest}"
+        )
+    from shoal.checkpoint.format.hub_folder import TOKENIZER
 
     translated = _translated(newest)
     whole = _merged(newest, average)
@@ -161,22 +163,22 @@ def _write(newest: Path, out: Path, average: bool) -> str:
 
 def _write_adapter(newest: Path, out: Path, average: bool) -> str:
     """Export a checkpoint's adapters; what to tell of it. Errors: ConfigError for one file."""
-    from shoal.base.units import bytes_text
+    from shoal.base.text.units import bytes_text
 
     if out.suffix == ".safetensors" and not out.is_dir():
         raise ConfigError(
             f"{out}: adapters are written as peft's folder; try: --adapter {out.with_suffix('')}"
         )
     with phase("import"):
-        from shoal.checkpoint.export_adapter import export_adapter
+        from shoal.checkpoint.export.export_adapter import export_adapter
     written = export_adapter(newest, out, average=average)
     return f"{out}: {bytes_text(written.size_bytes)} from {newest}; {', '.join(written.files)}"
 
 
 def _merged(newest: Path, average: bool) -> Outgoing | None:
     """Merge a checkpoint's adapters, None without any. Errors: ConfigError where peft is absent."""
-    from shoal.checkpoint.hub_folder import ADAPTER
-    from shoal.checkpoint.listing import read_manifest
+    from shoal.checkpoint.format.hub_folder import ADAPTER
+    from shoal.checkpoint.format.listing import read_manifest
 
     if ADAPTER not in read_manifest(newest).record:
         return None
@@ -197,9 +199,9 @@ def _translated(checkpoint: Path) -> Translated | None:
 
     Errors: ConfigError for a run.toml that cannot be read.
     """
-    from shoal.checkpoint.hub_folder import HUB, run_folder
+    from shoal.checkpoint.format.hub_folder import HUB, run_folder
     from shoal.config.load import load
-    from shoal.planner.model_facts import family_of, resolve
+    from shoal.forecast.models.model_facts import family_of, resolve
 
     folder = run_folder(checkpoint)
     if not (folder / "run.toml").is_file():
@@ -207,8 +209,8 @@ def _translated(checkpoint: Path) -> Translated | None:
     config = load(folder / "run.toml").config
     if config.model.build or family_of(config.model.name) != "llama":
         return None
-    from shoal.checkpoint.export_folder import Translated
-    from shoal.checkpoint.listing import read_manifest
+    from shoal.checkpoint.export.export_folder import Translated
+    from shoal.checkpoint.format.listing import read_manifest
     from shoal.models.as_transformers import llama_config, llama_name
 
     vocabulary = read_manifest(checkpoint).tensors["model.embedding.weight"].shape[0]
@@ -223,7 +225,7 @@ def _translated(checkpoint: Path) -> Translated | None:
 
 def _end_of_text(hub: Path) -> int | None:
     """Find the id of the token that ends a text, in a run's hub/; None without one."""
-    from shoal.checkpoint.hub_folder import TOKENIZER
+    from shoal.checkpoint.format.hub_folder import TOKENIZER
 
     try:
         name = json.loads((hub / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
@@ -239,7 +241,7 @@ def checkpoints_of(path: Path, tags: bool = False) -> list[Path]:
 
     tags   those of a run's tags too, after its own
     """
-    from shoal.checkpoint.listing import find
+    from shoal.checkpoint.format.listing import find
 
     if (path / "manifest.json").exists():
         return [path]
@@ -268,6 +270,6 @@ def _check_out(out: Path) -> None:
             f"{out.with_suffix('.safetensors')}, for safetensors.torch.load_file"
         )
     if out.suffix != ".safetensors" or out.is_dir():
-        from shoal.checkpoint.export_target import check_target
+        from shoal.checkpoint.export.export_target import check_target
 
         check_target(out)

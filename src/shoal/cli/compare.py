@@ -97,7 +97,7 @@ def prepare(
 
     Errors: ConfigError, PlanError: one line each
     """
-    from shoal.base.facts import this_machine
+    from shoal.base.estimates.facts import this_machine
     from shoal.cli.compare_measure import Comparison
     from shoal.cli.compare_rows import (
         check_memory,
@@ -108,7 +108,7 @@ def prepare(
     )
     from shoal.config.resolve import micro_batch_is_open, resolve_batch, resolve_length
     from shoal.config.trust import load_own
-    from shoal.planner.model_facts import parameters as count_parameters
+    from shoal.forecast.models.model_facts import parameters as count_parameters
 
     path, overrides = file_and_overrides(arguments)
     names, machine = read_names(layouts), this_machine()

@@ -16,17 +16,17 @@ from typing import Any
 
 import psutil
 
-from shoal.base.events import EventLog
-from shoal.base.facts import MachineFacts
-from shoal.base.files import write_whole
+from shoal.base.estimates.facts import MachineFacts
+from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.events import EventLog
+from shoal.base.text.event_sentences import event_text
 from shoal.cli.compare_rows import COMPARED_STEPS, RowPlan, memory_text, needed_bytes
-from shoal.cli.worker import imports_of
+from shoal.cli.workers.worker import imports_of
 from shoal.config.load import Loaded
 from shoal.config.save import to_toml
 from shoal.launch import supervise
+from shoal.view.compare_progress import Waiting
 from shoal.view.diagnose import WATCHED
-from shoal.view.events import event_text
-from shoal.view.waiting import Waiting
 
 FIRST_S, PATIENCE_S = 300.0, 180.0
 """How long all may be silent before a step's time is known, and a busy rank after it was told: less
@@ -106,7 +106,7 @@ def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet
     deaths: list[dict[str, Any]] = []
     try:
         outcome = supervise(
-            [sys.executable, "-m", "shoal.cli.compare_worker", str(folder),
+            [sys.executable, "-m", "shoal.cli.workers.compare_worker", str(folder),
              ",".join(str(number) for number in numbers)],
             processes=processes,
             folder=folder,

@@ -11,17 +11,17 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.batches import turn_of
 from shoal.base.errors import ConfigError, PlanError, UserError, one_of
-from shoal.base.facts import MachineFacts
-from shoal.base.layout import PLANNED, STRATEGIES, Layout
-from shoal.base.plan import Plan
-from shoal.base.schedules import copies
-from shoal.base.strategies import expand
-from shoal.base.units import bytes_text, count_text
-from shoal.planner.guide import STATE_BYTES_PER_PARAMETER
-from shoal.planner.micro_batches import micro_batch_sizes
-from shoal.planner.settle import settle_batch
+from shoal.base.estimates.facts import MachineFacts
+from shoal.base.layouts.layout import PLANNED, STRATEGIES, Layout
+from shoal.base.layouts.schedule_names import copies
+from shoal.base.layouts.strategies import expand
+from shoal.base.plans.batches import turn_of
+from shoal.base.plans.plan import Plan
+from shoal.base.text.units import bytes_text, count_text
+from shoal.planning.layout_guide import STATE_BYTES_PER_PARAMETER
+from shoal.planning.micro_batch_sizes import micro_batch_sizes
+from shoal.planning.settle import settle_batch
 
 ONE_PROCESS = ("single", "dp")
 NOISE = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}

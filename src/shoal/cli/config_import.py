@@ -20,8 +20,8 @@ import typer
 from shoal.base.errors import ConfigError, nearest, short
 
 if TYPE_CHECKING:
-    from shoal.neighbours.deepspeed_config import Settings
-    from shoal.neighbours.written import Verdict
+    from shoal.neighbours.configs.deepspeed_config import Settings
+    from shoal.neighbours.configs.written_config import Verdict
 
 app = typer.Typer(help="Bring another library's configuration.", no_args_is_help=True)
 FILE = typer.Argument(
@@ -50,7 +50,7 @@ def import_(file: str = FILE, processes: int = PROCESSES, era: str = ERA, out: P
 
     Exit status: 0 written, 2 a key or a value that is not here, with the nearest that is.
     """
-    from shoal.base.files import write_whole
+    from shoal.base.runlog.atomic_files import write_whole
     from shoal.config.load import load
     from shoal.config.save import toml_value
 
@@ -70,9 +70,9 @@ def import_(file: str = FILE, processes: int = PROCESSES, era: str = ERA, out: P
 
 def _read(file: str, processes: int, era: str) -> tuple[dict[str, Any], list[str]]:
     """Read a file of either library: (section.key → value, lines on what became of its keys)."""
-    from shoal.base.facts import default_processes, this_machine
-    from shoal.neighbours import accelerate_config
-    from shoal.neighbours.deepspeed_config import read
+    from shoal.base.estimates.facts import default_processes, this_machine
+    from shoal.neighbours.configs import accelerate_config
+    from shoal.neighbours.configs.deepspeed_config import read
 
     if accelerate_config.is_accelerates(file):
         found = accelerate_config.read(file, processes=processes)
@@ -117,7 +117,7 @@ def _toml(words: dict[str, str]) -> str:
 def lines_of(settings: Settings, differs: list[str]) -> list[str]:
     """Write the table: each key that was kept, beside its key here; then differences, and the rest.
 
-    >>> from shoal.neighbours.deepspeed_config import read
+    >>> from shoal.neighbours.configs.deepspeed_config import read
     >>> config = {"train_batch_size": 8, "gradient_clipping": 1, "wall_clock_breakdown": True}
     >>> for line in lines_of(read(config, data_parallel=8), []): print(line)
     kept     train_batch_size = 8                              train.batch

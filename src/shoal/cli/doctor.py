@@ -17,7 +17,7 @@ import typer
 from shoal.base.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
-    from shoal.machine.fit import Told
+    from shoal.machine.health_check import Told
 
 FOLDER = typer.Option("runs", "--folder", help="Where run folders are made: run.folder.")
 FREE = typer.Option(1.0, "--free-gib", help="GiB that checkpoints there will need.")
@@ -37,7 +37,7 @@ def doctor(
 
     Exit status: 0 all is well, 1 something is wrong, 2 wrong input.
     """
-    from shoal.base.facts import default_processes, this_machine
+    from shoal.base.estimates.facts import default_processes, this_machine
     from shoal.cli.torchrun import launched
 
     for name, value, most in (
@@ -61,8 +61,8 @@ def doctor(
 
 
 def _this_machine(folder: Path, free_gib: float, processes: int, port: int) -> list[Told]:
-    from shoal.base.files import cache_folder
-    from shoal.machine.fit import check_machine
+    from shoal.base.runlog.atomic_files import cache_folder
+    from shoal.machine.health_check import check_machine
 
     return check_machine(folder, cache_folder(), int(free_gib * 2**30), processes, port)
 
@@ -70,7 +70,7 @@ def _this_machine(folder: Path, free_gib: float, processes: int, port: int) -> l
 def _between_processes(processes: int) -> list[Told]:
     """What processes of this machine say of the links between them."""
     from shoal.cli.links import told_by_ranks
-    from shoal.machine.fit import Told
+    from shoal.machine.health_check import Told
 
     if processes == 1:
         return [Told("links", True, "one process, no links (--processes 2 tries one)")]
@@ -85,8 +85,8 @@ def _on_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> t
     from dataclasses import replace
 
     from shoal.fabric import start_world
-    from shoal.machine.fit import Told
-    from shoal.machine.fit_links import check_links
+    from shoal.machine.health_check import Told
+    from shoal.machine.link_check import check_links
 
     world = start_world()
     own: list[Told] = []
@@ -106,7 +106,7 @@ def main() -> int:
     """One of the talking processes; rank 0 writes what they found."""
     from shoal.cli.links import tell
     from shoal.fabric import start_world
-    from shoal.machine.fit_links import check_links
+    from shoal.machine.link_check import check_links
 
     world = start_world()
     told = check_links(world, [""] * world.size)

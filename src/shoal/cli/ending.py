@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.base.lines import Record
+from shoal.base.runlog.damaged_lines import Record
 from shoal.cli.islands import island_folder, islands_of
 from shoal.launch import Outcome
 from shoal.view import RunFolder
-from shoal.view.folder import last_session
+from shoal.view.run_folder_reader import last_session
 
 UNSAVED_STATUS = 1
 LEAD = len("or train longer: ")

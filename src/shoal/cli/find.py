@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.phases import phase
 from shoal.cli.words import TRUST, file_and_overrides
+from shoal.wire.phases import phase
 
 if TYPE_CHECKING:
     from shoal.config.sections import Config
-    from shoal.trainer.rate_range import RateRange
+    from shoal.trainer.jobs.rate_range import RateRange
 
 app = typer.Typer(help="Try what a run should be given.", no_args_is_help=True)
 ARGUMENTS = typer.Argument(None, metavar="[run.toml] [section.key=value …]")
@@ -72,7 +72,7 @@ def micro_batch(
     The planner names one; that and its neighbours train three steps each in fresh processes.
     Nothing is written. Exit status: 0 with an answer, 1 where not even one sample fits.
     """
-    from shoal.base.units import bytes_text
+    from shoal.base.text.units import bytes_text
     from shoal.cli import torchrun
     from shoal.cli.find_batch import find_batch, read_bytes
     from shoal.cli.start import settle_run
@@ -116,12 +116,12 @@ def micro_batch(
 def _tried(
     arguments: list[str], least: float, most: float, steps: int, *, trust: bool
 ) -> RateRange:
-    from shoal.base.layout import Layout
-    from shoal.base.plan import Plan
+    from shoal.base.layouts.layout import Layout
+    from shoal.base.plans.plan import Plan
     from shoal.cli.start import check_tune, settle_portions
     from shoal.config.paths import check_data, search_here
     from shoal.config.trust import load_own
-    from shoal.view.phases import shown_waits
+    from shoal.view.phase_lines import shown_waits
 
     loaded = load_own(*file_and_overrides(arguments), trust=trust)
     search_here()
@@ -134,7 +134,7 @@ def _tried(
         with phase("import"):
             from shoal.data.sources import open_source
             from shoal.fabric import start_world
-            from shoal.trainer.rate_range import range_test
+            from shoal.trainer.jobs.rate_range import range_test
         for name in ("RANK", "WORLD_SIZE"):  # one process, also inside of a job of several
             os.environ.pop(name, None)
         config = loaded.config

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.base.errors import ClusterError, ConfigError, UserError
-from shoal.base.events import EventLog
-from shoal.base.files import write_whole
-from shoal.base.plan import Plan
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.events import EventLog
 from shoal.config.load import Loaded
 from shoal.machine.free_memory import free_bytes
 
@@ -87,10 +87,10 @@ def search(foreseen: int, most: int, fits: Callable[[int], bool]) -> int:
 
 def find_batch(loaded: Loaded, plan: Plan, memory: str, say: Callable[[str], None]) -> Found:
     """Search under the layout of a settled run. Errors: UserError, ClusterError: other deaths."""
-    from shoal.data.dataset import is_indexed
+    from shoal.data.loading.dataset_kind import is_indexed
     from shoal.data.sources import open_source
     from shoal.fabric.device import accelerator
-    from shoal.planner.settle import words_of
+    from shoal.planning.settle import words_of
 
     config, layout = loaded.config, plan.layout
     processes = config.launch.processes
@@ -132,10 +132,10 @@ def _foreseen(
 
     from shoal.base.errors import ShoalError
     from shoal.fabric.device import accelerator
-    from shoal.planner.case_settings import format_on
-    from shoal.planner.instants import predict_run
-    from shoal.planner.model_states import WIDTHS
-    from shoal.trainer.predict import case_of, cluster_here, facts_of, held_now_bytes
+    from shoal.forecast.fit.memory_instants import predict_run
+    from shoal.forecast.memory.model_states import WIDTHS
+    from shoal.forecast.search.case_settings import format_on
+    from shoal.trainer.jobs.run_forecast import case_of, cluster_here, facts_of, held_now_bytes
 
     device = torch.device(accelerator() or "cpu")
     held = held_now_bytes()
@@ -159,7 +159,7 @@ def _foreseen(
 
 def _try(loaded: Loaded, plan: Plan, folder: Path, asked: dict[str, Any]) -> str:
     """Train three steps in fresh processes; gives "" or how memory ended. Errors: other deaths."""
-    from shoal.cli.worker import imports_of
+    from shoal.cli.workers.worker import imports_of
     from shoal.config.save import to_toml
     from shoal.launch import supervise
 
@@ -177,7 +177,7 @@ def _try(loaded: Loaded, plan: Plan, folder: Path, asked: dict[str, Any]) -> str
     paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
     environ["PYTHONPATH"] = ":".join(path for path in paths if path)
     outcome = supervise(
-        [sys.executable, "-m", "shoal.cli.find_batch_worker", str(folder)],
+        [sys.executable, "-m", "shoal.cli.workers.find_batch_worker", str(folder)],
         processes=loaded.config.launch.processes,
         folder=folder,
         restarts=0,

@@ -28,27 +28,27 @@ from pathlib import Path
 import typer
 
 from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError, ShoalError
-from shoal.base.events import EventLog
-from shoal.base.facts import usable_cores
-from shoal.base.files import write_whole
-from shoal.base.plan import Plan
-from shoal.base.token import TOKEN, find_token, new_token
-from shoal.checkpoint.folders import temporary
-from shoal.checkpoint.lease import RunLease
-from shoal.checkpoint.listing import find
-from shoal.cli.worker import imports_of
+from shoal.base.estimates.facts import usable_cores
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.events import EventLog
+from shoal.checkpoint.format.folders import temporary
+from shoal.checkpoint.format.lease import RunLease
+from shoal.checkpoint.format.listing import find
+from shoal.cli.workers.worker import imports_of
 from shoal.config.load import Loaded, load
 from shoal.config.resolve import asked_layout
 from shoal.config.save import MICRO_BATCH, to_toml
 from shoal.config.sections import Config
 from shoal.launch import Outcome, supervise
-from shoal.launch.grace import Grace
 from shoal.launch.processes import Guardian, die_with, free_port
-from shoal.launch.stopping import ASKED, StopSignals
+from shoal.launch.stop_grace import Grace
+from shoal.launch.stop_requests import ASKED, StopSignals
 from shoal.launch.supervisor import Progress
-from shoal.planner.kept_plan import keep_choice
-from shoal.planner.settle import settle_batch
+from shoal.planning.recorded_plan import keep_choice
+from shoal.planning.settle import settle_batch
 from shoal.view.live import LiveView
+from shoal.wire.run_token import TOKEN, find_token, new_token
 
 LOOK_S = 0.1
 GRACE_S = 30.0
@@ -322,7 +322,7 @@ def _supervise(folder: Path, config: Config, attempt: int) -> Outcome:
     resumed = bool(find(folder / "checkpoints"))
     events.emit("run_started", processes=processes, resumed=resumed, attempt=attempt)
     return supervise(
-        [sys.executable, "-m", "shoal.cli.worker", str(folder)],
+        [sys.executable, "-m", "shoal.cli.workers.worker", str(folder)],
         processes=processes,
         folder=folder,
         restarts=0,

@@ -15,14 +15,14 @@ from pathlib import Path
 import typer
 
 from shoal.base.errors import ClusterError, ConfigError
-from shoal.base.facts import this_machine
-from shoal.base.token import TOKEN, find_token, new_token
+from shoal.base.estimates.facts import this_machine
 from shoal.cli.words import file_and_overrides
 from shoal.config.load import load
 from shoal.config.resolve import asked_layout, plan_of
 from shoal.launch import jobs
 from shoal.launch.jobs import Job
-from shoal.planner.settle import settle_layout
+from shoal.planning.settle import settle_layout
+from shoal.wire.run_token import TOKEN, find_token, new_token
 
 app = typer.Typer(
     help="Write the job of a run for a cluster, or hand it over (docs/cluster.md).",

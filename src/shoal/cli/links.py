@@ -1,9 +1,9 @@
 """`shoal links`: how fast processes talk, collective by collective, beside the α–β model.
 
 Alone it starts as many processes as a run would; under torchrun or srun the same command runs on
-every rank, and rank 0 tells. Timed are bare calls (`fabric/timed_calls.py`); on gloo a
-reduce-scatter is an all-to-all and a sum, as in runs. Groups are neighbours, all groups of a size
-at once as in a run, and one rank of each machine; pairs talk one pair at a time.
+every rank, and rank 0 tells. Timed are bare calls (`fabric/exchanges/timed_collectives.py`); on
+gloo a reduce-scatter is an all-to-all and a sum, as in runs. Groups are neighbours, all groups of a
+size at once as in a run, and one rank of each machine; pairs talk one pair at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from shoal.base.errors import ClusterError, ConfigError
-from shoal.base.units import bytes_text, seconds_text
+from shoal.base.text.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from shoal.fabric import World
@@ -64,7 +64,7 @@ def links(
 
     Exit status: 0 measured, 1 processes did not talk, 2 wrong input.
     """
-    from shoal.base.facts import default_processes, this_machine
+    from shoal.base.estimates.facts import default_processes, this_machine
     from shoal.cli.torchrun import launched
 
     asked: Document = {"sizes": _sizes(sizes), "groups": _groups(groups), "repeats": repeats}
@@ -140,7 +140,7 @@ def told_by_ranks(program: str, processes: int, *words: str) -> Any:
 
     Errors   ClusterError where they did not talk
     """
-    from shoal.base.events import EventLog
+    from shoal.base.runlog.events import EventLog
     from shoal.launch import supervise
 
     with tempfile.TemporaryDirectory() as name:
@@ -152,7 +152,7 @@ def told_by_ranks(program: str, processes: int, *words: str) -> Any:
             restarts=0,
             emit=EventLog(place / "events.jsonl", rank=None).emit,
             environ=dict(os.environ),
-            imports=("shoal.fabric", "shoal.machine.fit_links"),
+            imports=("shoal.fabric", "shoal.machine.link_check"),
         )
         if outcome.status == "stopped":
             raise typer.Exit(outcome.exit_code)
@@ -196,11 +196,11 @@ def measure(world: World, asked: Document) -> Document:
 
     import torch
 
-    from shoal.fabric.axes import along
+    from shoal.fabric.axis_worlds import along
     from shoal.fabric.device import backends
-    from shoal.fabric.point_to_point import PointToPoint
-    from shoal.machine.fit_links import MOST_RANKS, measure_pairs
-    from shoal.machine.links import look_at_groups
+    from shoal.fabric.exchanges.point_to_point import PointToPoint
+    from shoal.machine.link_check import MOST_RANKS, measure_pairs
+    from shoal.machine.link_rates import look_at_groups
 
     size, hosts = world.size, world.gather_json(socket.gethostname())
     wanted = asked["groups"] or [n for n in DOUBLINGS if n < size and not size % n] + [size]

@@ -10,13 +10,13 @@ import typer
 
 from shoal import __version__
 from shoal.base.errors import ShoalError
-from shoal.base.files import (
+from shoal.base.operating_systems import untried
+from shoal.base.runlog.atomic_files import (
     cache_folder,
     cache_trouble,
     replace_compiler_caches,
     temporary_cache,
 )
-from shoal.base.systems import untried
 from shoal.cli import (
     checkpoint,
     compare,

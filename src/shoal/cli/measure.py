@@ -1,6 +1,7 @@
 """`shoal plan --measure`: measures this machine with as many processes as a run would have.
 
-The facts go to the cache folder, where every later plan and run finds them (planner/measured.py).
+The facts go to the cache folder, where every later plan and run finds them
+(forecast/machines/measured_machine.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ def measure_here(arguments: list[str]) -> None:
 
     Errors   ConfigError, PlanError for a request that is none
     """
-    from shoal.base.events import EventLog
-    from shoal.base.facts import this_machine
-    from shoal.base.layout import Layout
+    from shoal.base.estimates.facts import this_machine
+    from shoal.base.layouts.layout import Layout
+    from shoal.base.runlog.events import EventLog
     from shoal.config.load import load
     from shoal.config.resolve import default_processes
     from shoal.launch import supervise
@@ -52,7 +53,7 @@ def measure_here(arguments: list[str]) -> None:
 
 def main() -> int:
     """One of the measuring processes."""
-    from shoal.base.files import cache_folder
+    from shoal.base.runlog.atomic_files import cache_folder
     from shoal.fabric import start_world
     from shoal.machine.measure import measure_machine
 

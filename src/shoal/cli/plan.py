@@ -63,7 +63,7 @@ def plan(
         return
     if measure:
         from shoal.cli.measure import measure_here
-        from shoal.planner.machines import parse_machines
+        from shoal.forecast.machines.cluster_syntax import parse_machines
 
         if on:
             parse_machines(on)  # a slip there is told before half a minute of measuring
@@ -77,7 +77,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(record, indent=1))
     else:
-        from shoal.view.plan import print_plan
+        from shoal.view.plan_lines import print_plan
 
         print_plan(record, sys.stdout)
     raise typer.Exit(0 if best.fits else 1)
@@ -87,8 +87,8 @@ def _planned(arguments: list[str], on: str, top: int, *, trust: bool) -> tuple[d
     """The plan's document, and its best candidate."""
     from shoal.cli.plan_subject import find_subject
     from shoal.config.trust import load_own
-    from shoal.planner.plan_document import plan_record
-    from shoal.planner.search import search
+    from shoal.forecast.search.layout_search import search
+    from shoal.forecast.search.plan_document import plan_record
 
     loaded = load_own(*file_and_overrides(arguments), trust=trust)
     subject = find_subject(loaded, on)
@@ -96,7 +96,7 @@ def _planned(arguments: list[str], on: str, top: int, *, trust: bool) -> tuple[d
     record = plan_record(found, subject.space, top=top, notes=subject.notes)
     best = found[0]
     if best.memory.others_bytes:
-        from shoal.planner.replicas import told
+        from shoal.forecast.time.replica_costs import told
 
         record["notes"].append(told(best.case, best.memory, sum(best.time.bytes.values())))
     record["next"] = _next(best, record, arguments, on)
@@ -138,9 +138,9 @@ ORDER = ("schedule", "chunks")
 
 def _chosen(case: Any) -> dict[str, Any]:
     """What a run must be told to be this case, where its own defaults come to something else."""
-    from shoal.base.policies import MemoryPolicy
-    from shoal.base.schedules import DEFAULT
-    from shoal.planner.settle import words_of
+    from shoal.base.layouts.policies import MemoryPolicy
+    from shoal.base.layouts.schedule_names import DEFAULT
+    from shoal.planning.settle import words_of
 
     layout, chosen = case.layout, {}
     if layout.is_derived:  # what `auto` would not take by itself

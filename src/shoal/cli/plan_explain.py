@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.base.layout import Layout
-from shoal.base.schedules import copies
-from shoal.base.splits import ExchangeRow, Explained, FlopsRow, SplitRow, shard_text
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.schedule_names import copies
+from shoal.base.plans.parameter_splits import ExchangeRow, Explained, FlopsRow, SplitRow, shard_text
 from shoal.cli.words import file_and_overrides
 from shoal.config.load import Loaded
 from shoal.config.sections import Config
@@ -57,7 +57,7 @@ def explain(arguments: list[str], on: str, as_json: bool, *, trust: bool) -> Non
 
     import typer
 
-    from shoal.view.splits import print_splits
+    from shoal.view.split_lines import print_splits
 
     loaded = load_own(*file_and_overrides(arguments), trust=trust)
     explained = explain_model(loaded.config, find_layout(loaded, on))
@@ -72,12 +72,12 @@ def find_layout(loaded: Loaded, on: str) -> Layout:
 
     on   the text of --on, which counts processes where nothing else does
     """
-    from shoal.base.facts import this_machine
+    from shoal.base.estimates.facts import this_machine
     from shoal.cli.plan_subject import find_subject
     from shoal.config.resolve import asked_layout, plan_of, processes_of
-    from shoal.planner.machines import parse_machines
-    from shoal.planner.search import search
-    from shoal.planner.settle import settle_layout
+    from shoal.forecast.machines.cluster_syntax import parse_machines
+    from shoal.forecast.search.layout_search import search
+    from shoal.planning.settle import settle_layout
 
     config = loaded.config
     section = config.layout
@@ -95,8 +95,8 @@ def find_layout(loaded: Loaded, on: str) -> Layout:
 def explain_model(config: Config, layout: Layout) -> Explained:
     """Every parameter of the configured model under `layout`."""
     from shoal.config.resolve import plan_of
-    from shoal.parallel.place import derive
-    from shoal.trace.record import Record
+    from shoal.parallel.placement_rows import derive
+    from shoal.trace.flow.forward_record import Record
 
     module, look, flops = _look_at(config)
     plan = replace(plan_of(config), layout=layout)
@@ -188,13 +188,13 @@ def _look_at(config: Config) -> tuple[Any, Look, Callable[[], tuple[FlopsRow, ..
     """The model, how to run one like it on the first samples of its data, what that computes."""
     import torch
 
-    from shoal.data.dataset import is_indexed, join
-    from shoal.data.seeding import kept_draws
+    from shoal.data.loading.dataset_kind import is_indexed, join
+    from shoal.data.loading.sample_seeds import kept_draws
     from shoal.data.sources import open_source
-    from shoal.trace.flops import module_flops
-    from shoal.trainer.contract import call_model, split_batch, sum_and_count
-    from shoal.trainer.job import build_model, import_loss
+    from shoal.trace.costs.flops import module_flops
+    from shoal.trainer.jobs.configured_run import build_model, import_loss
     from shoal.trainer.parallelize import build_module
+    from shoal.trainer.step.call_contract import call_model, split_batch, sum_and_count
 
     source = open_source(config.data, config.train.seed)
     if not is_indexed(source.train):
@@ -273,7 +273,7 @@ def _travels(name: str, reason: str, exchanges: Mapping[str, Any]) -> str:
 
 def label_text(shape: tuple[int, ...], label: Any, degree: int) -> str:
     """What the first of `degree` tensor-parallel ranks holds under a label, in words."""
-    from shoal.parallel.spmd.labels import Split, Tiled
+    from shoal.parallel.spmd.labelling.labels import Split, Tiled
 
     if isinstance(label, Split):
         return shard_text(shape, label.dim, degree, groups=label.groups)

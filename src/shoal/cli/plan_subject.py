@@ -11,25 +11,25 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shoal.base.cluster import Cluster
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.estimate import Case, ModelFacts
-from shoal.base.layout import Layout
-from shoal.base.units import count_text
+from shoal.base.estimates.cluster import Cluster
+from shoal.base.estimates.estimate import Case, ModelFacts
+from shoal.base.layouts.layout import Layout
+from shoal.base.text.units import count_text
 from shoal.config.load import Loaded
 from shoal.config.resolve import micro_batch_is_open, plan_of, resolve_batch
 from shoal.config.sections import Config
-from shoal.planner.case_settings import beside, format_on, left_out
-from shoal.planner.frameworks import own_kernels
-from shoal.planner.machines import parse_machines
-from shoal.planner.measured import read_measured, this_cluster
-from shoal.planner.model_facts import FAMILIES, LANGUAGE
-from shoal.planner.model_facts import PUBLISHED as BUILDABLE
-from shoal.planner.model_states import WIDTHS
-from shoal.planner.own_family import own_family
-from shoal.planner.published import from_config, published
-from shoal.planner.search_space import SearchSpace, space_of
-from shoal.planner.transformer import model_facts
+from shoal.forecast.machines.cluster_syntax import parse_machines
+from shoal.forecast.machines.measured_machine import read_measured, this_cluster
+from shoal.forecast.memory.framework_memory import own_kernels
+from shoal.forecast.memory.model_states import WIDTHS
+from shoal.forecast.models.model_facts import FAMILIES, LANGUAGE
+from shoal.forecast.models.model_facts import PUBLISHED as BUILDABLE
+from shoal.forecast.models.own_transformers import own_family
+from shoal.forecast.models.published_models import from_config, published
+from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.search.case_settings import beside, format_on, left_out
+from shoal.forecast.search.search_space import SearchSpace, space_of
 
 TOKENS_PER_STEP = 4 * 2**20
 MOST_TOKENS = 16 * 2**20
@@ -80,10 +80,10 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
 
 def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
     """The machines that --on names, or this one as it was measured."""
-    from shoal.base.facts import this_machine
-    from shoal.base.files import cache_folder
+    from shoal.base.estimates.facts import this_machine
+    from shoal.base.runlog.atomic_files import cache_folder
     from shoal.config.resolve import processes_of
-    from shoal.planner.guide import check_cores
+    from shoal.planning.layout_guide import check_cores
 
     machine = this_machine()
     asked = config.launch
@@ -163,7 +163,7 @@ def _vocabulary(config: Config) -> int:
 def _traced(config: Config, cluster: Cluster, element_bytes: int) -> ModelFacts:
     """A module that has no arithmetic of its own: one unit of each kind is looked at with torch."""
     from shoal.data.sources import open_source
-    from shoal.trainer.predict import facts_of
+    from shoal.trainer.jobs.run_forecast import facts_of
 
     source = open_source(config.data, config.train.seed)
     return facts_of(config, source, kernels=cluster.device.kind, element_bytes=element_bytes)

@@ -6,14 +6,14 @@ import shlex
 from pathlib import Path
 
 from shoal.base.errors import ConfigError
-from shoal.base.files import write_whole
-from shoal.base.layout import AXES
-from shoal.base.units import count_text
+from shoal.base.layouts.layout import AXES
+from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.text.units import count_text
 from shoal.cli.words import file_and_overrides
 from shoal.config.load import load
 from shoal.config.resolve import set_policies
 from shoal.config.save import to_toml
-from shoal.planner.search import Candidate
+from shoal.forecast.search.layout_search import Candidate
 
 ORIGIN = "shoal plan"
 

@@ -64,7 +64,7 @@ def prove(
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
-        from shoal.view.proof import proof_text
+        from shoal.view.proof_lines import proof_text
 
         typer.echo(proof_text(report))
     raise typer.Exit(EXIT_CODES[report["verdict"]])
@@ -74,10 +74,10 @@ def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) ->
     """Start the processes and give the report that they left."""
     from shoal.base.errors import BugError
     from shoal.cli.start import prepare, write_folder
-    from shoal.cli.worker import imports_of
+    from shoal.cli.workers.worker import imports_of
     from shoal.config.load import load
     from shoal.launch import supervise
-    from shoal.view.phases import PhaseLine, read_doing
+    from shoal.view.phase_lines import PhaseLine, read_doing
 
     paths = [Path(a) for a in arguments if "=" not in a]
     run = load(paths[0] if paths else None, [a for a in arguments if "=" in a]).config.run
@@ -99,7 +99,7 @@ def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) ->
         environ["PYTHONPATH"] = ":".join(path for path in known if path)
         waiting = PhaseLine(sys.stderr if quiet else sys.stdout)
         outcome = supervise(
-            [sys.executable, "-m", "shoal.cli.prove_worker", str(folder), *modes],
+            [sys.executable, "-m", "shoal.cli.workers.prove_worker", str(folder), *modes],
             processes=config.launch.processes,
             folder=folder,
             restarts=0,
@@ -123,7 +123,7 @@ def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) ->
 
 def _telling(emit: Callable[..., None]) -> Callable[..., None]:
     """As `emit`; a hang is told on standard error, with the stacks: the folder will be gone."""
-    from shoal.view.events import event_text
+    from shoal.base.text.event_sentences import event_text
 
     def tell(event: str, **fields: Any) -> None:
         emit(event, **fields)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import typer
 
-from shoal.base.phases import phase
 from shoal.cli.words import TRUST
+from shoal.wire.phases import phase
 
 RUN = typer.Argument(..., metavar="RUN", help="A run folder, or one checkpoint in it.")
 PROMPT = typer.Option(..., "--prompt", help="The text to go on from.")
@@ -41,17 +41,17 @@ def sample(
     On one process, whatever the run's layout was. A model.build in its run.toml is called if the
     folder is yours or root's, or with --trust.
     """
-    from shoal.checkpoint.hub_folder import run_folder
+    from shoal.checkpoint.format.hub_folder import run_folder
     from shoal.cli.checkpoint import checkpoints_of
     from shoal.config.trust import load_own
-    from shoal.view.phases import shown_waits
+    from shoal.view.phase_lines import shown_waits
 
     checkpoint = checkpoints_of(path)[0]
     if (named := run_folder(checkpoint) / "run.toml").is_file():
         load_own(named, [], trust=trust)
     with shown_waits(sys.stderr):
         with phase("import"):
-            from shoal.trainer.write_on import write_on
+            from shoal.trainer.jobs.text_generation import write_on
         text = write_on(
             run_folder(checkpoint),
             checkpoint,

@@ -13,24 +13,24 @@ from pathlib import Path
 
 import typer
 
-from shoal.base.batches import turn_of
-from shoal.base.cut_back import mend_folder
 from shoal.base.errors import CheckpointError, ConfigError, PlanError, nearest, short
-from shoal.base.events import EventLog
-from shoal.base.facts import this_machine
-from shoal.base.files import write_whole
-from shoal.base.islands import IslandsPolicy
-from shoal.base.lines import read_object
-from shoal.base.plan import Plan
-from shoal.base.schedules import check_stages
-from shoal.base.servers import spare_ranks
-from shoal.checkpoint.lease import RunLease
-from shoal.checkpoint.listing import find, read_manifest
+from shoal.base.estimates.facts import this_machine
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.base.layouts.parameter_servers import spare_ranks
+from shoal.base.layouts.schedule_names import check_stages
+from shoal.base.plans.batches import turn_of
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.damaged_lines import read_object
+from shoal.base.runlog.events import EventLog
+from shoal.base.runlog.truncate_logs import mend_folder
+from shoal.checkpoint.format.lease import RunLease
+from shoal.checkpoint.format.listing import find, read_manifest
 from shoal.cli.ending import Ending, end_of_islands, next_lines, told
 from shoal.cli.islands import check_resumable, island_folder, islands_of, launch_all
 from shoal.cli.job_file import note_job
 from shoal.cli.words import file_and_overrides
-from shoal.cli.worker import imports_of
+from shoal.cli.workers.worker import imports_of
 from shoal.config.differences import (
     of_configurations,
     of_surroundings,
@@ -56,14 +56,14 @@ from shoal.config.resolve import (
 from shoal.config.save import keep_origins, to_toml
 from shoal.config.sections import Config
 from shoal.config.trust import load_own
+from shoal.forecast.models.hf_presence import foreign_config, is_foreign
+from shoal.forecast.models.model_facts import blocks as count_blocks
+from shoal.forecast.models.model_facts import parameters as count_parameters
 from shoal.launch import supervise
-from shoal.planner.bubble import describe_bubble
-from shoal.planner.guide import check_cores
-from shoal.planner.huggingface import foreign_config, is_foreign
-from shoal.planner.kept_plan import keep_choice
-from shoal.planner.model_facts import blocks as count_blocks
-from shoal.planner.model_facts import parameters as count_parameters
-from shoal.planner.settle import settle_batch, settle_layout
+from shoal.planning.layout_guide import check_cores
+from shoal.planning.pipeline_bubble import describe_bubble
+from shoal.planning.recorded_plan import keep_choice
+from shoal.planning.settle import settle_batch, settle_layout
 from shoal.view.live import LiveView
 from shoal.view.summary import summary
 
@@ -307,7 +307,7 @@ def _check_paths(loaded: Loaded) -> None:
         if path:
             check_function(path, key)
     if config.checkpoint.remote:
-        from shoal.checkpoint.remote import check_remote
+        from shoal.checkpoint.remote.remote_folder import check_remote
 
         check_remote(config.checkpoint.remote)
     kind = kind_by_name(config.data.source)
@@ -370,7 +370,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
         environ["PYTHONPATH"] = ":".join(path for path in paths if path)
         try:
             outcome = supervise(
-                [sys.executable, "-m", "shoal.cli.worker", str(folder)],
+                [sys.executable, "-m", "shoal.cli.workers.worker", str(folder)],
                 processes=config.launch.processes,
                 folder=folder,
                 # Who is among the islands is fixed for the run: none comes back by itself.

@@ -1,6 +1,6 @@
 """Standard streams that every verb can write to, whatever the command was started with.
 
-an encoding that lacks letters   they are spelt in ASCII (`base/readable.py`)
+an encoding that lacks letters   they are spelt in ASCII (`base/text/terminal_encoding.py`)
 closed (`>&-`, `2>&-`, `<&-`)    /dev/null stands there: what is written is dropped, and no file
                                  that is opened later gets the number of a standard stream
 a pipe that nobody reads         a verb that only prints ends with 141; one that works
@@ -19,8 +19,8 @@ import sys
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.base.readable import PLAIN_ASCII, READABLE
-from shoal.base.streams import open_closed_streams
+from shoal.base.standard_streams import open_closed_streams
+from shoal.base.text.terminal_encoding import PLAIN_ASCII, READABLE
 
 GOES_ON = ("train", "compare", "prove", "find", "launch")
 """Verbs whose work is worth more than what they print: a run folder, a proof, a measurement."""

@@ -6,7 +6,7 @@ exit alike. Rank 0 draws. A restarted job finds its folder by its name, `run.nam
 own for the job, and goes on from its newest checkpoint, or starts anew where there is none yet.
 With `torchrun --nnodes=1:2` that is so when a node leaves or comes, too: all workers start
 again, and agents count only what failed, each for itself. Where nodes share no disk rank 0 is
-brought the newest run first (`trainer/each_node.py`).
+brought the newest run first (`trainer/jobs/node_starts.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.base.errors import UNSAVED_CODE, CheckpointError, ConfigError, PlanError, ShoalError
-from shoal.base.events import EventLog
-from shoal.base.phases import tell_folder
+from shoal.base.runlog.events import EventLog
 from shoal.base.slurm import count_tasks
 from shoal.cli.job_file import JOB_FILE, attempt_of, is_of, job_of
+from shoal.wire.phases import tell_folder
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.lease import RunLease
+    from shoal.checkpoint.format.lease import RunLease
 
 FILES = ("run.toml", "plan.json", JOB_FILE)
 """Of a run folder, what a start needs."""
@@ -54,15 +54,15 @@ def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -
     from shoal.cli.ending import UNSAVED_STATUS, Ending
     from shoal.fabric import start_world
     from shoal.launch import Outcome
-    from shoal.proof.quick import prove_run
-    from shoal.trainer.loop import train
+    from shoal.proof.start_proof import prove_run
+    from shoal.trainer.main_job import train
     from shoal.view.summary import summary
 
     world = start_world()
     attempt = world.all_reduce_max(attempt_of(os.environ))
     force = force or attempt > 0
     if world.local_size < world.size:  # on several machines
-        from shoal.trainer.each_node import meet
+        from shoal.trainer.jobs.node_starts import meet
 
         meet(arguments, resume, job_of(os.environ), FILES, world)
     answer: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -
         raise kinds.get(answer["kind"], ConfigError)(answer["error"])
     folder = Path(answer.pop("folder"))
     if world.keepers:
-        from shoal.trainer.each_node import share
+        from shoal.trainer.jobs.node_starts import share
 
         lease = share(folder, answer, FILES, world) or lease
     os.environ["SHOAL_RUN_FOLDER"] = str(folder)
@@ -115,7 +115,7 @@ def _settle(
     trust: bool,
 ) -> tuple[dict[str, Any], RunLease | None]:
     """What rank 0 tells the others, the run folder or an error, and its hold on the folder."""
-    from shoal.checkpoint.lease import RunLease
+    from shoal.checkpoint.format.lease import RunLease
     from shoal.cli.start import prepare, write_folder
 
     try:
@@ -147,7 +147,7 @@ def continued(
     Errors   ConfigError at a restart whose folder has no name, as nothing tells where it was, and
              for a folder of a run that may be this one's, as nothing tells whether it is
     """
-    from shoal.checkpoint.listing import find
+    from shoal.checkpoint.format.listing import find
     from shoal.config.load import load
 
     if resume is not None:

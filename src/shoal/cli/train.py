@@ -81,13 +81,13 @@ def foresee(prepared: Prepared) -> None:
 
     All checks of a real start have been made by then, so a dry run that says nothing wrong starts.
     """
-    from shoal.base.policies import POLICIES
-    from shoal.base.units import bytes_text, seconds_text
+    from shoal.base.layouts.policies import POLICIES
+    from shoal.base.text.units import bytes_text, seconds_text
     from shoal.cli.plan_subject import find_subject
-    from shoal.planner.islands import IslandsFacts
-    from shoal.planner.islands_choice import RATES_BYTES_PER_S, by_link
-    from shoal.planner.search import search
-    from shoal.view.islands import link_lines
+    from shoal.forecast.search.island_choice import RATES_BYTES_PER_S, by_link
+    from shoal.forecast.search.layout_search import search
+    from shoal.forecast.time.island_costs import IslandsFacts
+    from shoal.view.island_lines import link_lines
 
     loaded = prepared.loaded
     config, islands = loaded.config, loaded.config.islands

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.base.errors import short
-from shoal.base.made_with import changed_code, versions
+from shoal.base.runlog.environment import changed_code, versions
 from shoal.config.save import MICRO_BATCH
 from shoal.config.sections import Config
 

@@ -18,16 +18,16 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from shoal.base.compression import check_compress
 from shoal.base.errors import ConfigError, nearest, short
-from shoal.base.layout import AXES
-from shoal.base.policies import (
+from shoal.base.layouts.compression import check_compress
+from shoal.base.layouts.layout import AXES
+from shoal.base.layouts.policies import (
     check_compile,
     check_value,
     check_whole_steps,
 )
-from shoal.base.schedules import canonical
-from shoal.base.validation import check_validation
+from shoal.base.layouts.schedule_names import canonical
+from shoal.base.validation_size import check_validation
 from shoal.config.sections import Config, LayoutSection, keys
 
 ALIASES = {

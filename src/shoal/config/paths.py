@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.base.errors import ConfigError, nearest, one_of
-from shoal.config.mixture import split_mixture
+from shoal.base.moved_modules import current_path
+from shoal.config.mixture_syntax import split_mixture
 from shoal.config.sections import DataSection
 
 ON_DISK = {
@@ -191,6 +192,7 @@ def check_function(name: str, where: str) -> None:
     """
     search_here()
     module, _, attribute = name.partition(":")
+    module = current_path(module)
     if not module or not attribute:
         raise ConfigError(f"{where} = {name}: must be pkg.mod:function")
     file = Path(module)
@@ -221,6 +223,7 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
              imported, or that cannot be called; `where` is the key in its message
     """
     module_name, _, attribute = name.partition(":")
+    module_name = current_path(module_name)
     check_function(name, where)
     try:
         module = importlib.import_module(module_name)

@@ -1,7 +1,7 @@
 """Fills in what the user left open: portions of the batch, length of the run, names, folders.
 
 `train.batch` decides what is computed, so its default does not depend on the layout. A micro-batch
-that is left open is chosen once, for the layout of the first start (`planner/settle.py`),
+that is left open is chosen once, for the layout of the first start (`planning/settle.py`),
 and kept. `train.accumulate` follows from both, anew at every start; given by the user, it fixes the
 micro-batch once: micro_batch = batch / (accumulate × ranks).
 """
@@ -13,14 +13,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shoal.base.batches import check_batch, share_of, turn_of
 from shoal.base.errors import ConfigError
-from shoal.base.facts import MachineFacts, default_processes
-from shoal.base.islands import check_keep
-from shoal.base.layout import Layout
-from shoal.base.plan import Plan
-from shoal.base.policies import Policies
-from shoal.base.validation import default_validation
+from shoal.base.estimates.facts import MachineFacts, default_processes
+from shoal.base.layouts.island_options import check_keep
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.policies import Policies
+from shoal.base.plans.batches import check_batch, share_of, turn_of
+from shoal.base.plans.plan import Plan
+from shoal.base.validation_size import default_validation
 from shoal.config.load import Loaded
 from shoal.config.paths import TEXTS
 from shoal.config.sections import Config, LayoutSection, ModelSection, keys

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shoal.base.files import write_whole
+from shoal.base.runlog.atomic_files import write_whole
 from shoal.config.load import Loaded, load
 from shoal.config.sections import Config, keys
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from shoal.base.declared import number, word
-from shoal.base.islands import IslandsPolicy
-from shoal.base.layout import AXES, STAGES
-from shoal.base.policies import (
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.base.layouts.layout import AXES, STAGES
+from shoal.base.layouts.policies import (
     BlocksPolicy,
     CallPolicy,
     CheckpointPolicy,
@@ -27,6 +26,7 @@ from shoal.base.policies import (
     ReadPolicy,
     TensorPolicy,
 )
+from shoal.base.layouts.policy_fields import number, word
 
 TOKEN_DTYPES = ("auto", "uint8", "uint16", "uint32", "int32", "int64")
 """Of raw files of tokens, all little-endian; auto: as a meta.json beside them says."""
@@ -171,7 +171,7 @@ class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     dp_replicate, dp_shard, pp, cp, tp, ep   degrees of the axes (`Layout`)
     zero          what dp_shard splits: 1 optimizer state, 2 gradients too, 3 parameters too
     threads       replicas within one process, for strategy dp
-    servers, updates, staleness, serves   of parameter-server (base/servers.py)
+    servers, updates, staleness, serves   of parameter-server (base/layouts/parameter_servers.py)
     `degrees()` gives those that are given; `named()` the strategy as far as it shows already
     """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.base.errors import ConfigError, short
 from shoal.config.load import Loaded, load
-from shoal.config.mixture import split_mixture
+from shoal.config.mixture_syntax import split_mixture
 from shoal.config.paths import split_source
 from shoal.config.save import MICRO_BATCH, is_derived
 

@@ -1,7 +1,7 @@
 """`mix:` as a source: its parts opened with one tokenizer, mixed by weight, their held-out parts.
 
 bpe:VOCABULARY is trained on a like share of all parts' text; then each part is opened as it
-would be alone, and mixture.py says which part every sample is from
+would be alone, and weighted_mixture.py says which part every sample is from
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 from torch.utils.data import ConcatDataset
 
 from shoal.base.errors import ConfigError, short
-from shoal.config.mixture import split_mixture
+from shoal.config.mixture_syntax import split_mixture
 from shoal.config.paths import TEXTS, split_source
 from shoal.config.sections import DataSection
-from shoal.data.cache import NewEntry, content_key, open_cached
-from shoal.data.chat import examples
-from shoal.data.dataset import is_indexed
-from shoal.data.documents import Document
-from shoal.data.mixture import Mixture
-from shoal.data.read_once import by_places, sample_rule, share_of
-from shoal.data.rows import CHAT, PAIR, Rows, rows_at, rows_of, texts_at
-from shoal.data.seeding import draws_nothing
-from shoal.data.text import train_bpe_on
+from shoal.data.files.documents import Document
+from shoal.data.files.tokenizer_cache import NewEntry, content_key, open_cached
+from shoal.data.loading.dataset_kind import is_indexed
+from shoal.data.loading.sample_seeds import draws_nothing
+from shoal.data.loading.weighted_mixture import Mixture
+from shoal.data.text.chat_examples import examples
+from shoal.data.text.single_pass_text import by_places, sample_rule, share_of
+from shoal.data.text.text_files import train_bpe_on
+from shoal.data.text.text_rows import CHAT, PAIR, Rows, rows_at, rows_of, texts_at
 
 WHOLE_BYTES = 2**26
 """Of more text the tokenizer's sample is some places: the parts are read again when opened."""

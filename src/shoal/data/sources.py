@@ -1,10 +1,10 @@
 """`data.source` and `data.validation` in, datasets out: all that the trainer must know of data.
 
-stdlib · text:GLOB    text ──text.py──> token files    tokens:FOLDER   token files already
-jsonl:GLOB, parquet:GLOB, hf:FOLDER   ──rows.py──> text, or examples ──examples.py──> rows
-images:FOLDER, wds:GLOB               ──images.py, shards.py──> images and classes
+stdlib · text:GLOB    text ──text_files.py──> token files    tokens:FOLDER   token files already
+jsonl:GLOB, parquet:GLOB, hf:FOLDER   ──text_rows──> text, or examples ──finetuning_samples──> rows
+images:FOLDER, wds:GLOB               ──image_folders.py, webdataset.py──> images and classes
 digits                8×8 images of scikit-learn       synthetic       random tokens
-mix:0.7*A+0.3*B       several of these by weight ──mixture.py
+mix:0.7*A+0.3*B       several of these by weight ──weighted_mixture.py
 pkg.mod:function      the user's own: a dataset, an iterable, or (train, validation)
 """
 
@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 
 from shoal.base.errors import ConfigError, nearest
-from shoal.base.phases import phase
-from shoal.base.policies import check_value
-from shoal.base.units import bytes_text, count_text
+from shoal.base.layouts.policies import check_value
+from shoal.base.text.units import bytes_text, count_text
 from shoal.config.paths import (
     ROWS,
     TEXTS,
@@ -34,11 +33,12 @@ from shoal.config.paths import (
 )
 from shoal.config.sections import DataSection
 from shoal.config.sections import keys as keys_of
-from shoal.data.dataset import Collate, is_indexed
-from shoal.data.documents import Document, glob_documents, hold_out, stdlib_documents
-from shoal.data.samples import EvenPart, open_digits
-from shoal.data.text import open_corpus
-from shoal.data.tokens import SyntheticTokens, TokenDataset, open_folder
+from shoal.data.digits import EvenPart, open_digits
+from shoal.data.files.documents import Document, glob_documents, hold_out, stdlib_documents
+from shoal.data.files.token_files import SyntheticTokens, TokenDataset, open_folder
+from shoal.data.loading.dataset_kind import Collate, is_indexed
+from shoal.data.text.text_files import open_corpus
+from shoal.wire.phases import phase
 
 DIGITS_SHARE = 0.2
 SYNTHETIC_VOCABULARY = 2048
@@ -89,7 +89,7 @@ def open_source(section: DataSection, seed: int) -> Source:
     """
     check_data(section)
     if is_remote(section.source) or is_remote(section.validation):
-        from shoal.data.remote import local_section  # others do without
+        from shoal.data.files.remote_data import local_section  # others do without
 
         section = local_section(section)
     share, second = validation_share(section)
@@ -160,7 +160,7 @@ def _documents(
     """The texts of a source for training, and those of them that are held out."""
     kind, argument = split_source(source, where)
     if kind in ROWS:
-        from shoal.data.rows import find_form, row_documents  # others do without
+        from shoal.data.text.text_rows import find_form, row_documents  # others do without
 
         files, _ = row_documents(kind, argument, "", 0.0, where)
         return row_documents(kind, argument, find_form(files, section.field)[0], share, where)
@@ -171,7 +171,7 @@ def _documents(
 def _open_text(section: DataSection, share: float, second: str) -> tuple[Source, str]:
     """A text source, and the second source if that is still to be opened (it is not text)."""
     if by_row := split_source(section.source)[0] in ROWS:
-        from shoal.data.finetuning import open_finetuning  # others do without
+        from shoal.data.text.finetuning_source import open_finetuning  # others do without
 
         if (found := open_finetuning(section, share, second)) is not None:
             return Source(**found, collate=None, kind="tokens"), ""
@@ -287,15 +287,15 @@ def _open_pictures(
     where = "data.source" if known is None else "data.validation"
     found: dict[str, Any] | None = None
     if kind == "images":
-        from shoal.data.images import open_images  # others do without
+        from shoal.data.files.image_folders import open_images  # others do without
 
         found = open_images(argument, section.image_size, share, where, known)
     elif kind == "wds":
-        from shoal.data.shards import open_shards
+        from shoal.data.streams.webdataset import open_shards
 
         found = open_shards(argument, section.image_size, share, where)
     elif kind == "hf":
-        from shoal.data.hf_rows import open_hf_images
+        from shoal.data.text.hf_rows import open_hf_images
 
         found = open_hf_images(argument, section.image_size, share, where)
     return None if found is None else Source(**found, collate=None, kind="samples")

@@ -32,17 +32,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.base.errors import ClusterError
-from shoal.base.streams import open_closed_streams
-from shoal.base.systems import loopback
-from shoal.fabric import messages
+from shoal.base.operating_systems import loopback
+from shoal.base.standard_streams import open_closed_streams
 from shoal.fabric._torch import all_gather_single, default_store, empty_mesh, own_connection
+from shoal.fabric.collectives import json_messages
+from shoal.fabric.collectives.json_messages import key_of, prove_peers
+from shoal.fabric.collectives.traffic_counts import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE_SCATTER,
+    SEND,
+    Traffic,
+)
 from shoal.fabric.device import HOST, backends, carries_host_tensors, device_of_group, own_device
-from shoal.fabric.messages import key_of, prove_peers
-from shoal.fabric.process_info import Place, find_place
-from shoal.fabric.traffic import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, SEND, Traffic
+from shoal.fabric.rendezvous.process_info import Place, find_place
 
 if TYPE_CHECKING:
-    from shoal.fabric.uneven_collectives import PendingSum
+    from shoal.fabric.collectives.uneven_collectives import PendingSum
 
 JOIN_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
@@ -73,7 +80,8 @@ class World:
     backend             what its parts are made with; None: as torch chooses for the device
     parts, meshes       made of it so far (see `axes`)
     traffic             what it sent and how long it waited
-    key                 by which members of its groups prove themselves (messages.py)
+    key                 by which members of its groups prove themselves
+                        (collectives/json_messages.py)
     keepers             by rank, the first that sees the same disk; () where all see one
     """
 
@@ -133,7 +141,7 @@ class World:
         tensor   [elements], left as it is until the result was waited for
         cuts     rank r gets the elements from cuts[r] to cuts[r + 1]
         """
-        from shoal.fabric.uneven_collectives import PendingSum, reduce_scatter
+        from shoal.fabric.collectives.uneven_collectives import PendingSum, reduce_scatter
 
         if self.group is None:
             return PendingSum(None, tensor.clone().unsqueeze(0), tensor)
@@ -144,7 +152,7 @@ class World:
         """All-gather a flat tensor of which ranks hold parts: begin to complete it, in place."""
         if self.group is None:
             return None
-        from shoal.fabric.uneven_collectives import all_gather_parts
+        from shoal.fabric.collectives.uneven_collectives import all_gather_parts
 
         self.traffic.count(ALL_GATHER, tensor.numel() * tensor.element_size(), self.size)
         return all_gather_parts(tensor, cuts, self.rank, self.group)
@@ -205,21 +213,21 @@ class World:
         """
         if self.group is None:
             return [json.loads(json.dumps(message))]
-        return messages.gather(self, message)
+        return json_messages.gather(self, message)
 
     def broadcast_json(self, message: Any, source: int = 0) -> Any:
         """Rank `source`'s message on every rank."""
         if self.group is None:
             return json.loads(json.dumps(message))
-        return messages.broadcast(self, message, source)
+        return json_messages.broadcast(self, message, source)
 
     def differing(self, message: Any) -> tuple[int, Any, Any] | None:
         """The first rank whose message is not rank 0's: (rank, rank 0's, its own); None if none."""
-        return None if self.group is None else messages.differing(self, message)
+        return None if self.group is None else json_messages.differing(self, message)
 
     def differing_places(self, numbers: Sequence[int]) -> list[int]:
         """Places at which ranks' whole numbers differ; every rank gives as many."""
-        return [] if self.group is None else messages.differing_places(self, numbers)
+        return [] if self.group is None else json_messages.differing_places(self, numbers)
 
     def all_true(self, flag: bool) -> bool:
         """Whether the flag is true on every rank; the same answer everywhere."""
@@ -407,7 +415,9 @@ def _meeting_store(place: Place) -> dist.Store:
         _stores[at] = dist.FileStore(place.file)
         _stores[at].set_timeout(JOIN_TIMEOUT)
     elif at not in _stores:
-        from shoal.fabric.meeting_point import open_store  # one machine's ranks need none of it
+        from shoal.fabric.rendezvous.rendezvous_store import (
+            open_store,  # one machine's ranks need none of it
+        )
 
         _stores[at] = open_store(place, JOIN_TIMEOUT, TELL_AFTER_S)
     return _stores[at]

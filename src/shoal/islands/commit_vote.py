@@ -14,7 +14,7 @@ the same ballots, so that all decide alike:
     saved       the last committed round is on its disk; None: still being written, vote again
 
 Ballots are JSON: bytes of another machine are read, never run. An island that dies in the vote may
-leave some that committed and some that did not; `history.py` settles that at resume.
+leave some that committed and some that did not; `common_round.py` settles that at resume.
 
 Source: Gray 1978 (two-phase commit); torchft's should_commit and PCCL's vote on hashes are kin
 """

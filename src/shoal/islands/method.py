@@ -21,10 +21,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from shoal.base.islands import IslandsPolicy
+from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.islands.fragments import Moment, deal, moments
-from shoal.islands.outer import Build, Outer, all_finite, outer_builder
-from shoal.islands.regions import TwoTiers, members
+from shoal.islands.outer_optimizer import Build, Outer, all_finite, outer_builder
+from shoal.islands.two_tiers import TwoTiers, members
 
 
 class Method:

@@ -27,9 +27,9 @@ import torch
 
 from shoal.base.errors import BugError
 from shoal.fabric import World
-from shoal.fabric.codecs import Codec, Feedback, find_codec
-from shoal.fabric.coded_all_reduce import is_of_sum
-from shoal.fabric.island_group import Arrived, IslandLost, Plane
+from shoal.fabric.compressed.codecs import Codec, Feedback, find_codec
+from shoal.fabric.islands.compressed_all_reduce import is_of_sum
+from shoal.fabric.islands.inter_island_group import Arrived, IslandLost, Plane
 from shoal.islands.admission import Admission, Verdict
 from shoal.islands.commit_vote import (
     NOBODY_ADMITTED,
@@ -39,10 +39,10 @@ from shoal.islands.commit_vote import (
     decide,
     read_object,
 )
-from shoal.islands.deadline import Patience
-from shoal.islands.merge import Merge, Say
+from shoal.islands.merge_proposal import Merge, Say
 from shoal.islands.method import Method
-from shoal.islands.outer import Outer
+from shoal.islands.outer_optimizer import Outer
+from shoal.islands.peer_deadline import Patience
 from shoal.islands.send_slices import Shares
 
 Value = TypeVar("Value")

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shoal.base.shards import Shard
+from shoal.base.plans.tensor_shards import Shard
 from shoal.fabric import World
-from shoal.fabric.axes import among
+from shoal.fabric.axis_worlds import among
 
 Holders = tuple[int, ...]
 """Ranks that hold the same part of a tensor, ascending."""

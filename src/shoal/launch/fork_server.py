@@ -37,9 +37,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal.base.phases import listen, phase, tell_folder
-from shoal.base.streams import flush_streams
+from shoal.base.standard_streams import flush_streams
 from shoal.launch.processes import MESSAGE_BYTES, die_with
+from shoal.wire.phases import listen, phase, tell_folder
 
 PR_SET_NAME = 15
 TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -1,8 +1,8 @@
 """Writes the job of a run as a person would write it: for Slurm, for Kubernetes, for ssh.
 
 What they have in common: one process per GPU (or as many as are asked for), a token that the
-processes of this run alone know (base/token.py), a warning long enough before the end that the run
-saves (`grace_s`), and a run folder that outlives the job, from which it goes on.
+processes of this run alone know (wire/run_token.py), a warning long enough before the end that the
+run saves (`grace_s`), and a run folder that outlives the job, from which it goes on.
 """
 
 from __future__ import annotations

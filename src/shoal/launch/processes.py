@@ -1,6 +1,6 @@
 """One worker process: how it is started, and how it and all it started are ended.
 
-A worker is told its place by environment variables (read by `fabric/process_info.py`):
+A worker is told its place by environment variables (read by `fabric/rendezvous/process_info.py`):
   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE   as torchrun names them
   SHOAL_STORE                                      the file at which the ranks meet
   SHOAL_ATTEMPT, SHOAL_RUN_FOLDER                  how many restarts came before; where to report
@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.base.errors import ClusterError
-from shoal.base.facts import host_memory_variables, usable_cores
-from shoal.base.folder_owner import FolderOwner
-from shoal.base.systems import loopback
-from shoal.base.watch_page import PAGE_VARIABLE
+from shoal.base.estimates.facts import host_memory_variables, usable_cores
+from shoal.base.operating_systems import loopback
+from shoal.base.runlog.folder_owner import FolderOwner
 from shoal.launch import guardian
+from shoal.wire.watch_page import PAGE_VARIABLE
 
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1

@@ -21,20 +21,10 @@ from enum import Enum
 from pathlib import Path
 
 from shoal.base.errors import UNSAVED_CODE, BugError
-from shoal.base.events import Emit
-from shoal.base.files import saved_steps
-from shoal.base.folder_owner import REPLACED, FolderOwner
-from shoal.base.lines import Record, is_number, parse_step
-from shoal.launch.failures import (
-    STOPPED_CODE,
-    Death,
-    certain_text,
-    death_by_hanging,
-    exit_text,
-    first_death,
-    obituary,
-)
-from shoal.launch.grace import Grace
+from shoal.base.runlog.atomic_files import saved_steps
+from shoal.base.runlog.damaged_lines import Record, is_number, parse_step
+from shoal.base.runlog.events import Emit
+from shoal.base.runlog.folder_owner import REPLACED, FolderOwner
 from shoal.launch.processes import (
     ForkServer,
     Guardian,
@@ -44,8 +34,18 @@ from shoal.launch.processes import (
     shared_environment,
     worker_environment,
 )
-from shoal.launch.stopping import ASKED, StopSignals
-from shoal.launch.watch.watch_ranks import OTHER_FIRST_S, Watch
+from shoal.launch.stop_grace import Grace
+from shoal.launch.stop_requests import ASKED, StopSignals
+from shoal.launch.watch.hang_watch import OTHER_FIRST_S, Watch
+from shoal.launch.worker_failures import (
+    STOPPED_CODE,
+    Death,
+    certain_text,
+    death_by_hanging,
+    exit_text,
+    first_death,
+    obituary,
+)
 
 LOOK_EVERY_S = 0.03
 TICK_EVERY_S = 0.1
@@ -130,15 +130,15 @@ def supervise(
     imports   modules that every worker needs and that take time: imported once for all of them and
               for every restart, by a process that then forks the workers (fork_server.py)
     patience_s  how long a rank that the others wait for, and that may only be slow, is waited for
-              after it was told (`watch.py`); then it counts as dead
+              after it was told (`operation_costs.py`); then it counts as dead
     first_s   how long all may be silent in what the watch has not learnt yet
     grace_s   how long workers may take to save after a stop was asked for; 0: learnt, a minute,
               `steps_to_save` of the longest recent steps and three of the longest recent saves
     spare     ranks without which the others go on, as long as one of them lives: what a signal ends
               of them is left out, until all are started again
 
-    Call it from the main thread: it takes over STOP_SIGNALS (stopping.py), and gives them back.
-    Errors: ClusterError when a process cannot be started at all.
+    Call it from the main thread: it takes over STOP_SIGNALS (stop_requests.py), and gives them
+    back. Errors: ClusterError when a process cannot be started at all.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:

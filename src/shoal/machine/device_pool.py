@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shoal.base.units import bytes_text
+from shoal.base.text.units import bytes_text
 
 
 @dataclass(frozen=True)

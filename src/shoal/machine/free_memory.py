@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from shoal.base.errors import ConfigError
-from shoal.base.units import bytes_text
+from shoal.base.text.units import bytes_text
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 

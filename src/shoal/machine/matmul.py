@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from shoal.base.lines import is_number, read_object
+from shoal.base.runlog.damaged_lines import is_number, read_object
 from shoal.fabric import World
 from shoal.fabric.device import device_name, is_accelerator, synchronize
 

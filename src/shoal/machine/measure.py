@@ -12,7 +12,7 @@ the best of each number counts.
     disk        bytes that must survive: written and synced, by all ranks at once
     process     what a process holds before it trains: interpreter, libraries, a GPU's context
 
-Stored as planner/measured.py says, which reads it without torch.
+Stored as forecast/machines/measured_machine.py says, which reads it without torch.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from typing import Any
 
 import torch
 
-from shoal.base.facts import usable_cores
-from shoal.base.files import write_whole
-from shoal.base.phases import phase
+from shoal.base.estimates.facts import usable_cores
+from shoal.base.runlog.atomic_files import write_whole
 from shoal.fabric import World
 from shoal.fabric.device import (
     abilities,
@@ -43,8 +42,9 @@ from shoal.fabric.device import (
     synchronize,
     total_bytes,
 )
-from shoal.machine.links import best_links, measure_links
-from shoal.planner.measured import VERSION, cluster_of, machine_path
+from shoal.forecast.machines.measured_machine import VERSION, cluster_of, machine_path
+from shoal.machine.link_rates import best_links, measure_links
+from shoal.wire.phases import phase
 
 LONGEST_S = 0.6
 FORMATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}

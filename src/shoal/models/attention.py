@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.base.whole_operations import asked_whole
+from shoal.base.opaque_ops import asked_whole
 
 FLASH_FROM = 2049
 """Shortest sequence for which the CPU's flash kernel is used."""

@@ -1,7 +1,7 @@
 """Builds a model by name: ours (`llama`, `gpt`, `resnet`, …), a published size, or `hf:PATH`.
 
 Names, arguments, defaults and checks are facts without torch and live in
-`shoal.planner.model_facts`; this page only joins each family to its module. Build under
+`shoal.forecast.models.model_facts`; this page only joins each family to its module. Build under
 `torch.device("meta")` to get a model of any size that holds no memory.
 """
 
@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.forecast.models.hf_presence import is_foreign
+from shoal.forecast.models.model_facts import family_of, resolve
 from shoal.models.gpt import GPT
 from shoal.models.huggingface import build_foreign
 from shoal.models.llama import Llama
@@ -20,8 +22,6 @@ from shoal.models.mlp import MLP
 from shoal.models.moe import MoE, balanced_loss
 from shoal.models.resnet import ResNet
 from shoal.models.vit import ViT
-from shoal.planner.huggingface import is_foreign
-from shoal.planner.model_facts import family_of, resolve
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama": Llama,

@@ -140,7 +140,7 @@ def plain_blocks(
 
 
 class GPT(nn.Module):
-    """The whole model; arguments as in `shoal.planner.families`."""
+    """The whole model; arguments as in `shoal.forecast.models.families`."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.planner.huggingface import foreign_config
+from shoal.forecast.models.hf_presence import foreign_config
 
 
 def build_foreign(

@@ -157,7 +157,7 @@ class Llama(nn.Module):
 
     Takes    vocabulary, dim, layers, heads, kv_heads, hidden (width of SwiGLU), sequence (most
              tokens), rope_theta, norm_epsilon, tied (head and embedding), dropout; all by keyword,
-             as `shoal.planner.model_facts` settles and checks them: nothing is checked here
+             as `shoal.forecast.models.model_facts` settles and checks them: nothing is checked here
     Errors   ConfigError of a forward pass with more tokens than `sequence`
     """
 

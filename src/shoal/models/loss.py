@@ -6,7 +6,8 @@ Protocol  rows are cut into chunks. A chunk's logits are made in one reused buff
           their own gradient in place, multiplied into the gradients of `hidden` and `weight`, and
           forgotten. The backward pass only multiplies by the scalar that comes from above.
           Peak: one chunk of fp32 logits, where plain code needs 12 bytes × tokens × vocabulary.
-          Where every rank holds some rows of the head: `split_head.py`; some tokens: `sharing.py`.
+          Where every rank holds some rows of the head: `split_head.py`; some tokens:
+          `token_shard.py`.
 Source    the idea is Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), here in stock ops
 """
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Hidden layers of equal width; arguments as in `shoal.planner.model_facts`."""
+    """Hidden layers of equal width; arguments as in `shoal.forecast.models.model_facts`."""
 
     def __init__(
         self, *, inputs: int, hidden: int, layers: int, classes: int, dropout: float = 0.0

@@ -227,7 +227,7 @@ class Block(nn.Module):
 
 
 class MoE(nn.Module):
-    """The whole model; arguments as in `shoal.planner.families`."""
+    """The whole model; arguments as in `shoal.forecast.models.families`."""
 
     def __init__(
         self,

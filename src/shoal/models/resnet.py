@@ -35,7 +35,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Arguments as in `shoal.planner.model_facts`."""
+    """Arguments as in `shoal.forecast.models.model_facts`."""
 
     def __init__(
         self,

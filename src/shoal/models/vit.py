@@ -55,7 +55,7 @@ class ClassToken(nn.Module):
 
 
 class ViT(nn.Module):
-    """The whole model; arguments as in `shoal.planner.families`."""
+    """The whole model; arguments as in `shoal.forecast.models.families`."""
 
     def __init__(
         self,

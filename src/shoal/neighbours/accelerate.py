@@ -25,8 +25,11 @@ from torch.utils.data import DataLoader
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
-from shoal.neighbours import stand_in, trackers, without_cuda  # noqa: F401  # its import is its effect
-from shoal.neighbours.accelerate_config import PRECISIONS
+from shoal.neighbours import (
+    module_stand_in,
+    trackers,
+    without_cuda,  # noqa: F401  # its import is its effect
+)
 from shoal.neighbours.accelerate_data import (
     DealtLoader,
     all_tensors,
@@ -53,9 +56,10 @@ from shoal.neighbours.accelerate_state import (
     numbers_of,
     retire_states,
 )
-from shoal.neighbours.equal_batches import EqualBatchesCheck
+from shoal.neighbours.batch_duplicates import EqualBatchesCheck
+from shoal.neighbours.configs.accelerate_config import PRECISIONS
 from shoal.neighbours.final_saves import safetensors_path, write_tensors
-from shoal.neighbours.free_loop import FreeLoop, started
+from shoal.neighbours.library_loop import FreeLoop, started
 
 __version__ = "1.15.0"
 
@@ -420,7 +424,7 @@ class Accelerator(PartialState, Settings):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise stand_in.Lacking(f"Accelerator.{name}", NEAREST.get(name))
+        raise module_stand_in.Lacking(f"Accelerator.{name}", NEAREST.get(name))
 
     def end_training(self) -> None:
         """End the trackers, and leave the other processes."""
@@ -430,7 +434,7 @@ class Accelerator(PartialState, Settings):
             loop.run.close()
 
 
-stand_in.answer(
+module_stand_in.answer(
     "accelerate",
     sys.modules[__name__],
     {

@@ -15,7 +15,7 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.neighbours import final_saves
 from shoal.neighbours.final_saves import Call
-from shoal.neighbours.free_loop import Alone, Carried, FreeLoop
+from shoal.neighbours.library_loop import Alone, Carried, FreeLoop
 from shoal.trainer.run import Run
 
 

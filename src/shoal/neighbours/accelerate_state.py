@@ -20,10 +20,10 @@ from torch.nn import functional
 from shoal.base.errors import ConfigError, one_of, short
 from shoal.fabric import start_world
 from shoal.neighbours.accelerate_data import all_tensors, each, moved, skip_first_batches
-from shoal.neighbours.free_loop import Carried
-from shoal.neighbours.stand_in import Lacking
-from shoal.trainer.extra import decoded, encoded
-from shoal.trainer.oom import is_out_of_memory
+from shoal.neighbours.library_loop import Carried
+from shoal.neighbours.module_stand_in import Lacking
+from shoal.trainer.jobs.out_of_memory import is_out_of_memory
+from shoal.trainer.run_folder.extra_state import decoded, encoded
 
 _made: Any = Enum  # of names that mypy need not read
 KINDS = (

@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from shoal.base.errors import ConfigError
 from shoal.fabric import start_world
-from shoal.neighbours import deepspeed_engine, stand_in
+from shoal.neighbours import deepspeed_engine, module_stand_in
 from shoal.neighbours import without_cuda as without_cuda
+from shoal.neighbours.configs.deepspeed_config import read
+from shoal.neighbours.configs.deepspeed_rates import SCHEDULES, Schedule
+from shoal.neighbours.configs.written_config import load_written, read_table
 from shoal.neighbours.deepspeed_checkpoints import SAVES, read_whole
-from shoal.neighbours.deepspeed_config import read
 from shoal.neighbours.deepspeed_engine import Engine, installed
-from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
 from shoal.neighbours.final_saves import rescue, write_tensors
-from shoal.neighbours.written import load_written, read_table
 
 __version__ = installed() or "0.19.8"
 logger = logging.getLogger("DeepSpeed")
@@ -193,7 +193,7 @@ class _Accelerator:
         for place in places:
             if not name.startswith("_") and hasattr(place, name):
                 return getattr(place, name)
-        raise stand_in.Lacking(f"get_accelerator().{name}", None)
+        raise module_stand_in.Lacking(f"get_accelerator().{name}", None)
 
     def current_device(self) -> torch.device:
         """The device of this process."""
@@ -291,7 +291,7 @@ def _local_rank() -> int:
 _quiet: dict[str, Any] = {"configure": lambda *_a, **_n: None, "is_configured": lambda: True}
 _comm = {name: value for name, value in vars(dist).items() if not name.startswith("_")}
 _comm |= {"init_distributed": init_distributed, "get_local_rank": _local_rank}
-stand_in.answer(
+module_stand_in.answer(
     "deepspeed",
     sys.modules[__name__],
     {

@@ -23,17 +23,17 @@ import numpy as np
 import torch
 
 from shoal.base.errors import CheckpointError, ConfigError, nearest, short
-from shoal.base.files import saved_steps, write_whole
-from shoal.base.shards import Shard
-from shoal.checkpoint.export import outgoing
-from shoal.checkpoint.listing import find, read_manifest
-from shoal.checkpoint.read import load_from
+from shoal.base.plans.tensor_shards import Shard
+from shoal.base.runlog.atomic_files import saved_steps, write_whole
+from shoal.checkpoint.export.export_file import outgoing
+from shoal.checkpoint.format.listing import find, read_manifest
+from shoal.checkpoint.load.read import load_from
 from shoal.fabric import World
 from shoal.neighbours import final_saves
 from shoal.neighbours.final_saves import Call
-from shoal.trainer.extra import MOST_BYTES, decoded, encoded
 from shoal.trainer.restore_weights import restore_weights
 from shoal.trainer.run import Run
+from shoal.trainer.run_folder.extra_state import MOST_BYTES, decoded, encoded
 
 LATEST = "latest"
 STEP_TAG = re.compile(r"global_step([0-9]+)")

@@ -24,14 +24,14 @@ from torch import nn
 from shoal.base.errors import ConfigError
 from shoal.fabric import World, start_world
 from shoal.neighbours import deepspeed_checkpoints as checkpoints
-from shoal.neighbours import final_saves, stand_in
-from shoal.neighbours.deepspeed_config import LossScale, Settings, read
-from shoal.neighbours.deepspeed_rates import SCHEDULES, Schedule
-from shoal.neighbours.equal_batches import EqualBatchesCheck
-from shoal.neighbours.free_loop import Carried, FreeLoop, started
-from shoal.trainer import loss_scale
+from shoal.neighbours import final_saves, module_stand_in
+from shoal.neighbours.batch_duplicates import EqualBatchesCheck
+from shoal.neighbours.configs.deepspeed_config import LossScale, Settings, read
+from shoal.neighbours.configs.deepspeed_rates import SCHEDULES, Schedule
+from shoal.neighbours.library_loop import Carried, FreeLoop, started
 from shoal.trainer.run import Run
-from shoal.trainer.step import Tally, Updated
+from shoal.trainer.step import loss_scale
+from shoal.trainer.step.optimizer_step import Tally, Updated
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """By ZeRO's stage."""
@@ -256,7 +256,7 @@ class Engine(Carried):
         except AttributeError:
             if name.startswith("_"):
                 raise
-            raise stand_in.Lacking(f"deepspeed: engine.{name}", INSTEAD.get(name)) from None
+            raise module_stand_in.Lacking(f"deepspeed: engine.{name}", INSTEAD.get(name)) from None
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional
 
 from shoal.base.errors import ConfigError
-from shoal.neighbours import free_loop
+from shoal.neighbours import library_loop
 
 ELEMENTS = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
@@ -129,9 +129,9 @@ def _noting(
 
 def install() -> None:
     """Weigh so from here on, in this process; nothing where that was said before."""
-    if free_loop.count_of is not None:
+    if library_loop.count_of is not None:
         return
     for names, count in ((ELEMENTS, _of_elements), (CLASSES, _of_classes)):
         for name in names:
             setattr(functional, name, _noting(getattr(functional, name), count))
-    free_loop.count_of = count_of
+    library_loop.count_of = count_of

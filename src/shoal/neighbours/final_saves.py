@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from shoal.base.errors import ConfigError, ShoalError
-from shoal.base.made_with import user_code
+from shoal.base.runlog.environment import user_code
 from shoal.trainer.run import Run
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".tar")

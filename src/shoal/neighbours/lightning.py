@@ -26,11 +26,11 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, nearest
-from shoal.base.policies import POLICIES
+from shoal.base.layouts.policies import POLICIES
 from shoal.fabric import World, start_world
-from shoal.neighbours.free_loop import FreeLoop
+from shoal.neighbours.library_loop import FreeLoop
 from shoal.trainer.parallelize import parallelize
-from shoal.trainer.run_state import OPTIMIZER, run_state
+from shoal.trainer.state.run_state import OPTIMIZER, run_state
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """Names under which Lightning is installed; their classes do not know each other."""
@@ -267,7 +267,7 @@ class _Methods:
         own = optimizer.state_dict()
         if self.loop is None or not self.loop.run.plan.layout.zero:
             return dict(own)
-        from shoal.parallel.full_state import assembled
+        from shoal.parallel.build.full_state import assembled
 
         run = self.loop.run
         parts, record = run_state(run)

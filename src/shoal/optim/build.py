@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, nearest
-from shoal.base.policies import OptimizerPolicy
+from shoal.base.layouts.policies import OptimizerPolicy
+from shoal.base.moved_modules import current_path
 from shoal.fabric.device import abilities
-from shoal.optim.accept import needs_closure, refuse_closures
+from shoal.optim.optimizer_support import needs_closure, refuse_closures
 
 OWN = {"lamb": "LAMB", "lion": "Lion", "muon": "MuonWithAdamW"}
 """Classes that torch.optim lacks, or has for some models only: `shoal.optim.NAME:CLASS`, by their
@@ -73,6 +74,7 @@ def kind_default(kind: type, name: str) -> tuple[Any, ...]:
 def _find_class(name: str) -> type[torch.optim.Optimizer]:
     if ":" in name:
         module_name, _, attribute = name.partition(":")
+        module_name = current_path(module_name)
         try:
             found = getattr(importlib.import_module(module_name), attribute)
         except (ImportError, AttributeError, ValueError) as failure:

@@ -1,7 +1,8 @@
 """Puts a saved optimizer state back: by parameter name, whatever layout, order and groups it is.
 
-`state.py` tells what is saved, and which keys are sliced as their parameters are. Hyper-parameters
-of a run stay as they are given now; where they differ from what was saved, lines say so.
+`named_state.py` tells what is saved, and which keys are sliced as their parameters are.
+Hyper-parameters of a run stay as they are given now; where they differ from what was saved, lines
+say so.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 from shoal.base.errors import CheckpointError
 from shoal.optim.build import name_of
-from shoal.optim.state import plain
+from shoal.optim.named_state import plain
 
 
 def check_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from shoal.base.policies import OptimizerPolicy
+from shoal.base.layouts.policies import OptimizerPolicy
 
 COSINE_FLOOR = 0.1
 WSD_DECAY_SHARE = 0.2

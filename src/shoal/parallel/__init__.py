@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.base.layout import Layout
+from shoal.base.layouts.layout import Layout
 
 ALONG_AXES = (
     # Experts are found by how whole parts of the model call each other.
@@ -19,7 +19,7 @@ def modules_of(layout: Layout) -> tuple[str, ...]:
     """Name the modules that a layout's techniques are imported from, for who imports ahead.
 
     >>> modules_of(Layout(tp=2))
-    ('shoal.parallel.tensor_parallel', 'shoal.parallel.comm_volume')
+    ('shoal.parallel.tensor_parallel', 'shoal.parallel.exchange_rows')
     """
     found = [f"shoal.parallel.{name}" for axis, name in ALONG_AXES if getattr(layout, axis) > 1]
-    return (*found, "shoal.parallel.comm_volume") if found else ()
+    return (*found, "shoal.parallel.exchange_rows") if found else ()

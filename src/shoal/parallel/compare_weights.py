@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.phases import counting
 from shoal.fabric import World
 from shoal.parallel.program import Program
+from shoal.wire.phases import counting
 
 
 def apply(program: Program) -> Program:
@@ -61,7 +61,7 @@ def _shared(tensors: dict[str, torch.Tensor], world: World) -> set[str]:
     """Names of tensors that all ranks have from files of one of them; all are of one machine."""
     if world.local_size < world.size:
         return set()
-    from shoal.parallel.mmap_init import is_shared  # which one process does without
+    from shoal.parallel.build.mmap_init import is_shared  # which one process does without
 
     here = [name for name, tensor in tensors.items() if is_shared(tensor)]
     return set(here) if world.differing(here) is None else set()

@@ -23,21 +23,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from shoal.base.plan import Plan
-from shoal.base.policies import CompilePolicy, CompressPolicy, OffloadPolicy, RecomputePolicy
+from shoal.base.layouts.policies import (
+    CompilePolicy,
+    CompressPolicy,
+    OffloadPolicy,
+    RecomputePolicy,
+)
+from shoal.base.plans.plan import Plan
 from shoal.fabric import World
 from shoal.fabric.device import to_device, what_is_missing
-from shoal.machine.memory import is_read_as_used, read_ahead
+from shoal.machine.process_memory import is_read_as_used, read_ahead
 from shoal.parallel import ALONG_AXES, compare_weights, dropout_rng, precision
 from shoal.parallel._torch import BatchNorm, pytree
-from shoal.parallel.place import Derived, called_of, rows_of
+from shoal.parallel.placement_rows import Derived, called_of, rows_of
 from shoal.parallel.program import Program, bind, undivided
 
 if TYPE_CHECKING:
-    from shoal.base.comm_volume import Travel
+    from shoal.base.plans.comm_volume import Travel
     from shoal.parallel.pipeline.partition_model import StageCut
     from shoal.parallel.spmd.split_block import ModelSplit
-    from shoal.trace.record import Record
+    from shoal.trace.flow.forward_record import Record
 
 
 class Look(Protocol):
@@ -62,12 +67,12 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
         if check := getattr(technique, "check", None):
             check(plan, world.device)
     if plan.layout.threads > 1:
-        from shoal.parallel.data_parallel.replicas import check_replicas
+        from shoal.parallel.data_parallel.device_replicas import check_replicas
 
         check_replicas(plan, world.device)
     program = undivided(module, plan, world)
     if "transformers" in sys.modules:
-        from shoal.parallel.pretrained import without_cache
+        from shoal.parallel.build.pretrained import without_cache
 
         program = replace(program, on_close=(*program.on_close, without_cache(module)))
     # First of all, since everything after it assumes that the ranks mean the same tensors.
@@ -87,9 +92,9 @@ def record(program: Program, look: Look | None) -> Record | None:
     layout = program.plan.layout
     if look is None:
         return None
-    from shoal.trace.copies import meta_twin
-    from shoal.trace.lend import lent
-    from shoal.trace.record import Record
+    from shoal.trace.flow.forward_record import Record
+    from shoal.trace.isolation.module_copies import meta_twin
+    from shoal.trace.isolation.stream_weights import lent
 
     run, plan = partial(look, program), program.plan
     if layout.is_derived:
@@ -119,8 +124,8 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
         # Modules that other layouts do without.
-        from shoal.trace.copies import meta_twin
-        from shoal.trace.lend import lent, one_for_all
+        from shoal.trace.isolation.module_copies import meta_twin
+        from shoal.trace.isolation.stream_weights import lent, one_for_all
 
         device = program.world.device
         with lent(module, device, read_ahead), one_for_all(module, is_read_as_used):
@@ -154,7 +159,7 @@ def _derived(program: Program, record: Record) -> Derived:
 
 
 def _travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
-    from shoal.parallel.comm_volume import travel_of  # asked for where a run is foreseen
+    from shoal.parallel.exchange_rows import travel_of  # asked for where a run is foreseen
 
     return travel_of(split, cut, samples)
 
@@ -172,9 +177,9 @@ def materialise(program: Program, derived: Derived) -> Program:
     if plan.layout.is_derived:
         program = _cut(program, derived)
     elif plan.layout.serves:
-        from shoal.parallel.data_parallel import tables
+        from shoal.parallel.data_parallel import embedding_tables
 
-        program = tables.cut(program)
+        program = embedding_tables.cut(program)
     if plan.layout.zero < 3 and not waits_on_host(plan, device):
         _to(program.module, device)
     return program
@@ -194,7 +199,7 @@ def _cut(program: Program, derived: Derived) -> Program:
         program = along["cp"].apply(program, derived.units)
         kinds += along["cp"].kinds(derived.units)
     if "pp" in along:
-        from shoal.parallel.spmd.crossing import Crossing
+        from shoal.parallel.spmd.stage_crossing import Crossing
 
         program = along["pp"].apply(program, derived.cut, Crossing(kinds))
     if "ep" in along:
@@ -291,18 +296,26 @@ def wrap(program: Program) -> Program:
 def _by_layout(program: Program) -> Program:
     plan, layout = program.plan, program.plan.layout
     if waits_on_host(plan, program.world.device):
-        name = "offload.parameters"
-    elif layout.threads > 1 or layout.servers:
-        served = "tables" if layout.serves else "served"
-        one = "threads" if program.world.device.type == "cpu" else "replicas"
-        name = f"data_parallel.{one if layout.threads > 1 else served}"
+        from shoal.parallel.offload.parameters import apply
+    elif layout.threads > 1:
+        if program.world.device.type == "cpu":
+            from shoal.parallel.data_parallel.thread_replicas import apply
+        else:
+            from shoal.parallel.data_parallel.device_replicas import apply
+    elif layout.servers:
+        if layout.serves:
+            from shoal.parallel.data_parallel.embedding_tables import apply
+        else:
+            from shoal.parallel.data_parallel.parameter_server import apply
+    elif layout.zero == 3:
+        from shoal.parallel.data_parallel.fsdp import apply
     elif layout.zero:
-        name = "data_parallel.fsdp" if layout.zero == 3 else "data_parallel.zero"
+        from shoal.parallel.data_parallel.zero import apply
+    elif layout.processes > 1 or any(bucket.compute for bucket in plan.buckets):
+        from shoal.parallel.data_parallel.ddp import apply
     else:
-        several = layout.processes > 1 or any(bucket.compute for bucket in plan.buckets)
-        name = "data_parallel.ddp" if several else "data_parallel.single"
-    done: Program = importlib.import_module(f"shoal.parallel.{name}").apply(program)
-    return done
+        from shoal.parallel.data_parallel.single import apply
+    return apply(program)
 
 
 def _to_device(program: Program) -> Program:

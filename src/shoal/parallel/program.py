@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from shoal.base.errors import BugError
-from shoal.base.placement import DATA_AXES, Cut, Placement
-from shoal.base.plan import Plan
-from shoal.base.shards import Shard
+from shoal.base.plans.placement import DATA_AXES, Cut, Placement
+from shoal.base.plans.plan import Plan
+from shoal.base.plans.tensor_shards import Shard
 from shoal.fabric import World
-from shoal.fabric.axes import along, among, members
-from shoal.trace.blocks import find_blocks
+from shoal.fabric.axis_worlds import along, among, members
+from shoal.trace.find.blocks import find_blocks
 
 if TYPE_CHECKING:
-    from shoal.base.comm_volume import Travel
+    from shoal.base.plans.comm_volume import Travel
     from shoal.parallel.unit_log import UnitLog
 
 

@@ -38,8 +38,8 @@ from shoal.parallel._torch import (
     within,
 )
 from shoal.parallel.program import Program, own_blocks
-from shoal.trace.blocks import is_single_layer
-from shoal.trace.stand_in import StandIn
+from shoal.trace.find.blocks import is_single_layer
+from shoal.trace.isolation.replaced_forward import StandIn
 
 
 def apply(program: Program) -> Program:

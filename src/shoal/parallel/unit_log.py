@@ -11,7 +11,7 @@ and where sizes are equal nothing fails.
 
 The trainer compares the checksums in the step's all-reduce (`trainer/guards/unit_order.py`). Where
 ranks wait for each other there is none, so the log stands in the watch page too
-(`launch/watch/unit_calls.py`).
+(`launch/watch/unit_mismatch.py`).
 
 Source: torch.distributed.fsdp.fully_shard, which numbers nothing it sends
 """
@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.base.errors import BugError
-from shoal.base.watch_page import UNIT_TEXT
 from shoal.fabric import World
-from shoal.fabric.axes import members
+from shoal.fabric.axis_worlds import members
 from shoal.parallel._torch import in_backward
+from shoal.wire.watch_page import UNIT_TEXT
 
 KEPT = 4096
 """Names since the last comparison that a rank keeps: the first difference is what counts."""

@@ -29,15 +29,15 @@ import torch
 
 from shoal.base import errors
 from shoal.base.errors import ConfigError, ShoalError
-from shoal.base.phases import NOWHERE, part, phase
 from shoal.fabric import World
-from shoal.fabric.process_info import Place
-from shoal.parallel.rewritten import RewrittenError
-from shoal.proof.bounds import AS_IS, bounds_for, within
-from shoal.proof.by_blocks import least_blocks
-from shoal.proof.causes import explain
-from shoal.proof.evidence import Evidence, Look, OnRun
-from shoal.proof.limits import (
+from shoal.fabric.rendezvous.process_info import Place
+from shoal.parallel.mutated_weights import RewrittenError
+from shoal.proof.diagnosis.causes import explain
+from shoal.proof.diagnosis.evidence import Evidence, Look, OnRun
+from shoal.proof.equality_bounds import AS_IS, bounds_for, within
+from shoal.proof.recording import Against, record
+from shoal.proof.reduced_model import least_blocks
+from shoal.proof.reference_limits import (
     CannotProve,
     Clock,
     NoFloat64,
@@ -48,7 +48,6 @@ from shoal.proof.limits import (
     on_all,
     reason,
 )
-from shoal.proof.recording import Against, record
 from shoal.proof.report import (
     SMOOTH,
     Report,
@@ -59,12 +58,13 @@ from shoal.proof.report import (
     no_farther,
     trajectory,
 )
-from shoal.proof.side import Side, Trial
 from shoal.proof.trajectory_record import Record
+from shoal.proof.trial_side import Side, Trial
 from shoal.proof.verdict import compare
-from shoal.trace.alone import alone
-from shoal.trace.casts import CastsLifted, casts_text
-from shoal.trainer.contract import BuildOptimizer
+from shoal.trace.isolation.collective_ban import alone
+from shoal.trace.isolation.lifted_casts import CastsLifted, casts_text
+from shoal.trainer.step.call_contract import BuildOptimizer
+from shoal.wire.phases import NOWHERE, part, phase
 
 SGD = "sgd"
 
@@ -92,7 +92,7 @@ class Battery:
     steps       of each run and trajectory · clip  largest gradient norm · budget_s  for the twin
     inside      asked for the cause before the product's own looks: our tests name the mistakes that
                 they plant inside Shoal, which no user could mend
-    by_blocks   with one block of each kind and the model's ends only (by_blocks.py)
+    by_blocks   with one block of each kind and the model's ends only (reduced_model.py)
     folder      of files for what memory does not hold; None: the system's for temporary ones
     """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shoal.proof.shelf import Tensors
+from shoal.proof.tensor_spill import Tensors
 
 Named = Iterable[tuple[str, torch.Tensor]]
 

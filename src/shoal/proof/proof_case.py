@@ -16,10 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from shoal.base.batches import proof_batch, turn_of
-from shoal.base.facts import this_machine
-from shoal.base.plan import Plan
-from shoal.base.policies import (
+from shoal.base.estimates.facts import this_machine
+from shoal.base.layouts.policies import (
     CompilePolicy,
     CompressPolicy,
     KeepPolicy,
@@ -29,18 +27,20 @@ from shoal.base.policies import (
     ReadPolicy,
     UpdatePolicy,
 )
+from shoal.base.plans.batches import proof_batch, turn_of
+from shoal.base.plans.plan import Plan
 from shoal.config.resolve import asked_layout, plan_of
 from shoal.config.sections import Config
-from shoal.data.dataset import is_indexed
-from shoal.data.first_look import first_samples
-from shoal.data.seeding import draws_nothing, kept_draws
+from shoal.data.loading.dataset_kind import is_indexed
+from shoal.data.loading.sample_inspection import first_samples
+from shoal.data.loading.sample_seeds import draws_nothing, kept_draws
 from shoal.data.sources import Source
-from shoal.planner.model_facts import FAMILIES, family_of
-from shoal.planner.settle import Words, settle_layout, words_of
-from shoal.proof.side import Side, Trial
-from shoal.trainer.contract import Loss
-from shoal.trainer.job import build_model, import_loss
-from shoal.trainer.step import StepResult
+from shoal.forecast.models.model_facts import FAMILIES, family_of
+from shoal.planning.settle import Words, settle_layout, words_of
+from shoal.proof.trial_side import Side, Trial
+from shoal.trainer.jobs.configured_run import build_model, import_loss
+from shoal.trainer.step.call_contract import Loss
+from shoal.trainer.step.optimizer_step import StepResult
 
 OTHERS = (
     *(PrecisionPolicy, UpdatePolicy, CompressPolicy, CompilePolicy, LoopPolicy, ReadPolicy),

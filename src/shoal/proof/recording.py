@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.base.phases import counting
 from shoal.fabric import World
+from shoal.parallel.build.full_state import each_gradient, each_weight
 from shoal.parallel.compare_weights import tensor_digest
-from shoal.parallel.full_state import each_gradient, each_weight
 from shoal.parallel.program import Program
-from shoal.proof.bounds import Bounds
 from shoal.proof.distances import Distances
-from shoal.proof.ownership import Apart, divided, replicas_apart
-from shoal.proof.shelf import Chosen, Shelf, Tensors
-from shoal.proof.side import Side, Trial
+from shoal.proof.equality_bounds import Bounds
+from shoal.proof.ownership_mismatch import Apart, divided, replicas_apart
+from shoal.proof.tensor_spill import Chosen, Shelf, Tensors
 from shoal.proof.trajectory_record import Record, Row
+from shoal.proof.trial_side import Side, Trial
 from shoal.proof.verdict import compare, gradient_differs
 from shoal.trainer.run import Run
-from shoal.trainer.step import StepResult
+from shoal.trainer.step.optimizer_step import StepResult
+from shoal.wire.phases import counting
 
 T = TypeVar("T")
 Named = Iterator[tuple[str, torch.Tensor]]

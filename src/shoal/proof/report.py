@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from shoal.proof.bounds import Bounds
+from shoal.proof.equality_bounds import Bounds
 from shoal.proof.trajectory_record import Record
 from shoal.proof.verdict import Comparison
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from shoal.base.layout import Layout
-from shoal.base.placement import Placement
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.placement import Placement
 from shoal.proof.distances import Distances
-from shoal.proof.ownership import Apart
-from shoal.proof.shelf import Shelf, Tensors
-from shoal.trainer.step import StepResult
+from shoal.proof.ownership_mismatch import Apart
+from shoal.proof.tensor_spill import Shelf, Tensors
+from shoal.trainer.step.optimizer_step import StepResult
 
 
 @dataclass(frozen=True)

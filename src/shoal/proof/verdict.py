@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from shoal.proof.bounds import Bounds
 from shoal.proof.distances import Distances, ratio
+from shoal.proof.equality_bounds import Bounds
 from shoal.proof.trajectory_record import Record, Row
 
 GRADIENTS = ("gradient", "used", "gradient norm")

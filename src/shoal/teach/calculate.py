@@ -24,7 +24,7 @@ from typing import Any
 import typer
 
 from shoal.base.errors import PlanError, nearest
-from shoal.base.readable import READABLE
+from shoal.base.text.terminal_encoding import READABLE
 from shoal.config.load import load
 from shoal.teach.drawings.plot_svg import plot_svg
 from shoal.teach.drawings.screen import Screen, screen_lines, screen_record

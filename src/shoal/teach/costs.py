@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.base.cluster import Link
 from shoal.base.errors import PlanError, one_of
+from shoal.base.estimates.cluster import Link
 from shoal.teach.engine import Op
 
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
@@ -50,7 +50,7 @@ class AnalyticalCosts:
              rank and micro-batch: forward, backward, input, weight)
     link     carries messages and collectives; None: they cost nothing
 
-    >>> from shoal.base.cluster import Link
+    >>> from shoal.base.estimates.cluster import Link
     >>> table = AnalyticalCosts({"forward": 0.5}, Link("wire", 1e-3, 1e6))
     >>> table.seconds(Op("collective", "all-reduce", ranks=range(4), amount=2e6))
     3.006

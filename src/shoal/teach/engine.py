@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.base.errors import PlanError
-from shoal.base.timeline import Held, Span, Timeline
-from shoal.base.units import bytes_text, seconds_text
+from shoal.base.plans.timeline import Held, Span, Timeline
+from shoal.base.text.units import bytes_text, seconds_text
 
 TIMED = ("compute", "collective", "send", "receive")
 

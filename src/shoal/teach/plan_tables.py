@@ -8,8 +8,8 @@ from dataclasses import asdict
 import typer
 
 from shoal.base.errors import PlanError, one_of
-from shoal.planner.machines import parse_machines
-from shoal.teach.tables import (
+from shoal.forecast.machines.cluster_syntax import parse_machines
+from shoal.teach.text_tables import (
     MEMORY_SEQUENCE,
     SPEED_MICRO_BATCH,
     SPEED_SEQUENCE,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.base.actions import Action, Schedule
-from shoal.base.timeline import Span, Timeline
-from shoal.base.units import bytes_text, seconds_text
-from shoal.planner.check_schedule import CLOSES, check, needs
+from shoal.base.plans.pipeline_actions import Action, Schedule
+from shoal.base.plans.timeline import Span, Timeline
+from shoal.base.text.units import bytes_text, seconds_text
+from shoal.planning.schedule_checks import CLOSES, check, needs
 from shoal.teach.engine import Costs, Op, run_ops
 
 WHAT = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
@@ -43,7 +43,7 @@ def simulate(
     ranks), its share, most in flight; with `barrier` the makespan with the barrier too.
 
     >>> from shoal.teach.costs import AnalyticalCosts
-    >>> from shoal.planner.schedules import make_schedule
+    >>> from shoal.planning.pipeline_schedules import make_schedule
     >>> line = simulate(make_schedule("1f1b", 4, 8), AnalyticalCosts.of_stage(1, 1, 1))
     >>> line.facts["makespan"], line.facts["bubble"]
     ('33.0 s', '9.0 s')

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.timeline import Timeline
+from shoal.base.plans.timeline import Timeline
 from shoal.teach.simulate_table import Asked
 from shoal.teach.walks.walk import Walk
 
@@ -38,16 +38,16 @@ class Shown:
 
 def collective(asked: Asked) -> Shown:
     """ring, halving, tree, broadcast, all-gather, reduce-scatter."""
-    from shoal.teach.walks import collectives
+    from shoal.teach.walks import collectives_walk
 
-    make = getattr(collectives, asked.what.replace("-", "_"))
-    message_bytes = asked.options.get("--bytes", collectives.MESSAGE_BYTES)
+    make = getattr(collectives_walk, asked.what.replace("-", "_"))
+    message_bytes = asked.options.get("--bytes", collectives_walk.MESSAGE_BYTES)
     return Shown(walk=make(asked.number("--ranks", 4), message_bytes))
 
 
 def fsdp(asked: Asked) -> Shown:
     """FSDP's gather, compute, free."""
-    from shoal.teach.walks import fsdp as made
+    from shoal.teach.walks import fsdp_walk as made
 
     walk = made.fsdp(
         asked.number("--ranks", 4),
@@ -60,14 +60,14 @@ def fsdp(asked: Asked) -> Shown:
 
 def zero(asked: Asked) -> Shown:
     """ZeRO's stages."""
-    from shoal.teach.walks.zero import zero as made
+    from shoal.teach.walks.zero_walk import zero as made
 
     return Shown(walk=made(asked.number("--ranks", 4)))
 
 
 def pipeline(asked: Asked) -> Shown:
     """One schedule."""
-    from shoal.teach.walks.pipelines import pipeline as made
+    from shoal.teach.walks.pipelines_walk import pipeline as made
 
     with _words_of_options():
         return Shown(timelines=(made(asked.what, _numbers(asked)),))
@@ -75,7 +75,7 @@ def pipeline(asked: Asked) -> Shown:
 
 def afab(asked: Asked) -> Shown:
     """All-forward-all-backward beside 1F1B."""
-    from shoal.teach.walks.pipelines import afab_beside_1f1b
+    from shoal.teach.walks.pipelines_walk import afab_beside_1f1b
 
     with _words_of_options():
         timelines, lines = afab_beside_1f1b(_numbers(asked))
@@ -102,7 +102,7 @@ def _words_of_options() -> Iterator[None]:
 
 
 def _numbers(asked: Asked) -> Any:
-    from shoal.teach.walks.pipelines import Pipeline
+    from shoal.teach.walks.pipelines_walk import Pipeline
 
     return Pipeline(
         asked.number("--ranks", 4),

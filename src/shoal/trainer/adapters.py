@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError, nearest
-from shoal.base.files import write_whole
-from shoal.checkpoint.hub_folder import ADAPTER_CONFIG, HUB
+from shoal.base.runlog.atomic_files import write_whole
+from shoal.checkpoint.format.hub_folder import ADAPTER_CONFIG, HUB
 from shoal.config.sections import TuneSection
 
 SOLE = "default"

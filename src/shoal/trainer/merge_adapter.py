@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from shoal.base.errors import CheckpointError
-from shoal.base.phases import Phase, phase
-from shoal.base.shards import Shard
-from shoal.checkpoint.export import Outgoing, outgoing
-from shoal.checkpoint.hub_folder import ADAPTER, ADAPTER_CONFIG, CONFIG, HUB
-from shoal.checkpoint.read import load_from
-from shoal.checkpoint.tensorfile import Entry
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.export.export_file import Outgoing, outgoing
+from shoal.checkpoint.format.hub_folder import ADAPTER, ADAPTER_CONFIG, CONFIG, HUB
+from shoal.checkpoint.format.safetensors_file import Entry
+from shoal.checkpoint.load.read import load_from
+from shoal.wire.phases import Phase, phase
 
 
 @dataclass(frozen=True)

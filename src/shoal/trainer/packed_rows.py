@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.data.seeding import kept_draws
+from shoal.data.loading.sample_seeds import kept_draws
 from shoal.models.loss import find_logits
 
 TOKENS = 16

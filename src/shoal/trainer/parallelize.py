@@ -19,33 +19,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shoal.base.batches import turn_of
 from shoal.base.errors import ConfigError, ShoalError, UserError
-from shoal.base.facts import this_machine
-from shoal.base.layout import Layout
-from shoal.base.phases import phase
-from shoal.base.plan import Plan
-from shoal.base.policies import POLICIES, OptimizerPolicy
-from shoal.base.systems import untried
-from shoal.data.seeding import kept_draws, seed_draws
+from shoal.base.estimates.facts import this_machine
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.policies import POLICIES, OptimizerPolicy
+from shoal.base.operating_systems import untried
+from shoal.base.plans.batches import turn_of
+from shoal.base.plans.plan import Plan
+from shoal.data.loading.sample_seeds import kept_draws, seed_draws
 from shoal.fabric import World, start_world
-from shoal.fabric.messages import check_sums
-from shoal.machine.memory import trim_heap
-from shoal.optim.accept import rebind
+from shoal.fabric.collectives.json_messages import check_sums
+from shoal.machine.process_memory import trim_heap
+from shoal.optim.optimizer_support import rebind
 from shoal.parallel import precision as formats
 from shoal.parallel.compose import hand_to_policies, materialise, place, prepare, record, wrap
 from shoal.parallel.program import trainable
-from shoal.planner.buckets import plan_buckets
-from shoal.planner.settle import Words, leaves_open, settle, settle_batch, words_of
-from shoal.trainer.arguments import (
+from shoal.planning.gradient_buckets import plan_buckets
+from shoal.planning.settle import Words, leaves_open, settle, settle_batch, words_of
+from shoal.trainer.argument_checks import (
     DEFAULT_BATCH,
     ELSEWHERE,
     check_arguments,
     plan_of_words,
     refuse_unknown,
 )
-from shoal.trainer.contract import BuildOptimizer, Loss, Metric, bare, default_loss
-from shoal.trainer.excepthook import install
+from shoal.trainer.autotune.sample_forward import divides, look_at
 from shoal.trainer.guards.model_checks import (
     check_hooks,
     enter_run,
@@ -54,13 +52,15 @@ from shoal.trainer.guards.model_checks import (
     refuse_unready,
 )
 from shoal.trainer.guards.optimizer_checks import Length
+from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.process.excepthook import install
 from shoal.trainer.rebind_optimizer import cut_for, hand_over
-from shoal.trainer.recorder import Recorder
 from shoal.trainer.run import Run
-from shoal.trainer.sample_forward import divides, look_at
+from shoal.trainer.step.call_contract import BuildOptimizer, Loss, Metric, bare, default_loss
+from shoal.wire.phases import phase
 
 if TYPE_CHECKING:
-    from shoal.trainer.share_fits import ShareFits
+    from shoal.trainer.autotune.share_fits import ShareFits
 
 
 def parallelize(
@@ -127,22 +127,22 @@ def parallelize(
     check_arguments(locals())
     said: Words = layout
     if plan is not None:
-        from shoal.trainer.guards.reports.start import refuse_beside
+        from shoal.trainer.guards.reports.start_report import refuse_beside
 
         refuse_beside(plan, locals(), inspect.signature(parallelize).parameters)
         said, batch, micro_batch = words_of(plan.layout), plan.batch, plan.micro_batch
     else:
         plan = plan_of_words(precision, policies)
     if plan.trace or plan.remote:
-        from shoal.trainer.folder_lease import check_beside
+        from shoal.trainer.run_folder.folder_lease import check_beside
 
         check_beside(plan, folder)
     if metrics:
-        from shoal.trainer.measured import check_metrics
+        from shoal.trainer.step.logged_values import check_metrics
 
         check_metrics(metrics, "shoal.parallelize")
     if tokenizer is not None:
-        from shoal.trainer.hub_files import check_tokenizer
+        from shoal.trainer.run_folder.hub_files import check_tokenizer
 
         check_tokenizer(tokenizer)
     given = {"batch": batch, "micro_batch": micro_batch}
@@ -189,7 +189,7 @@ def start_run(
     check_sums(world)
     beside = None
     if "SHOAL_STORE" not in os.environ and (world.size > 1 or folder is not None):
-        from shoal.trainer.beside import watch_from_outside
+        from shoal.trainer.process.watchdog_client import watch_from_outside
 
         beside = watch_from_outside(world, folder, own=own)
     _agree(world, _compared(plan, said, length))
@@ -229,7 +229,7 @@ def start_run(
     recorder = Recorder(folder, world)
     ends: list[Callable[[], None]] = [] if beside is None else [beside.leave]
     if (plan.trace or plan.remote) and folder is not None:
-        from shoal.trainer.folder_lease import start_beside
+        from shoal.trainer.run_folder.folder_lease import start_beside
 
         ends += start_beside(plan, folder, recorder)
     program = replace(program, on_close=(*program.on_close, *ends))
@@ -263,11 +263,11 @@ def _chosen(
     """
     chosen, kept = None, 0
     if sample is not None and world.size > 1 and leaves_open(plan, said):
-        from shoal.trainer.rank_layouts import choose_for
+        from shoal.trainer.autotune.rank_layouts import choose_for
 
         chosen = choose_for(module, sample, loss, optimizer, plan, said, world)
     if not plan.micro_batch and folder is not None:
-        from shoal.trainer.same_again import kept_micro_batch
+        from shoal.trainer.run_folder.resume_checks import kept_micro_batch
 
         kept = kept_micro_batch(folder, world)
     if kept and chosen:
@@ -278,7 +278,7 @@ def _chosen(
         return plan, None
 
     def look() -> ShareFits:
-        from shoal.trainer.share_fits import ShareFits
+        from shoal.trainer.autotune.share_fits import ShareFits
 
         return ShareFits(module, optimizer, loss)
 
@@ -322,21 +322,21 @@ def _keep_in(folder: Path, run: Run, *, is_chosen: bool) -> None:
 
     is_chosen   the micro-batch is no word of the user's
     """
-    from shoal.trainer.folder_lease import own
-    from shoal.trainer.last_words import last_word
-    from shoal.trainer.replaced_folder import RunFolderGuard
-    from shoal.trainer.run_state import model_parts
+    from shoal.trainer.process.crash_report import last_word
+    from shoal.trainer.run_folder.folder_lease import own
+    from shoal.trainer.state.replaced_folder import RunFolderGuard
+    from shoal.trainer.state.run_state import model_parts
 
     run.lease = own(folder, run.world, run.recorder.notice)
     if run.recorder.owner is not None:
         run.recorder.owner.learn()
     run.guards.add(RunFolderGuard(run))
     install().last_word = last_word(run.recorder, run.lease)
-    if beside := sys.modules.get("shoal.trainer.beside"):
+    if beside := sys.modules.get("shoal.trainer.process.watchdog_client"):
         beside.tell_disk(run.world)
     run.saving.prepare()
     model_parts(run)  # refuses now what the first save could not write
-    from shoal.trainer.same_again import CHOSEN, facts_of
+    from shoal.trainer.run_folder.resume_checks import CHOSEN, facts_of
 
     run.extra_record[CHOSEN] = is_chosen
     if run.world.is_first:
@@ -355,7 +355,7 @@ def _built(
 
     def build() -> nn.Module:
         if torch.get_default_device().type == "meta":  # another rank gives it its weights
-            from shoal.parallel.pretrained import pretrained_shapes
+            from shoal.parallel.build.pretrained import pretrained_shapes
 
             with pretrained_shapes():
                 module, lines[:] = bare(build_module(model, plan.seed))
@@ -368,16 +368,16 @@ def _built(
     if isinstance(model, nn.Module) or not (shares or plan.builds_in_files):
         return build(), lines
     if not shares:
-        from shoal.parallel.mmap_init import mmap_init
+        from shoal.parallel.build.mmap_init import mmap_init
 
         with mmap_init():
             return build(), lines
-    from shoal.parallel.shared_build import build_once
+    from shoal.parallel.build.shared_build import build_once
 
     module, more = build_once(world, build)
     if "transformers" not in sys.modules:  # nobody else says which files a model came from
         return module, lines + more
-    from shoal.parallel.pretrained import checkpoint_of, said_of_files
+    from shoal.parallel.build.pretrained import checkpoint_of, said_of_files
 
     return module, lines + more + said_of_files(module, checkpoint_of(module))
 
@@ -388,7 +388,7 @@ def _settle(module: nn.Module, layout: Layout) -> None:
     Under zero 3 parameters stay in their files until their rows are taken.
     """
     if layout.tp * layout.pp * layout.ep > 1 or layout.zero == 3:
-        from shoal.parallel.mmap_init import settle
+        from shoal.parallel.build.mmap_init import settle
 
         settle(module.buffers())
         if layout.zero < 3 or layout.ep > 1:
@@ -433,7 +433,9 @@ def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mo
         except ShoalError:
             raise
         except Exception as error:
-            from shoal.base.frames import user_place  # a builder that goes well does without
+            from shoal.base.text.user_frames import (
+                user_place,  # a builder that goes well does without
+            )
 
             where = user_place(error.__traceback__)
             told = UserError(

@@ -1,8 +1,8 @@
 """Gives the optimizer what this rank steps: whole parameters, or its part of each.
 
-Whether a part may be stepped alone is found out before anything is cut (`optim/accept.py`).
-zero1 and zero2 deal whole parameters to owners where the answer is no; fsdp cuts every parameter,
-so there it is a refusal.
+Whether a part may be stepped alone is found out before anything is cut
+(`optim/optimizer_support.py`). zero1 and zero2 deal whole parameters to owners where the answer is
+no; fsdp cuts every parameter, so there it is a refusal.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.plan import Plan
-from shoal.base.shards import Shard, Slicing
-from shoal.optim.accept import slicing_of
+from shoal.base.plans.plan import Plan
+from shoal.base.plans.tensor_shards import Shard, Slicing
+from shoal.optim.optimizer_support import slicing_of
 from shoal.parallel.program import Program
 
 
@@ -47,7 +47,7 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
             f"layout.strategy = {plan.layout.strategy}: no rank sees all parameters, and "
             f"{allowed.apart}; try: layout.strategy=ddp"
         )
-    from shoal.planner.cut_buckets import cut_buckets  # only stages 1 and 2 of zero cut them
+    from shoal.planning.bucket_shards import cut_buckets  # only stages 1 and 2 of zero cut them
 
     whole, rank = bool(allowed.flat), program.world.rank
     buckets = cut_buckets(plan.buckets, plan.placements, plan.layout, rank, whole_parameters=whole)
@@ -71,7 +71,7 @@ def _check_division(program: Program, allowed: Slicing) -> None:
             f"layout.tp=1, or optimizer.name=adamw"
         )
     if "servers" in axes:
-        from shoal.parallel.data_parallel.tables import check_optimizer
+        from shoal.parallel.data_parallel.embedding_tables import check_optimizer
 
         check_optimizer(layout, allowed)
     if program.pipe.size > 1 and allowed.apart:
@@ -88,7 +88,7 @@ def hand_over(
     local = program.local
     if all(name in local and local[name].parameter is p for name, p in originals.items()):
         return
-    from shoal.optim.localize import localize
+    from shoal.optim.sharded_optimizer import localize
 
     shards = {id(p): local[name].shard for name, p in originals.items() if name in local}
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from shoal.base.errors import CheckpointError
-from shoal.base.phases import phase
-from shoal.base.shards import Shard
-from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.read import open_newest
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.format.manifest import Manifest
+from shoal.checkpoint.load.read import open_newest
 from shoal.parallel.program import Part
 from shoal.trainer.run import Run
-from shoal.trainer.run_state import MODEL, model_parts
+from shoal.trainer.state.run_state import MODEL, model_parts
+from shoal.wire.phases import phase
 
 
 @phase("restore weights")

@@ -16,25 +16,25 @@ import torch
 from torch import nn
 
 from shoal.base.errors import ConfigError
-from shoal.base.plan import Plan
-from shoal.base.streams import write_output
+from shoal.base.plans.plan import Plan
+from shoal.base.standard_streams import write_output
 from shoal.fabric import World
 from shoal.parallel.program import Program
-from shoal.trainer.arguments import OF_A_LOADER, refuse_unknown
-from shoal.trainer.contract import Loss
-from shoal.trainer.guards.calls import together
+from shoal.trainer.argument_checks import OF_A_LOADER, refuse_unknown
+from shoal.trainer.guards.call_log import together
 from shoal.trainer.guards.optimizer_checks import Length
-from shoal.trainer.recorder import Recorder
-from shoal.trainer.step import StepResult, reducer_of
-from shoal.trainer.step_runner import StepRunner, StepState
+from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.passes.step_runner import StepRunner, StepState
+from shoal.trainer.step.call_contract import Loss
+from shoal.trainer.step.optimizer_step import StepResult, reducer_of
 
 if TYPE_CHECKING:  # what not every run needs is imported where it is
-    from shoal.checkpoint.lease import RunLease
-    from shoal.data.iterable import IterableLoader
-    from shoal.data.loader import Loader
-    from shoal.trainer.contract import Metric
-    from shoal.trainer.own_passes import OwnMicroBatch, OwnPasses
-    from shoal.trainer.run_state import Beside
+    from shoal.checkpoint.format.lease import RunLease
+    from shoal.data.loading.iterable import IterableLoader
+    from shoal.data.loading.loader import Loader
+    from shoal.trainer.passes.written_out_passes import OwnMicroBatch, OwnPasses
+    from shoal.trainer.state.run_state import Beside
+    from shoal.trainer.step.call_contract import Metric
 
 
 class Run(StepRunner):
@@ -166,7 +166,7 @@ class Run(StepRunner):
         batch    as `step` takes it
         Errors   ConfigError under layouts that run passes in an order of their own (pp)
         """
-        from shoal.trainer.own_passes import OwnPasses
+        from shoal.trainer.passes.written_out_passes import OwnPasses
 
         with self.meeting.at("run.micro_batches"):
             share = self.begin_batch(batch)
@@ -210,7 +210,7 @@ class Run(StepRunner):
         self._passes("log", "shoal.parallelize(…, metrics={…})").log(self.metric_sums, values)
 
     def _passes(self, name: str, near: str) -> OwnPasses:
-        from shoal.trainer.own_passes import OwnPasses
+        from shoal.trainer.passes.written_out_passes import OwnPasses
 
         if not isinstance(self.step_state.written, OwnPasses):
             raise ConfigError(f"run.{name} is for loops over run.micro_batches(batch); try: {near}")
@@ -221,7 +221,7 @@ class Run(StepRunner):
         if self._closed:
             raise ConfigError("run.step was called after run.close; close a run last")
         if (folder := self.recorder.folder) is not None and folder not in self._restored:
-            from shoal.trainer.folder_lease import refuse_old_checkpoints
+            from shoal.trainer.run_folder.folder_lease import refuse_old_checkpoints
 
             refuse_old_checkpoints(folder, self.world, self.plan.remote)
             self._restored.add(folder)
@@ -268,7 +268,7 @@ class Run(StepRunner):
         stops     end early where `request_stop` was called; then `run.stopping` is true
         Gives     {"loss": …, NAME: …, "targets": count}, equal on all ranks; {} after a stop
         """
-        from shoal.trainer.evaluate import evaluate
+        from shoal.trainer.passes.evaluate import evaluate
 
         metrics = self.metrics if metrics is None else metrics
         batches = self.feed.validation(data, workers, collate)
@@ -290,7 +290,7 @@ class Run(StepRunner):
                  copy of the model; every rank must call it
         Errors   ConfigError under cp
         """
-        from shoal.trainer.inference import predict
+        from shoal.trainer.passes.inference import predict
 
         with self._averaged():
             outputs = predict(self.program, inputs, self.plan.call)
@@ -319,10 +319,10 @@ class Run(StepRunner):
                  checkpoints are untouched, and training may go on) or was not waited for
         Errors   ConfigError without any folder, or where another one lies in its place
         """
-        from shoal.trainer.replaced_folder import save_checked
+        from shoal.trainer.state.replaced_folder import save_checked
 
         if extra is not None:
-            from shoal.trainer.extra import agreed, decoded
+            from shoal.trainer.run_folder.extra_state import agreed, decoded
 
             self.extra_record["extra"] = told = agreed(extra, self.world)
             self.extra = decoded(told)
@@ -341,7 +341,7 @@ class Run(StepRunner):
         Errors   CheckpointError if its tensors do not fit this model or optimizer
         Gives    False if there is none
         """
-        from shoal.trainer.run_state import restore_run, tagged
+        from shoal.trainer.state.run_state import restore_run, tagged
 
         self.step_state = StepState()
         self.skips.in_a_row = 0
@@ -365,7 +365,7 @@ class Run(StepRunner):
                  `shoal checkpoint export`
         Errors   ConfigError for an average that is not kept, or of no step yet
         """
-        from shoal.trainer.whole_state import check_averaged, full_state
+        from shoal.trainer.full_state_dict import check_averaged, full_state
 
         if average:
             check_averaged(self.average)
@@ -378,7 +378,7 @@ class Run(StepRunner):
 
     def stop_on_signals(self) -> None:
         """Have SIGTERM, Ctrl-C and SIGUSR1, on any rank, do `request_stop`, until `close`."""
-        from shoal.trainer.stop_signals import ask_on_signals
+        from shoal.trainer.process.stop_signals import ask_on_signals
 
         put_back = ask_on_signals(self.request_stop, self.recorder.here)
         self.program = replace(self.program, on_close=(*self.program.on_close, put_back))

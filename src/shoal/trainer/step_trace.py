@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from shoal.base.policies import LoopPolicy
+from shoal.base.layouts.policies import LoopPolicy
 from shoal.fabric import World
 from shoal.fabric.device import is_accelerator, synchronize
 

@@ -15,9 +15,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from shoal.base.readable import READABLE
-from shoal.base.units import count_text
-from shoal.view.foreseen import foreseen_lines
+from shoal.base.text.terminal_encoding import READABLE
+from shoal.base.text.units import count_text
+from shoal.view.forecast_errors import foreseen_lines
 
 Record = dict[str, Any]
 Line = tuple[str, str]

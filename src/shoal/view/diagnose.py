@@ -18,10 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.base.lines import Record, is_number
-from shoal.base.units import seconds_text
-from shoal.checkpoint.lease import read_owner
-from shoal.view.events import (
+from shoal.base.runlog.damaged_lines import Record, is_number
+from shoal.base.text.event_sentences import (
     DAMAGED,
     died_text,
     event_text,
@@ -31,11 +29,13 @@ from shoal.view.events import (
     signal_text,
     slow_text,
 )
-from shoal.view.folder import RunFolder
-from shoal.view.own_script import HEARS, in_a_script, is_echo, is_script, went_on
+from shoal.base.text.units import seconds_text
+from shoal.checkpoint.format.lease import read_owner
+from shoal.view.run_folder_reader import RunFolder
+from shoal.view.script_lines import HEARS, in_a_script, is_echo, is_script, went_on
 
 WATCHED = "ended by the watch"
-"""How a rank died that hung (`launch/watch/watch_ranks.py`)."""
+"""How a rank died that hung (`launch/watch/hang_watch.py`)."""
 LEFT_OUT = "sample_left_out"
 NOTES = ("resumed", "fragmentation")
 """Advice that makes nothing faster."""

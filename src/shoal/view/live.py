@@ -21,12 +21,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.base.lines import is_number
-from shoal.base.readable import READABLE
-from shoal.view.events import died_text, event_text, printable
-from shoal.view.folder import RunFolder, last_session
-from shoal.view.phases import Doing, Silence, read_doing
+from shoal.base.runlog.damaged_lines import is_number
+from shoal.base.text.event_sentences import died_text, event_text, printable
+from shoal.base.text.terminal_encoding import READABLE
+from shoal.view.phase_lines import Doing, Silence, read_doing
 from shoal.view.progress import Progress, coarse_text, fit
+from shoal.view.run_folder_reader import RunFolder, last_session
 
 Record = dict[str, Any]
 PIPE_EVERY_S = 2.0

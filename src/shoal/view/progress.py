@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from shoal.base.lines import Record, is_number
-from shoal.base.units import bytes_text, count_text, seconds_text
+from shoal.base.runlog.damaged_lines import Record, is_number
+from shoal.base.text.units import bytes_text, count_text, seconds_text
 
 WINDOW_STEPS = 20
 LEAST_SHARE = 0.005

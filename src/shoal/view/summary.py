@@ -10,9 +10,8 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.base.lines import Record, is_number
-from shoal.base.units import bytes_text, count_text, seconds_text
-from shoal.view.events import (
+from shoal.base.runlog.damaged_lines import Record, is_number
+from shoal.base.text.event_sentences import (
     DAMAGED,
     died_text,
     leaps_out,
@@ -22,9 +21,10 @@ from shoal.view.events import (
     printable,
     signal_text,
 )
-from shoal.view.folder import RunFolder, last_session
-from shoal.view.islands import islands_row
+from shoal.base.text.units import bytes_text, count_text, seconds_text
+from shoal.view.island_lines import islands_row
 from shoal.view.progress import amount, share_text, unit_of
+from shoal.view.run_folder_reader import RunFolder, last_session
 
 LABEL_WIDTH = 13
 LEAST_WIDTH = 40

@@ -9,10 +9,10 @@ from context_threads import in_a_ring
 from torch import nn
 
 from shoal.models.loss import Unprojected, token_loss
-from shoal.parallel.context_parallel.shard import ContextShard, shown
-from shoal.parallel.context_parallel.stand_in import ContextLookup
+from shoal.parallel.context_parallel.sharded_forward import ContextLookup
+from shoal.parallel.context_parallel.token_shard import ContextShard, shown
 from shoal.parallel.spmd.autograd_collectives import counted_once
-from shoal.parallel.spmd.sequence import Deal, cut, whole_of
+from shoal.parallel.spmd.sequence_shards import Deal, cut, whole_of
 
 TOKENS, DIM = 6, 4
 

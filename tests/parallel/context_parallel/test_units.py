@@ -15,8 +15,8 @@ from shoal.parallel.context_parallel.ring import ring_attention
 from shoal.parallel.context_parallel.split_units import find_units
 from shoal.parallel.spmd import split_block as split_block_module
 from shoal.parallel.spmd.split_block import again, split_block
-from shoal.trace.record import Record
-from shoal.trainer.sample_forward import _shortened
+from shoal.trace.flow.forward_record import Record
+from shoal.trainer.autotune.sample_forward import _shortened
 
 
 class Layer(nn.Module):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.models.catalog import build
-from shoal.parallel.expert_parallel.balance import balance_line
-from shoal.parallel.expert_parallel.check import NotExperts, checked
-from shoal.trace.find_experts import ExpertLayer
-from shoal.trace.record import Record
+from shoal.parallel.expert_parallel.expert_check import NotExperts, checked
+from shoal.parallel.expert_parallel.expert_load import balance_line
+from shoal.trace.find.stacked_experts import ExpertLayer
+from shoal.trace.flow.forward_record import Record
 
 
 class Stacked(nn.Module):

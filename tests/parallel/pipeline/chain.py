@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.parallel.pipeline import drop_foreign
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.stage import Stage, Stages
-from shoal.trace.shapes import tensors_of
+from shoal.trace.isolation.meta_inputs import tensors_of
 
 Call = Callable[[nn.Module], Any]
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from user_modules import EXAMPLES, Example, made
 from proof_rows import chosen, rows
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
-from shoal.trace.record import Record
-from shoal.trace.shapes import tensors_of
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.isolation.meta_inputs import tensors_of
 
 
 def cut_of(example: Example, stages: int) -> tuple[nn.Module, StageCut]:

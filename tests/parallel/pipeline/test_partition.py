@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import combinations, pairwise
 
-from shoal.planner.partition import partition
+from shoal.planning.chain_partition import partition
 
 
 def sums(costs: list[float], starts: tuple[int, ...]) -> list[float]:

@@ -14,15 +14,15 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2] / "worlds"))
 
 import pipe_case
-from shoal.base.actions import Action, Schedule
 from shoal.base.errors import BugError, ClusterError, PlanError
+from shoal.base.plans.pipeline_actions import Action, Schedule
 from shoal.fabric import start_world
 from shoal.parallel.pipeline import runtime as pipe_runtime
-from shoal.parallel.pipeline.crossing import PlainTensors, Value
-from shoal.parallel.pipeline.messages import Message, Messages, given, needed, route
 from shoal.parallel.pipeline.runtime import PipeRuntime
-from shoal.planner.check_schedule import check
-from shoal.planner.schedules import make_schedule
+from shoal.parallel.pipeline.stage_messages import Message, Messages, given, needed, route
+from shoal.parallel.pipeline.stage_tensors import PlainTensors, Value
+from shoal.planning.pipeline_schedules import make_schedule
+from shoal.planning.schedule_checks import check
 
 
 @pytest.fixture(autouse=True)

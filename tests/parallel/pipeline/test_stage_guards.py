@@ -19,7 +19,7 @@ from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.stage import Stages
 from shoal.parallel.recompute import _Recomputed, _Told
-from shoal.trace.record import Record
+from shoal.trace.flow.forward_record import Record
 
 Glue = Callable[["Model", Tensor], Tensor]
 

@@ -13,7 +13,7 @@ from user_modules import HIDDEN, Layer, made, numbers
 
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
-from shoal.trace.record import Record
+from shoal.trace.flow.forward_record import Record
 
 
 class Positions(nn.Embedding):

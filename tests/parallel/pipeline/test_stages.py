@@ -15,8 +15,8 @@ from proof_rows import rows
 from shoal.models.catalog import build
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
-from shoal.trace.record import Record
-from shoal.trace.shapes import tensors_of
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.isolation.meta_inputs import tensors_of
 
 LLAMA = {"vocabulary": 31, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
 OURS = {

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from user_modules import Gated
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.layout import Layout
-from shoal.base.placement import Placement
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.placement import Placement
 from shoal.models.llama import Llama
-from shoal.parallel.spmd.labels import Split, Whole
+from shoal.parallel.spmd.labelling.labels import Split, Whole
 from shoal.parallel.spmd.model_split import plan_split, without
 from shoal.parallel.spmd.split_block import ModelSplit
 from shoal.parallel.tensor_parallel import place
 from shoal.parallel.tensor_parallel.cut_weights import apply_split
-from shoal.trace.record import Record
+from shoal.trace.flow.forward_record import Record
 
 IDS = torch.randint(0, 33, (2, 8), generator=torch.Generator().manual_seed(0))
 

@@ -13,16 +13,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from user_modules import FlatLayer
 
-from shoal.parallel.spmd import check as check_module
-from shoal.parallel.spmd import label
+from shoal.parallel.spmd import block_check as check_module
 from shoal.parallel.spmd.autograd_collectives import Axis
-from shoal.parallel.spmd.cause import Finding
-from shoal.parallel.spmd.check import check_class
+from shoal.parallel.spmd.block_check import check_class
+from shoal.parallel.spmd.block_trial import Trial, brief
+from shoal.parallel.spmd.check_causes import Finding
+from shoal.parallel.spmd.labelling import label_graph
 from shoal.parallel.spmd.model_split import plan_split
-from shoal.parallel.spmd.passed import checked_once
 from shoal.parallel.spmd.split_block import BlockClass
-from shoal.parallel.spmd.trial import Trial, brief
-from shoal.trace.record import Record
+from shoal.parallel.spmd.verified_blocks import checked_once
+from shoal.trace.flow.forward_record import Record
 
 
 class Cast(nn.Module):
@@ -105,7 +105,7 @@ def test_parts_that_readers_put_together_wrongly_are_found(monkeypatch: pytest.M
         return on_ranks(2, lambda axis: check_class(module, group, axis))
 
     assert findings() == [None, None]
-    monkeypatch.setattr(label, "may_stay_split", lambda _: True)
+    monkeypatch.setattr(label_graph, "may_stay_split", lambda _: True)
     for found in findings():
         assert found is not None
         assert found.outputs > 0.1
@@ -245,7 +245,7 @@ def test_a_gradient_in_brief_is_linear_and_misses_nothing() -> None:
 
 def test_a_block_that_failed_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = nn.Sequential(FlatLayer(8), FlatLayer(8)), torch.randn(2, 4, 8)
-    monkeypatch.setattr(label, "may_stay_split", lambda _: True)
+    monkeypatch.setattr(label_graph, "may_stay_split", lambda _: True)
     split = plan_split(Record(module, lambda m: m(x)), 2, sequence=True)
     (group,) = [one for one in split.classes if one.names[0].endswith("experts")]
 

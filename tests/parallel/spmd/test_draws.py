@@ -13,8 +13,8 @@ from user_modules import Gated
 from shoal.base.errors import PlanError
 from shoal.parallel.spmd.model_split import plan_split
 from shoal.parallel.spmd.split_block import ModelSplit
-from shoal.trace.draws import keyed_inside
-from shoal.trace.record import Record
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.isolation.random_draws import keyed_inside
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 

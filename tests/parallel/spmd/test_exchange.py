@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from threads import on_ranks
 
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.labels import WHOLE, Split, Tiled, cut, join
+from shoal.parallel.spmd.labelling.labels import WHOLE, Split, Tiled, cut, join
 
 SPLITS = [Split(0), Split(1), Split(1, 2)]
 SIZE = 2

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.base.errors import PlanError
-from shoal.base.placement import even_cut
-from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Split, Tiled, cut, join
+from shoal.base.plans.placement import even_cut
+from shoal.parallel.spmd.labelling.labels import PARTIAL, WHOLE, Split, Tiled, cut, join
 
 GRID = Tiled(((2, Split(0, 3)), (2, Split(1))))
 COPIES = Tiled(((2, Split(1)), (2, WHOLE)))

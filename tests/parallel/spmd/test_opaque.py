@@ -9,14 +9,14 @@ from test_split_transformers import CASTS, EXACT, captured
 from threads import counts, difference
 from torch import nn
 
-from shoal.base.layout import Layout
-from shoal.parallel.spmd.labels import Split
+from shoal.base.layouts.layout import Layout
+from shoal.parallel.spmd.labelling.labels import Split
 from shoal.parallel.spmd.split_block import RULES, again, split_block
 from shoal.parallel.tensor_parallel import alone
-from shoal.trace.calls import Call
-from shoal.trace.graph import Untraceable
-from shoal.trace.likeness import Likeness
-from shoal.trace.opaque import trace_with_opaque
+from shoal.trace.graph.layer_graph import Untraceable
+from shoal.trace.graph.layer_groups import Likeness
+from shoal.trace.graph.opaque_parts import trace_with_opaque
+from shoal.trace.isolation.layer_calls import Call
 
 DIM, INNER, EXPERTS = 16, 24, 4
 

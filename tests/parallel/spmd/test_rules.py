@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.parallel.spmd.experiment import Call, Slot, Value
-from shoal.parallel.spmd.labels import PARTIAL, WHOLE, Split, Tiled
-from shoal.parallel.spmd.node_arguments import edits
-from shoal.parallel.spmd.rules import Rules
+from shoal.parallel.spmd.labelling.experiment import Call, Slot, Value
+from shoal.parallel.spmd.labelling.labels import PARTIAL, WHOLE, Split, Tiled
+from shoal.parallel.spmd.labelling.node_arguments import edits
+from shoal.parallel.spmd.labelling.rules import Rules
 
 aten = torch.ops.aten
 F64 = torch.float64

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.base.errors import PlanError
 from shoal.models.norm import RMSNorm
-from shoal.parallel.spmd.sequence import Deal, SequenceShard, even_cuts, show
+from shoal.parallel.spmd.sequence_shards import Deal, SequenceShard, even_cuts, show
 
 SEQ, DIM = 7, 4  # 7 divides by nothing
 

@@ -10,12 +10,13 @@ from zoo import any_case, model_of
 
 from proof_rows import rows
 from shoal.base.errors import PlanError
-from shoal.parallel.spmd import rules, split_block
-from shoal.parallel.spmd.experiment import Call, Experiment, Slot, Value
-from shoal.parallel.spmd.labels import WHOLE, Split
+from shoal.parallel.spmd import split_block
+from shoal.parallel.spmd.labelling import rules
+from shoal.parallel.spmd.labelling.experiment import Call, Experiment, Slot, Value
+from shoal.parallel.spmd.labelling.labels import WHOLE, Split
 from shoal.parallel.spmd.model_split import plan_split
-from shoal.trace.record import Record
-from shoal.trainer.contract import call_model
+from shoal.trace.flow.forward_record import Record
+from shoal.trainer.step.call_contract import call_model
 
 OURS = [(name, 2 if name == "our moe" else 4) for name in any_case.OURS]
 """What `make test` takes; the mixture's experts are searched longest."""

@@ -14,10 +14,10 @@ from proof_rows import chosen, rows
 from shoal.base.errors import PlanError
 from shoal.models.llama import Llama
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.labels import WHOLE, Split
+from shoal.parallel.spmd.labelling.labels import WHOLE, Split
+from shoal.parallel.spmd.labelling.operation_terms import NotSplit
 from shoal.parallel.spmd.split_block import again, split_block
-from shoal.parallel.spmd.steps import NotSplit
-from shoal.trace.graph import Untraceable
+from shoal.trace.graph.layer_graph import Untraceable
 
 EXACT = 1e-12
 LLAMA_PAIRS = {"all_reduce forward": 2, "all_reduce backward": 2}

@@ -14,9 +14,9 @@ from torch import nn
 from user_modules import made
 
 from proof_rows import chosen, rows
-from shoal.parallel.spmd.labels import Split
+from shoal.parallel.spmd.labelling.labels import Split
 from shoal.parallel.spmd.split_block import again, split_block
-from shoal.trace.graph import Untraceable
+from shoal.trace.graph.layer_graph import Untraceable
 
 transformers = pytest.importorskip("transformers")
 

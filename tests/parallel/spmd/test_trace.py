@@ -9,8 +9,8 @@ from blocks import MLP, GPTBlock, Residual
 from torch import nn
 
 from shoal.models.norm import RMSNorm
-from shoal.trace.graph import Untraceable, may_be_replaced, trace
-from shoal.trace.shared_attention import attention
+from shoal.trace.graph.layer_graph import Untraceable, may_be_replaced, trace
+from shoal.trace.graph.maskable_attention import attention
 
 X = torch.randn(3, 12, 48, dtype=torch.float64)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
 from shoal.models.loss import Unprojected, find_logits, linear_cross_entropy, token_loss
-from shoal.parallel.spmd.sequence import even_cuts
-from shoal.parallel.tensor_parallel.vocabulary import LogitsShard, SplitVocabulary, install
-from shoal.trace.record import Record
-from shoal.trace.vocabulary import Tables
+from shoal.parallel.spmd.sequence_shards import even_cuts
+from shoal.parallel.tensor_parallel.vocabulary_parallel import LogitsShard, SplitVocabulary, install
+from shoal.trace.find.vocabulary_use import Tables
+from shoal.trace.flow.forward_record import Record
 
 ROWS, DIM, CLASSES = 9, 6, 11
 

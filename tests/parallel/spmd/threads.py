@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils import _pytree as pytree
 
-from shoal.parallel.spmd.labels import WHOLE, Split, cut, join
+from shoal.parallel.spmd.labelling.labels import WHOLE, Split, cut, join
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.base.errors import ConfigError, one_of
-from shoal.base.islands import IslandsPolicy
+from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.islands.method import Method
 from shoal.islands.methods.averaging import (
     BranchTrainMerge,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal.islands.method import Method
-from shoal.islands.outer import Outer
+from shoal.islands.outer_optimizer import Outer
 
 
 class LocalSGD(Method):

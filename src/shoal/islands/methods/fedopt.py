@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError
 from shoal.islands.method import Method
-from shoal.islands.outer import Build
+from shoal.islands.outer_optimizer import Build
 
 B2 = 0.99
 TAU = 1e-3

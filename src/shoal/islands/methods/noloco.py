@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.base.errors import BugError, ConfigError
-from shoal.base.islands import IslandsPolicy
+from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.islands.method import Method
-from shoal.islands.outer import Build, Outer, hash_of
+from shoal.islands.outer_optimizer import Build, Outer, hash_of
 
 
 def pairs(seed: int, round_number: int, count: int) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The reading end of a page in which a rank says what it is doing (`base/watch_page.py`).
+"""The reading end of a page in which a rank says what it is doing (`wire/watch_page.py`).
 
 A rank never loads this: it is of who watches, the launcher or a process beside torchrun's.
 """
@@ -16,8 +16,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.base.rank_records import RankStep
-from shoal.base.watch_page import (
+from shoal.base.runlog.rank_records import RankStep
+from shoal.wire.watch_page import (
     ANSWER_AT,
     ANSWERED,
     ASKED,

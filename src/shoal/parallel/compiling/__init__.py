@@ -7,7 +7,7 @@ stays outside of it as ordinary Python; where one block cannot be compiled, othe
 block whose ranks talk to each other inside (tp, cp) what stands between the exchanges is compiled.
 Random operations draw from torch's own generators (`fallback_random`), so that dropout is the same
 as without. The first pass of every new shape takes seconds to a minute. The first block of every
-kind is held against its own code (`parity.py`).
+kind is held against its own code (`compiled_parity.py`).
 
 Sources  torch.compile, regional compilation (PyTorch recipes, 2024)
 """
@@ -26,17 +26,17 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.files import replace_compiler_caches
-from shoal.base.plan import Plan
-from shoal.base.schedules import SPLIT_BACKWARD
+from shoal.base.layouts.schedule_names import SPLIT_BACKWARD
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.atomic_files import replace_compiler_caches
 from shoal.fabric.device import is_accelerator
 from shoal.parallel._torch import code_cache, function_modes, keep_saved_tensors, pytree
-from shoal.parallel.compiling.half_written import remove_half_written
-from shoal.parallel.compiling.parity import refuse_wrong_code
+from shoal.parallel.compiling.compile_cache import remove_half_written
+from shoal.parallel.compiling.compiled_parity import refuse_wrong_code
 from shoal.parallel.program import Program, own_blocks
-from shoal.trace.alike import hooked_inside
-from shoal.trace.blocks import is_single_layer
-from shoal.trace.stand_in import StandIn
+from shoal.trace.find.blocks import is_single_layer
+from shoal.trace.isolation.equal_layers import hooked_inside
+from shoal.trace.isolation.replaced_forward import StandIn
 
 
 def check(plan: Plan, device: torch.device) -> None:

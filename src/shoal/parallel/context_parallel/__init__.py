@@ -2,11 +2,11 @@
 
 For sequences whose activations no rank could hold. Which tensor has tokens along which dim is
 derived from the layers (`spmd/`, with all parameters whole), so positions, tables and masks mean
-what they mean on one device. Layers hand each other their own tokens (`context/shard.py`); only
+what they mean on one device. Layers hand each other their own tokens (`token_shard.py`); only
 attention looks at others' tokens:
 
-    ring       keys and values travel around the ranks (context/ring.py)
-    ulysses    ranks split the heads for its time (context/ulysses.py)
+    ring       keys and values travel around the ranks (ring.py)
+    ulysses    ranks split the heads for its time (ulysses.py)
     gather     every rank gathers keys and values: what is done where attention is written by hand,
                has a mask of its own or drops out weights
 
@@ -24,22 +24,22 @@ from dataclasses import replace
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.fabric.ring import Ring
-from shoal.parallel.context_parallel.shard import ContextShard
-from shoal.parallel.context_parallel.split_units import Units, find_units
-from shoal.parallel.context_parallel.stand_in import (
+from shoal.fabric.exchanges.ring_exchange import Ring
+from shoal.parallel.context_parallel.sharded_forward import (
     ContextForward,
     ContextHead,
     ContextLookup,
     ContextPrograms,
 )
+from shoal.parallel.context_parallel.split_units import Units, find_units
+from shoal.parallel.context_parallel.token_shard import ContextShard
 from shoal.parallel.program import Program
-from shoal.parallel.spmd.check import check_class
-from shoal.parallel.spmd.crossing import Kind
+from shoal.parallel.spmd.block_check import check_class
 from shoal.parallel.spmd.rewrite import Shared
 from shoal.parallel.spmd.split_block import BlockClass, ModelSplit
-from shoal.trace.record import Record
-from shoal.trace.stand_in import StandIn
+from shoal.parallel.spmd.stage_crossing import Kind
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.isolation.replaced_forward import StandIn
 
 
 def attention_of(context: str) -> Shared | None:

@@ -43,7 +43,7 @@ from shoal.parallel.context_parallel.visible_keys import (
 from shoal.parallel.context_parallel.zigzag import moved, neighbours, zigzag
 
 if TYPE_CHECKING:  # only types
-    from shoal.parallel.context_parallel.axis import ContextAxis
+    from shoal.parallel.context_parallel.attention_axis import ContextAxis
 
 
 def ring_attention(

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shoal.fabric.ring import Ring
+from shoal.fabric.exchanges.ring_exchange import Ring
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.labels import Split
+from shoal.parallel.spmd.labelling.labels import Split
 from shoal.parallel.spmd.rewrite import Shared
 from shoal.parallel.spmd.split_block import BlockClass, BlockSplit, ModelSplit, split_block
-from shoal.trace.calls import Call, bare
-from shoal.trace.draws import keyed_inside
-from shoal.trace.likeness import Likeness
-from shoal.trace.record import Record
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.graph.layer_groups import Likeness
+from shoal.trace.isolation.layer_calls import Call, bare
+from shoal.trace.isolation.random_draws import keyed_inside
 
 SEQUENCE_DIM = 1
 """Of hidden states [batch, tokens, dim]."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.parallel.context_parallel.ring import as_products, ring_attention
 
 if TYPE_CHECKING:  # only types
-    from shoal.parallel.context_parallel.axis import ContextAxis
+    from shoal.parallel.context_parallel.attention_axis import ContextAxis
 
 
 def ulysses_attention(

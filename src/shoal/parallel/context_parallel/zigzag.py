@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # only types
-    from shoal.parallel.context_parallel.axis import ContextAxis
+    from shoal.parallel.context_parallel.attention_axis import ContextAxis
 
 Deal = Callable[[int, int], tuple[int, int]]
 

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.plan import Bucket, Plan
+from shoal.base.plans.plan import Bucket, Plan
 from shoal.fabric import World
 from shoal.parallel.program import Local, Program, laid_out_like
 
 if TYPE_CHECKING:
-    from shoal.fabric.uneven_collectives import PendingSum
+    from shoal.fabric.collectives.uneven_collectives import PendingSum
 
     Pending = dist.Work | PendingSum | None
 

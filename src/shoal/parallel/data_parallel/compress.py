@@ -41,12 +41,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from shoal.base.compression import Compression
 from shoal.base.errors import BugError
-from shoal.base.plan import Bucket
-from shoal.base.shards import Shard
+from shoal.base.layouts.compression import Compression
+from shoal.base.plans.plan import Bucket
+from shoal.base.plans.tensor_shards import Shard
 from shoal.fabric import Traffic, World
-from shoal.fabric.coded_sums import (
+from shoal.fabric.compressed.compressed_sums import (
     BIT_BLOCK,
     CODES,
     CodedScatter,
@@ -57,7 +57,7 @@ from shoal.fabric.coded_sums import (
     Sender,
     block_starts,
 )
-from shoal.fabric.low_rank import LowRankSum, Matrix
+from shoal.fabric.compressed.powersgd import LowRankSum, Matrix
 from shoal.parallel.data_parallel._torch import scattered_sizes
 from shoal.parallel.data_parallel.buckets import places
 from shoal.parallel.program import Part, Program, dtype_of

@@ -41,22 +41,22 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import BugError, PlanError
-from shoal.base.resharding import MANY_BLOCKS, gathered_together, kept_over
-from shoal.base.units import bytes_text
+from shoal.base.layouts.resharding import MANY_BLOCKS, gathered_together, kept_over
+from shoal.base.text.units import bytes_text
 from shoal.fabric import World
-from shoal.fabric.axes import mesh
-from shoal.fabric.sharding import GatherParameters, ScatterGradients
+from shoal.fabric.axis_worlds import mesh
+from shoal.fabric.collectives.sharded_collectives import GatherParameters, ScatterGradients
 from shoal.fabric.world import holds_groups
-from shoal.machine.memory import read_ahead, trim_heap
+from shoal.machine.process_memory import read_ahead, trim_heap
 from shoal.parallel._torch import forget_forwards, forget_groups, keep_among, pytree, send_unused
+from shoal.parallel.build.mmap_init import is_mapped, mmap_init, own_rows, settle
 from shoal.parallel.data_parallel.buckets import dealt_out, reduced_format
-from shoal.parallel.mmap_init import is_mapped, mmap_init, own_rows, settle
+from shoal.parallel.mutated_weights import watch_units
 from shoal.parallel.program import Local, Program, frozen, trainable
-from shoal.parallel.rewritten import watch_units
 from shoal.parallel.unit_log import LoggedGather, LoggedScatter, UnitLog
-from shoal.trace.blocks import gathered_blocks
-from shoal.trace.copies import meta_twin
-from shoal.trace.stand_in import StandIn
+from shoal.trace.find.blocks import gathered_blocks
+from shoal.trace.isolation.module_copies import meta_twin
+from shoal.trace.isolation.replaced_forward import StandIn
 
 
 def apply(program: Program) -> Program:

@@ -11,15 +11,15 @@ from collections.abc import Iterable
 
 import torch
 
-from shoal.base.cluster import Cluster
-from shoal.base.facts import this_machine
-from shoal.base.files import cache_folder
-from shoal.base.placement import Placement
-from shoal.base.plan import Plan
-from shoal.base.units import bytes_text, seconds_text
+from shoal.base.estimates.cluster import Cluster
+from shoal.base.estimates.facts import this_machine
+from shoal.base.plans.placement import Placement
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.atomic_files import cache_folder
+from shoal.base.text.units import bytes_text, seconds_text
 from shoal.fabric import World
 from shoal.fabric.device import is_accelerator
-from shoal.planner.measured import read_measured, this_cluster
+from shoal.forecast.machines.measured_machine import read_measured, this_cluster
 
 WAITS_TO_SENDS = 2.0
 """Blocks are too small where a collective waits so many times as long as it sends."""

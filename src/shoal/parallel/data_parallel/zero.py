@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from shoal.base.errors import BugError
-from shoal.base.plan import Bucket
-from shoal.base.shards import Shard
-from shoal.fabric.uneven_collectives import PendingSum
+from shoal.base.plans.plan import Bucket
+from shoal.base.plans.tensor_shards import Shard
+from shoal.fabric.collectives.uneven_collectives import PendingSum
 from shoal.parallel.data_parallel.buckets import (
     BucketReducer,
     dealt_out,

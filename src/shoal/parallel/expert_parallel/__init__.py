@@ -1,11 +1,11 @@
 """Expert parallelism: data-parallel ranks deal the experts of a mixture out among themselves.
 
 Each of `ep` neighbouring data-parallel ranks holds 1/ep of every layer's experts; tokens travel to
-their experts and back by all-to-all (expert/route.py). Routing stays the model's own code, on the
+their experts and back by all-to-all (token_routing.py). Routing stays the model's own code, on the
 rank where the token is at home, so what it decides, and a loss on how it balances, do not depend on
-the layout. Layers of experts are found by what they hold and how they are called (expert/find.py),
-and checked by running them (expert/check.py). Experts that are a list of modules are called one by
-one by the model's own code, with an exchange for each (listed.py).
+the layout. Layers of experts are found by what they hold and how they are called (trace/find),
+and checked by running them (expert_check.py). Experts that are a list of modules are called one by
+one by the model's own code, with an exchange for each (expert_lists.py).
 
 An expert sees the tokens of all ranks that exchange with it, so its gradient is summed only over
 the data-parallel ranks that hold the same experts; everything else over all of them.
@@ -24,18 +24,18 @@ from typing import Any
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.layout import Layout
-from shoal.base.placement import Cut, Placement, even_cut
-from shoal.fabric.axes import along
-from shoal.parallel.expert_parallel.balance import Loads
-from shoal.parallel.expert_parallel.check import NotExperts, check_rows, checked
-from shoal.parallel.expert_parallel.listed import ListedForward
-from shoal.parallel.expert_parallel.stand_in import RoutedForward
-from shoal.parallel.mmap_init import keep_part
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.placement import Cut, Placement, even_cut
+from shoal.fabric.axis_worlds import along
+from shoal.parallel.build.mmap_init import keep_part
+from shoal.parallel.expert_parallel.expert_check import NotExperts, check_rows, checked
+from shoal.parallel.expert_parallel.expert_layer import RoutedForward
+from shoal.parallel.expert_parallel.expert_lists import ListedForward
+from shoal.parallel.expert_parallel.expert_load import Loads
 from shoal.parallel.program import Program
-from shoal.trace.find_experts import ExpertLayer
-from shoal.trace.listed_experts import ListedExperts
-from shoal.trace.record import Record
+from shoal.trace.find.listed_experts import ListedExperts
+from shoal.trace.find.stacked_experts import ExpertLayer
+from shoal.trace.flow.forward_record import Record
 
 Experts = ExpertLayer | ListedExperts
 """A layer whose experts are a stack, or a list."""

@@ -11,7 +11,7 @@
 Where they wait is `memory.offload_to`. A run that computes on the CPU has everything on the host
 already, which a line says; in files its states may be larger than the memory: all that is allocated
 while the layout takes over, and every gradient, lies in a mapped file then (mmap_init.py).
-Copies run on streams of their own, beside computing (lane.py).
+Copies run on streams of their own, beside computing (copy_stream.py).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.base.plan import Plan
-from shoal.machine.memory import trim_heap
-from shoal.parallel.mmap_init import LEAST_BYTES, is_mapped, mapped, mmap_init
-from shoal.parallel.offload.activations import Activations
+from shoal.base.plans.plan import Plan
+from shoal.forecast.memory.offloaded_bytes import piece_bytes
+from shoal.machine.process_memory import trim_heap
+from shoal.parallel.build.mmap_init import LEAST_BYTES, is_mapped, mapped, mmap_init
+from shoal.parallel.offload.offloaded_activations import Activations
 from shoal.parallel.offload.optimizer_state import keep_in_files, stream_state
 from shoal.parallel.program import Program
-from shoal.planner.offload import piece_bytes
 
 M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""

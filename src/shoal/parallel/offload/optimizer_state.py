@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.parallel.mmap_init import LEAST_BYTES as LEAST_IN_FILES_BYTES
-from shoal.parallel.mmap_init import is_mapped, mapped, mmap_init
-from shoal.parallel.offload.lane import Lane
-from shoal.planner.offload import LEAST_BYTES, PIECE_BYTES, cut_pieces
+from shoal.forecast.memory.offloaded_bytes import LEAST_BYTES, PIECE_BYTES, cut_pieces
+from shoal.parallel.build.mmap_init import LEAST_BYTES as LEAST_IN_FILES_BYTES
+from shoal.parallel.build.mmap_init import is_mapped, mapped, mmap_init
+from shoal.parallel.offload.copy_stream import Lane
 
 Piece = list[tuple[int, nn.Parameter]]
 """Parameters with the numbers of their groups."""

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from shoal.parallel._torch import pytree
-from shoal.parallel.offload.lane import Lane
+from shoal.parallel.offload.copy_stream import Lane
 from shoal.parallel.program import Local, Program, laid_out_like
 
 

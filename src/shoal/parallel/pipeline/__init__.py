@@ -21,25 +21,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.actions import Schedule
 from shoal.base.errors import BugError, nearest
-from shoal.base.layout import Layout
-from shoal.base.phases import phase
-from shoal.base.placement import Placement
-from shoal.base.plan import Plan
-from shoal.base.schedules import check_recompute as check_recompute
-from shoal.base.schedules import check_stages, stages_of
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.schedule_names import check_recompute as check_recompute
+from shoal.base.layouts.schedule_names import check_stages, stages_of
+from shoal.base.plans.pipeline_actions import Schedule
+from shoal.base.plans.placement import Placement
+from shoal.base.plans.plan import Plan
 from shoal.fabric import World
-from shoal.fabric.axes import among, members
-from shoal.parallel.pipeline.crossing import Crossing
+from shoal.fabric.axis_worlds import among, members
 from shoal.parallel.pipeline.cut_model import cut_stages
 from shoal.parallel.pipeline.partition_model import StageCut
 from shoal.parallel.pipeline.runtime import PipeRuntime
 from shoal.parallel.pipeline.stage import Stages
+from shoal.parallel.pipeline.stage_tensors import Crossing
 from shoal.parallel.program import Program, frozen, trainable
-from shoal.planner.schedules import make_schedule
-from shoal.trace.alone import CollectiveAlone, alone
-from shoal.trace.record import Record
+from shoal.planning.pipeline_schedules import make_schedule
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.isolation.collective_ban import CollectiveAlone, alone
+from shoal.wire.phases import phase
 
 
 @phase("cut stages")

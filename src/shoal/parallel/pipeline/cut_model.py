@@ -29,11 +29,11 @@ from torch import nn
 from shoal.base.errors import PlanError
 from shoal.parallel.pipeline.partition_model import StageCut, deal
 from shoal.parallel.pipeline.stage import Passage, Stages, Unit
-from shoal.trace.liveness import Flow, alike, merged, watch
-from shoal.trace.record import Record, in_training
-from shoal.trace.shapes import first_line, map_tensors, tensors_of
-from shoal.trace.trunk import Run
-from shoal.trace.untouched import attributes_kept, without_trace
+from shoal.trace.find.trunk import Run
+from shoal.trace.flow.forward_record import Record, in_training
+from shoal.trace.flow.liveness import Flow, alike, merged, watch
+from shoal.trace.isolation.meta_inputs import first_line, map_tensors, tensors_of
+from shoal.trace.isolation.preserve_state import attributes_kept, without_trace
 
 FILLS = (math.nan, 0.7)
 """NaN reaches all that it touches, but torch.where can hide it; 0.7 is no 0 by chance."""

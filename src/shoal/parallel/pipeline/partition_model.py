@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from shoal.base.errors import PlanError
-from shoal.planner.partition import partition
+from shoal.planning.chain_partition import partition
 from shoal.trace._torch import pytree
-from shoal.trace.copies import meta_twin
-from shoal.trace.liveness import Flow, Leaf, UnitCall
-from shoal.trace.shapes import map_tensors, tensors_of
+from shoal.trace.flow.liveness import Flow, Leaf, UnitCall
+from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
+from shoal.trace.isolation.module_copies import meta_twin
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ A short step has fewer micro-batches than the schedule can be made for (a multip
 there. Nothing waits for those, and no rank keeps more than in a full step. Where the schedule holds
 two copies of the model (dualpipe), each runs its part of a step's micro-batches; an evaluation goes
 through the first.
-Source: Narayanan et al. 2021; Qi et al. 2023; the lists are the planner's (planner/schedules.py).
+Source: Narayanan et al. 2021; Qi et al. 2023; the lists are the planner's
+(planning/pipeline_schedules.py).
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shoal.base import phases
-from shoal.base.actions import Action, Schedule
 from shoal.base.errors import BugError, PlanError
+from shoal.base.plans.pipeline_actions import Action, Schedule
 from shoal.fabric import World
 from shoal.fabric.device import is_accelerator, times_asked
-from shoal.parallel.pipeline.crossing import Crossing, Form, PlainTensors, Value, arrive
-from shoal.parallel.pipeline.messages import Message, Messages, Route, given, needed, route
+from shoal.parallel.pipeline.stage_messages import Message, Messages, Route, given, needed, route
+from shoal.parallel.pipeline.stage_tensors import Crossing, Form, PlainTensors, Value, arrive
 from shoal.parallel.program import Pass, Program, Reducer
-from shoal.planner.check_schedule import CLOSES, check
-from shoal.planner.schedules import shortened
+from shoal.planning.pipeline_schedules import shortened
+from shoal.planning.schedule_checks import CLOSES, check
+from shoal.wire import phases
 
 if TYPE_CHECKING:  # schedules that never split a backward pass do without
     from shoal.parallel.pipeline.split_backward import Weights

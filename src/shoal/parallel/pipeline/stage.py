@@ -37,9 +37,9 @@ from torch.utils import checkpoint as checkpointing
 from shoal.base.errors import BugError, PlanError
 from shoal.parallel.pipeline.partition_model import CallPlan, StageCut, shape_givers
 from shoal.trace._torch import pytree
-from shoal.trace.liveness import Leaf
-from shoal.trace.shapes import first_line, map_tensors, tensors_of
-from shoal.trace.stand_in import StandIn
+from shoal.trace.flow.liveness import Leaf
+from shoal.trace.isolation.meta_inputs import first_line, map_tensors, tensors_of
+from shoal.trace.isolation.replaced_forward import StandIn
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.parallel.spmd.labels import WHOLE, Label, Split, Tiled, cut, grid_place, join
+from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Split, Tiled, cut, grid_place, join
 
 
 class Sum(Protocol):

@@ -20,10 +20,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.base.errors import ConfigError, PlanError, nearest, one_of
-from shoal.base.phases import phase
 from shoal.parallel._torch import pytree
-from shoal.parallel.spmd.edges import exchanges_of, scattered_lookups
-from shoal.parallel.spmd.labels import WHOLE, Split, Whole
+from shoal.parallel.spmd.collective_counts import exchanges_of, scattered_lookups
+from shoal.parallel.spmd.labelling.labels import WHOLE, Split, Whole
+from shoal.parallel.spmd.labelling.operation_terms import NotSplit
 from shoal.parallel.spmd.split_block import (
     BlockClass,
     BlockSplit,
@@ -31,13 +31,13 @@ from shoal.parallel.spmd.split_block import (
     ParameterSplit,
     split_block,
 )
-from shoal.parallel.spmd.steps import NotSplit
-from shoal.trace.calls import Call, bare
-from shoal.trace.draws import keyed_inside
-from shoal.trace.likeness import Likeness
-from shoal.trace.record import Record
-from shoal.trace.trunk import Trunk
-from shoal.trace.vocabulary import Tables
+from shoal.trace.find.trunk import Trunk
+from shoal.trace.find.vocabulary_use import Tables
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.graph.layer_groups import Likeness
+from shoal.trace.isolation.layer_calls import Call, bare
+from shoal.trace.isolation.random_draws import keyed_inside
+from shoal.wire.phases import phase
 
 WISHES = ("whole", "column", "row")
 

@@ -17,11 +17,11 @@ from torch import Tensor, fx, nn
 
 from shoal.base.errors import PlanError
 from shoal.parallel._torch import pytree, unwatched
-from shoal.parallel.spmd.sequence import is_shard
+from shoal.parallel.spmd.labelling.operation_terms import NotSplit
+from shoal.parallel.spmd.sequence_shards import is_shard
 from shoal.parallel.spmd.split_block import BlockSplit, again
-from shoal.parallel.spmd.steps import NotSplit
-from shoal.trace.alike import OF_TORCH, PLAIN
-from shoal.trace.graph import Untraceable
+from shoal.trace.graph.layer_graph import Untraceable
+from shoal.trace.isolation.equal_layers import OF_TORCH, PLAIN
 
 
 def made_for(
@@ -33,7 +33,7 @@ def made_for(
     Errors  PlanError for inputs that the cut parameters cannot serve, or that no graph follows
     """
     if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
-        from shoal.trace.unseen import handed  # few models hand objects around
+        from shoal.trace.isolation.argument_keys import handed  # few models hand objects around
 
         if why := max(map(handed, leaves)):
             raise PlanError(f"{name}: unlike in the sample, {why}; try: the tensors themselves")

@@ -17,13 +17,19 @@ from torch import fx
 
 from shoal.parallel._torch import pytree
 from shoal.parallel.spmd import autograd_collectives
-from shoal.parallel.spmd.gradients import Held, Sums, differentiable, held_as, need_gradients
-from shoal.parallel.spmd.label import Labelling
-from shoal.parallel.spmd.labels import WHOLE, Label, Partial, Split, Tiled
-from shoal.parallel.spmd.node_arguments import divided
-from shoal.parallel.spmd.rules import DROPOUTS
-from shoal.parallel.spmd.steps import Step
-from shoal.trace.graph import Untraceable, is_in_place
+from shoal.parallel.spmd.labelling.label_graph import Labelling
+from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Partial, Split, Tiled
+from shoal.parallel.spmd.labelling.node_arguments import divided
+from shoal.parallel.spmd.labelling.operation_terms import Step
+from shoal.parallel.spmd.labelling.rules import DROPOUTS
+from shoal.parallel.spmd.labelling.summed_gradients import (
+    Held,
+    Sums,
+    differentiable,
+    held_as,
+    need_gradients,
+)
+from shoal.trace.graph.layer_graph import Untraceable, is_in_place
 
 aten = torch.ops.aten
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.parallel.spmd.gradients import Sums, place_sums
-from shoal.parallel.spmd.label import Labelling
-from shoal.parallel.spmd.labels import WHOLE, Label, Split, in_segments
-from shoal.parallel.spmd.problem import Problem, shapes_of
+from shoal.parallel.spmd.labelling.label_graph import Labelling
+from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Split, in_segments
+from shoal.parallel.spmd.labelling.problem import Problem, shapes_of
+from shoal.parallel.spmd.labelling.rules import Rules
+from shoal.parallel.spmd.labelling.summed_gradients import Sums, place_sums
 from shoal.parallel.spmd.rewrite import Division, Exchange, Shared, rewrite
-from shoal.parallel.spmd.rules import Rules
-from shoal.trace.calls import Call
-from shoal.trace.graph import Traced, Untraceable, shared_attention, trace
-from shoal.trace.vocabulary import Tables
+from shoal.trace.find.vocabulary_use import Tables
+from shoal.trace.graph.layer_graph import Traced, Untraceable, shared_attention, trace
+from shoal.trace.isolation.layer_calls import Call
 
 SUMMED = "; its gradient is summed over the ranks once a step"
 
@@ -110,7 +110,7 @@ def split_block(
     parallelism then.
     """
     if split_parameters and opaque:
-        from shoal.trace.opaque import trace_with_opaque  # tp alone
+        from shoal.trace.graph.opaque_parts import trace_with_opaque  # tp alone
 
         traced = trace_with_opaque(block, args, kwargs)
     else:
@@ -120,7 +120,7 @@ def split_block(
     fixed = None if split_parameters else dict.fromkeys(traced.parameters, WHOLE)
     labelling, whole = _solved(problem, overrides=overrides, fixed=fixed)
     if traced.opaque:
-        from shoal.parallel.spmd.opaque_weights import check_split
+        from shoal.parallel.spmd.labelling.opaque_weights import check_split
 
         check_split(traced.opaque, labelling.parameters)
     if attention is not None and not _all_shared(labelling):
@@ -151,7 +151,7 @@ def again(
     masks = split.sequence_dim is not None and not split.parameters
     shared = split.attention is not None
     if split.opaque:
-        from shoal.trace.opaque import trace_with_opaque
+        from shoal.trace.graph.opaque_parts import trace_with_opaque
 
         traced = trace_with_opaque(block, args, kwargs, split.shapes, split.opaque)
     else:
@@ -173,7 +173,9 @@ def _labelled_again(
     """
     problem = Problem(traced, RULES, split.degree, sequence_dim, shares=shares)
     if split.labelling is not None:
-        from shoal.parallel.spmd.analogy import carried_over  # asked of split sequences only
+        from shoal.parallel.spmd.labelling.analogy import (
+            carried_over,  # asked of split sequences only
+        )
 
         if alike := carried_over(split.labelling, problem):
             return alike
@@ -215,7 +217,7 @@ def _solved(
         try:
             if fixed is not None:
                 return Labelling(problem, {}, fixed, lazy), {}
-            from shoal.parallel.spmd.solve import solve  # cp has nothing to choose
+            from shoal.parallel.spmd.labelling.solve import solve  # cp has nothing to choose
 
             return solve(problem, overrides)
         finally:

@@ -14,18 +14,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shoal.base.layout import Layout
-from shoal.base.placement import Placement
-from shoal.base.policies import TensorPolicy
-from shoal.parallel.mmap_init import mmap_init
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.policies import TensorPolicy
+from shoal.base.plans.placement import Placement
+from shoal.parallel.build.mmap_init import mmap_init
 from shoal.parallel.program import Program
-from shoal.parallel.spmd.check import checked
-from shoal.parallel.spmd.crossing import Kind
+from shoal.parallel.spmd.block_check import checked
 from shoal.parallel.spmd.model_split import plan_split
-from shoal.parallel.spmd.sequence import SequenceShard
+from shoal.parallel.spmd.sequence_shards import SequenceShard
 from shoal.parallel.spmd.split_block import ModelSplit
+from shoal.parallel.spmd.stage_crossing import Kind
 from shoal.parallel.tensor_parallel.cut_weights import apply_split, cut_of
-from shoal.trace.record import Record
+from shoal.trace.flow.forward_record import Record
 
 
 def apply(program: Program, split: ModelSplit | None) -> Program:

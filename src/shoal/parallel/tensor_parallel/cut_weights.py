@@ -12,14 +12,14 @@ from dataclasses import replace
 from torch import nn
 
 from shoal.base.errors import BugError
-from shoal.base.placement import Cut, even_cut
-from shoal.parallel.mmap_init import keep_part
+from shoal.base.plans.placement import Cut, even_cut
+from shoal.parallel.build.mmap_init import keep_part
 from shoal.parallel.spmd.autograd_collectives import Axis
-from shoal.parallel.spmd.labels import Split, Tiled, grid_place
-from shoal.parallel.spmd.sequence import even_cuts
+from shoal.parallel.spmd.labelling.labels import Split, Tiled, grid_place
+from shoal.parallel.spmd.sequence_shards import even_cuts
 from shoal.parallel.spmd.split_block import ModelSplit
-from shoal.parallel.spmd.stand_in import Programs, SplitForward
-from shoal.trace.stand_in import StandIn
+from shoal.parallel.spmd.split_forward import Programs, SplitForward
+from shoal.trace.isolation.replaced_forward import StandIn
 
 
 def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callable[[], None]]:
@@ -37,7 +37,7 @@ def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callab
         for name in group.names:
             stand_ins.append(SplitForward(name, module.get_submodule(name), programs, axis))
     if split.tables.split:
-        from shoal.parallel.tensor_parallel.vocabulary import install
+        from shoal.parallel.tensor_parallel.vocabulary_parallel import install
 
         stand_ins += install(module, split.tables, axis, split.scattered)
     for name, p in module.named_parameters():

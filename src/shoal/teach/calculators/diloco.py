@@ -16,7 +16,7 @@ Sources: DiLoCo (Douillard et al. 2023); Streaming DiLoCo (Douillard et al. 2025
 from __future__ import annotations
 
 from shoal.base.errors import PlanError
-from shoal.teach.calculators.collectives import ring_all_reduce_s
+from shoal.teach.calculators.collectives_costs import ring_all_reduce_s
 
 OUTER_STATE_BYTES = 8.0
 """Per parameter: the outer momentum and the last round's weights, fp32; they may lie on CPU."""

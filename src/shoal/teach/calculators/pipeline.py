@@ -3,15 +3,15 @@
     share of the ideal   bubble / (m·(F + B + W))            what papers call the bubble fraction
     share of the step    bubble / (m·(F + B + W) + bubble)   what a device stands still
 
-F, B, W: seconds per micro-batch and rank; `planner/bubble.py` has the bubble of each schedule.
-Sources: GPipe (Huang et al. 2019); Megatron (Narayanan et al. 2021), §2.2.
+F, B, W: seconds per micro-batch and rank; `planning/pipeline_bubble.py` has the bubble of each
+schedule. Sources: GPipe (Huang et al. 2019); Megatron (Narayanan et al. 2021), §2.2.
 """
 
 from __future__ import annotations
 
 from shoal.base.errors import PlanError
-from shoal.base.schedules import canonical
-from shoal.planner.bubble import bubble_s
+from shoal.base.layouts.schedule_names import canonical
+from shoal.planning.pipeline_bubble import bubble_s
 
 
 def bubble_of_ideal(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.base.errors import PlanError
-from shoal.teach.calculators.collectives import ring_all_reduce_s
+from shoal.teach.calculators.collectives_costs import ring_all_reduce_s
 
 FOLK_GPUS = (2, 4, 8, 16)
 FOLK_SPEEDUPS = {

@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.base.timeline import Held, Span, Timeline
-from shoal.base.units import bytes_text
+from shoal.base.plans.timeline import Held, Span, Timeline
+from shoal.base.text.units import bytes_text
 
 
 @dataclass(frozen=True)

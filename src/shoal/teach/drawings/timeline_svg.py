@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shoal.base.timeline import Span, Timeline
+from shoal.base.plans.timeline import Span, Timeline
 from shoal.teach.drawings.timeline_rows import (
     Row,
     drawn_spans,

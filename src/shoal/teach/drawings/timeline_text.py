@@ -16,8 +16,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from shoal.base.readable import READABLE
-from shoal.base.timeline import Span, Timeline
+from shoal.base.plans.timeline import Span, Timeline
+from shoal.base.text.terminal_encoding import READABLE
 from shoal.teach.drawings.timeline_rows import (
     CURVE_FILL,
     INK,

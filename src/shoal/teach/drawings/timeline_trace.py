@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.base.timeline import Timeline
+from shoal.base.plans.timeline import Timeline
 from shoal.teach.drawings.timeline_rows import (
     LANES,
     drawn_spans,
@@ -36,7 +36,7 @@ def trace_text(timelines: Sequence[Timeline]) -> str:
 def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """The trace as one object with `traceEvents`, times in µs.
 
-    >>> from shoal.base.timeline import Span
+    >>> from shoal.base.plans.timeline import Span
     >>> made = trace([Timeline("t", 1, (Span(0, 0.5, 2.0, "forward", "3"),))])
     >>> [(e["name"], e["ts"], e["dur"]) for e in made["traceEvents"] if e["ph"] == "X"]
     [('F3', 500000.0, 1500000.0)]

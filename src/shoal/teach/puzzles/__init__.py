@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.base.errors import PlanError, one_of
-from shoal.base.timeline import Timeline
+from shoal.base.plans.timeline import Timeline
 from shoal.teach.costs import PuzzleCosts
 from shoal.teach.engine import Costs, run_ops
 from shoal.teach.puzzles import ours as puzzles_ours
 from shoal.teach.puzzles import reference as puzzles_reference
 from shoal.teach.puzzles.model import Model, Program
-from shoal.teach.puzzles.world import play
+from shoal.teach.puzzles.puzzle_world import play
 
 
 @dataclass(frozen=True)

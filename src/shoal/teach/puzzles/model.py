@@ -11,7 +11,7 @@ nothing can hide from the memory count:
     free              the only way to hold less
 
 Every call becomes operations of the event engine, which times them (PuzzleCosts)
-and samples memory. teach/puzzles/world.py runs the ranks side by side and checks the result.
+and samples memory. teach/puzzles/puzzle_world.py runs the ranks side by side and checks the result.
 
 Sizes are in numbers, hidden 512 and length 256: a weight, its state and its gradient 512 · 512
 (a shard its part), an activation or its gradient 512 · 256 per batch element.

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.base.actions import Action
-from shoal.planner.schedules import make_schedule
+from shoal.base.plans.pipeline_actions import Action
+from shoal.planning.pipeline_schedules import make_schedule
 from shoal.teach.puzzles.model import Model
 
 

@@ -1,7 +1,8 @@
 """Screens about slow links: what DiLoCo sends, and what islands cost by bandwidth and period.
 
 Every function takes options with units in their names and gives a `Screen`; the formulas are in
-`teach/calculators/diloco.py` and `planner/islands.py`. Keys of `[islands]` are those of run.toml.
+`teach/calculators/diloco.py` and `forecast/time/island_costs.py`. Keys of `[islands]` are those of
+run.toml.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.base.errors import PlanError
-from shoal.base.islands import IslandsPolicy
-from shoal.base.units import bytes_text, count_text
-from shoal.planner.codings import CODINGS
-from shoal.planner.families import FAMILIES
-from shoal.planner.islands import IslandsCost, IslandsFacts, islands_cost
-from shoal.planner.islands_choice import (
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.base.text.units import bytes_text, count_text
+from shoal.forecast.models.families import FAMILIES
+from shoal.forecast.models.model_facts import parameters as parameters_of
+from shoal.forecast.models.published_models import published
+from shoal.forecast.models.transformer_costs import model_facts
+from shoal.forecast.search.island_choice import (
     RATES_BYTES_PER_S,
     by_link,
     needed_bytes_per_s,
     smallest_period,
     ways,
 )
-from shoal.planner.model_facts import parameters as parameters_of
-from shoal.planner.published import published
-from shoal.planner.transformer import model_facts
+from shoal.forecast.time.codec_costs import CODINGS
+from shoal.forecast.time.island_costs import IslandsCost, IslandsFacts, islands_cost
 from shoal.teach.calculators import diloco
 from shoal.teach.drawings.plot import Axis, Chart, Series
 from shoal.teach.drawings.screen import Formula, Screen

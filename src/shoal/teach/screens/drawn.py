@@ -1,7 +1,7 @@
 """Screens of drawn runs beside their closed forms: failures with spare nodes, and stragglers.
 
 Every function takes options with units in their names and gives a `Screen`; the drawing is in
-`teach/failures.py` and `teach/calculators/stragglers.py`.
+`teach/failure_timeline.py` and `teach/calculators/stragglers.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.base.errors import PlanError
-from shoal.teach import failures as drawn
+from shoal.teach import failure_timeline as drawn
 from shoal.teach.calculators import stragglers as slow
 from shoal.teach.calculators.goodput import HOUR, best_interval_s
 from shoal.teach.drawings.plot import Axis, Chart, Series

@@ -1,15 +1,15 @@
 """Screens about waiting for other ranks: all-reduces by algorithm, and the bubble of a pipeline.
 
 Every function takes options with units in their names and gives a `Screen`; the formulas are in
-`teach/calculators/` and `planner/bubble.py`.
+`teach/calculators/` and `planning/pipeline_bubble.py`.
 """
 
 from __future__ import annotations
 
 from shoal.base.errors import PlanError
-from shoal.base.schedules import SCHEDULES
-from shoal.base.units import bytes_text
-from shoal.teach.calculators import collectives as costs
+from shoal.base.layouts.schedule_names import SCHEDULES
+from shoal.base.text.units import bytes_text
+from shoal.teach.calculators import collectives_costs as costs
 from shoal.teach.calculators.pipeline import bubble_of_step, least_micro_batches, micro_batches_for
 from shoal.teach.drawings.plot import Axis, Chart, Series
 from shoal.teach.drawings.screen import Formula, Screen

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from shoal.base.errors import PlanError
-from shoal.base.units import bytes_text, count_text, flops_text
-from shoal.planner.servers import Pace, pace
+from shoal.base.text.units import bytes_text, count_text, flops_text
+from shoal.forecast.time.server_costs import Pace, pace
 from shoal.teach.calculators import scaling, utilisation
 from shoal.teach.drawings.plot import Axis, Chart, Series
 from shoal.teach.drawings.screen import Formula, Screen

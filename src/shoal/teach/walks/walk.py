@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal.base.errors import BugError, PlanError
-from shoal.base.timeline import Timeline
+from shoal.base.plans.timeline import Timeline
 
 LOOKS = {
     "own": "its own",

@@ -21,7 +21,7 @@ from shoal.trainer.guards.model_checks import ModelGuard
 from shoal.trainer.guards.optimizer_checks import OptimizerGuard
 from shoal.trainer.guards.optimizer_settings import OptimizerSettingsGuard
 from shoal.trainer.guards.untrained_weights import UntrainedWeightsGuard
-from shoal.trainer.recorder import Recorder
+from shoal.trainer.metrics_recorder import Recorder
 
 if TYPE_CHECKING:
     from shoal.optim.average import WeightAverage
@@ -85,7 +85,7 @@ class RunGuards(Guards):
         if not self.on:
             self.optimizer.state_checked = self.optimizer.movement.done = True
             self.writes.watching = False
-            from shoal.trainer.guards.reports.start import OFF
+            from shoal.trainer.guards.reports.start_report import OFF
 
             notice(OFF)
 

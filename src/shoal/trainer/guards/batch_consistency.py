@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.data.dataset import digest_of
-from shoal.data.step import StepBatch
+from shoal.data.loading.dataset_kind import digest_of
+from shoal.data.loading.step_samples import StepBatch
 from shoal.parallel.program import Program
-from shoal.trainer.contract import batch_length
 from shoal.trainer.guards.guard import Guard
+from shoal.trainer.step.call_contract import batch_length
 
 LOOKS = 3
 """Steps of one's own batches that are compared, at most."""
@@ -66,7 +66,7 @@ class BatchConsistencyGuard(Guard):
         samples = {(one["place"], one["hash"]) for one in told}
         unlike = len(samples) > len({one["place"] for one in told})
         if mixed or unlike or any(one["probe"] != told[0]["probe"] for one in told):
-            from shoal.trainer.guards.reports.batch_consistency import refuse_unlike_data
+            from shoal.trainer.guards.reports.batch_report import refuse_unlike_data
 
             refuse_unlike_data(step, told, self.program.plan.layout.text())
         if loaded:
@@ -106,7 +106,7 @@ class BatchConsistencyGuard(Guard):
         self._alike_bits += min(one["bits"] for one in shares)
         by_chance = not self._alike or self._alike_bits < CHANCE_BITS
         if shares[0]["loaders"] or not by_chance:
-            from shoal.trainer.guards.reports.batch_consistency import refuse_doubled
+            from shoal.trainer.guards.reports.batch_report import refuse_doubled
 
             refuse_doubled(step, shares, by_chance=by_chance)
 
@@ -115,7 +115,7 @@ class BatchConsistencyGuard(Guard):
         brought = sum(one["samples"] for one in shares)
         if not self.batch or brought == self.batch:
             return
-        from shoal.trainer.guards.reports.batch_consistency import size_line
+        from shoal.trainer.guards.reports.batch_report import size_line
 
         may_be = brought < self.batch and brought != self._short
         line = size_line(step, self.batch, shares, may_be=may_be)

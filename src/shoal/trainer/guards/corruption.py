@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.base.placement import Placement
+from shoal.base.plans.placement import Placement
 from shoal.fabric.device import is_accelerator, synchronize
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer.guards.checksums import WEIGHT, Checksums, Key, Look, here
-from shoal.trainer.recorder import Recorder
-from shoal.trainer.step_vector import Group, Invariant, InvariantCheck, StepNumbers
+from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.step.step_vector import Group, Invariant, InvariantCheck, StepNumbers
 
 if TYPE_CHECKING:
     from shoal.optim.average import WeightAverage
@@ -136,7 +136,7 @@ class CorruptionCheck:
         self.every = max(1, math.ceil(every / self.program.world.size))  # ranks look together
         self._next = look.step + self.every
         if changed:
-            from shoal.trainer.guards.reports.corruption import changed_at_rest
+            from shoal.trainer.guards.reports.corruption_report import changed_at_rest
 
             changed_at_rest(self, look, alone=alone)
         if not alone:
@@ -157,7 +157,7 @@ class CorruptionCheck:
         own = [Invariant("changed", len(look.changed), None), *self.invariants()]
         found = InvariantCheck(own, [1.0], self.program.world.gather_json)  # 1: who holds what
         if any(found.by_rank("changed")):
-            from shoal.trainer.guards.reports.corruption import changed_at_rest
+            from shoal.trainer.guards.reports.corruption_report import changed_at_rest
 
             changed_at_rest(self, look)
         self._compare_replicas(look, found)
@@ -236,7 +236,7 @@ class CorruptionCheck:
     def _compare_replicas(self, look: Look, found: InvariantCheck) -> None:
         for number in range(len(self.kinds)):
             if found.differs(f"held alike {number}"):
-                from shoal.trainer.guards.reports.corruption import replicas_differ
+                from shoal.trainer.guards.reports.corruption_report import replicas_differ
 
                 replicas_differ(self, look, number)
 

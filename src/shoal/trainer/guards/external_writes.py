@@ -31,7 +31,7 @@ from shoal.trainer.guards.checksums import (
 from shoal.trainer.guards.corruption import CorruptionCheck
 from shoal.trainer.guards.guard import Guard
 from shoal.trainer.guards.model_checks import layers_of, refuse_unlike
-from shoal.trainer.step_vector import Group, Invariant, StepNumbers
+from shoal.trainer.step.step_vector import Group, Invariant, StepNumbers
 
 if TYPE_CHECKING:  # steps that nobody writes out do without
     from shoal.trainer.guards.gradient_halves import HalfGradients
@@ -125,19 +125,19 @@ class ExternalWriteGuard(Guard):
 
             raise changed_beside()
         if self._closely and (held := self._holders()) != self._held:
-            from shoal.trainer.guards.reports.external_writes import refuse_other_parts
+            from shoal.trainer.guards.reports.writes_report import refuse_other_parts
 
             refuse_other_parts(self._held, held)
         if self._closely and (trains := self._trains()) != self._training:
             self._training = trains
             if self.program.plan.layout.zero == 3:  # else the step's all-reduce finds it
-                from shoal.trainer.guards.reports.external_writes import refuse_other_trained
+                from shoal.trainer.guards.reports.writes_report import refuse_other_trained
 
                 refuse_other_trained(step, trains, self._agreed)
         now = self._of_weights()
         self.weights_written = now != self._weights
         if self.weights_written:
-            from shoal.trainer.guards.reports.external_writes import refuse_other_memory
+            from shoal.trainer.guards.reports.writes_report import refuse_other_memory
 
             refuse_other_memory(self.program, self._weights, now)
         self._uncounted = False
@@ -219,7 +219,7 @@ class ExternalWriteGuard(Guard):
         # What can be nothing but a flipped bit is no mistake of the user's, who would be told one.
         self.drift.agree(numbers, alone=True)
         if numbers.sums("uncounted")[0] or numbers.invariants.differs(*COMPARED):
-            from shoal.trainer.guards.reports.external_writes import refuse_unlike_ranks
+            from shoal.trainer.guards.reports.writes_report import refuse_unlike_ranks
 
             refuse_unlike_ranks(self, step, numbers.invariants, refuse_unlike)
         self.drift.agree(numbers)
@@ -288,7 +288,7 @@ class ExternalWriteGuard(Guard):
 
     def _stepped(self, *_what: object) -> None:
         if self.watching and not self.ours:
-            from shoal.trainer.guards.reports.external_writes import stepped_beside
+            from shoal.trainer.guards.reports.writes_report import stepped_beside
 
             raise stepped_beside()
 

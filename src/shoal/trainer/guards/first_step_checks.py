@@ -28,11 +28,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.base.errors import ConfigError, PlanError
-from shoal.base.policies import CompilePolicy
+from shoal.base.layouts.policies import CompilePolicy
 from shoal.parallel.program import Program
 from shoal.trainer._torch import gradient_hooks, pytree
-from shoal.trainer.contract import IGNORED_TARGET, Loss, is_default, named_parts, split_batch
-from shoal.trainer.step import NO_GRADIENT
+from shoal.trainer.step.call_contract import (
+    IGNORED_TARGET,
+    Loss,
+    is_default,
+    named_parts,
+    split_batch,
+)
+from shoal.trainer.step.optimizer_step import NO_GRADIENT
 
 FEWEST = 8
 """Targets that must all equal their inputs before anything is said."""
@@ -65,7 +71,7 @@ class FirstStepLoss:
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
         if is_default(self.loss) and not isinstance(targets, torch.Tensor):
-            from shoal.trainer.guards.reports.first_step_checks import refuse_form
+            from shoal.trainer.guards.reports.first_step_report import refuse_form
 
             refuse_form(targets)
         if is_default(self.loss) and not isinstance(outputs, torch.Tensor):
@@ -101,7 +107,7 @@ class FirstStepLoss:
             raise ConfigError(NO_GRADIENT)
         self.compared = self.compared and self.copied
         if self.dropped or self.asked or self.together or self.compared:
-            from shoal.trainer.guards.reports.first_step_checks import tell
+            from shoal.trainer.guards.reports.first_step_report import tell
 
             tell(self, notice)
 
@@ -301,7 +307,7 @@ def _refuse_pairs(losses: Any, outputs: Any, targets: Any) -> None:
     shapes = {tuple(outputs.shape), tuple(targets.shape)}
     rows = len(losses) if losses.ndim == 2 else 0
     if rows > 1 and losses.shape[1] == rows and shapes == {(rows,), (rows, 1)}:
-        from shoal.trainer.guards.reports.first_step_checks import refuse_broadcast
+        from shoal.trainer.guards.reports.first_step_report import refuse_broadcast
 
         refuse_broadcast(rows, outputs, targets)
 
@@ -339,7 +345,7 @@ def evaluation_line(module: nn.Module) -> str:
     """What to tell of a model that trains in evaluation mode; "" where nothing depends on it."""
     if module.training or not any(isinstance(part, DRAWS) for part in module.modules()):
         return ""
-    from shoal.trainer.guards.reports.first_step_checks import EVALUATES
+    from shoal.trainer.guards.reports.first_step_report import EVALUATES
 
     return EVALUATES
 

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from shoal.trainer.micro_batch import all_around
-from shoal.trainer.step_vector import Invariant, StepNumbers
+from shoal.trainer.step.micro_batch import all_around
+from shoal.trainer.step.step_vector import Invariant, StepNumbers
 
 
 class Guard:

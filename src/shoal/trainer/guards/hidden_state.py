@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.base.policies import CompilePolicy
+from shoal.base.layouts.policies import CompilePolicy
 from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree

@@ -28,14 +28,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal.base.errors import ConfigError
-from shoal.data.step import StepBatch
+from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
+from shoal.parallel.mutated_weights import refuse_rewritten
 from shoal.parallel.program import Program
-from shoal.parallel.rewritten import refuse_rewritten
 from shoal.trainer._torch import gradient_hooks
 from shoal.trainer.guards.first_step_checks import evaluation_line
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step_vector import StepNumbers
+from shoal.trainer.step.step_vector import StepNumbers
 
 _in_a_run: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -46,7 +46,7 @@ def enter_run(module: nn.Module, program: Program) -> Program:
     Its `state_dict()` is that of the weights that are stepped, wherever they lie.
     """
     if program.parts or program.cuts or any(p.is_meta for p in module.parameters()):
-        from shoal.trainer.whole_state import give_masters
+        from shoal.trainer.full_state_dict import give_masters
 
         program = give_masters(program)
     _in_a_run.add(module)
@@ -63,7 +63,7 @@ def refuse_unready(module: nn.Module) -> None:
         )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter) or hasattr(parameter, "device_mesh") or parameter.is_meta:
-            from shoal.trainer.guards.reports.start import refuse_parameter
+            from shoal.trainer.guards.reports.start_report import refuse_parameter
 
             refuse_parameter(name, parameter)
 
@@ -88,7 +88,7 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
     unlike = world.differing(layers_of(module))
     if unlike is None:
         return
-    from shoal.trainer.guards.reports.start import refuse_layers
+    from shoal.trainer.guards.reports.start_report import refuse_layers
 
     refuse_layers(unlike, world.ranks, step)
 
@@ -111,12 +111,12 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
             continue  # it trains on another rank, with its hook
         divided = layout.zero == 3 or layout.threads > 1 or name in program.cuts
         if divided or not gradient_hooks(here):
-            from shoal.trainer.guards.reports.start import refuse_hook
+            from shoal.trainer.guards.reports.start_report import refuse_hook
 
             refuse_hook(name, layout.text())
     if not names:
         return []
-    from shoal.trainer.guards.reports.start import hooks_line
+    from shoal.trainer.guards.reports.start_report import hooks_line
 
     return [hooks_line(list(names))]
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.base.errors import ConfigError
-from shoal.base.policies import OptimizerPolicy
-from shoal.base.shards import check_savable
-from shoal.optim.state import parameters_held, split_state
+from shoal.base.layouts.policies import OptimizerPolicy
+from shoal.base.plans.tensor_shards import check_savable
+from shoal.optim.named_state import parameters_held, split_state
 from shoal.parallel.program import Program, dtype_of
 from shoal.trainer.guards.guard import Guard
 
@@ -139,7 +139,7 @@ class OptimizerGuard(Guard):
 
 def told() -> Any:
     """Import the words: they are seldom needed."""
-    from shoal.trainer.guards.reports import optimizer
+    from shoal.trainer.guards.reports import optimizer_report as optimizer
 
     return optimizer
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from shoal.fabric import World
-from shoal.optim.state import inner_optimizers
+from shoal.optim.named_state import inner_optimizers
 from shoal.parallel._torch import writes
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step_vector import Group, Invariant, StepNumbers
+from shoal.trainer.step.step_vector import Group, Invariant, StepNumbers
 
 PARAMETERS = ("params", "param_names")
 """Keys of a group that hold this rank's own."""
@@ -167,7 +167,7 @@ class OptimizerSettingsGuard(Guard):
 
     def _refuse(self, step: int) -> None:
         """Raise for the first number that differs; every rank calls it."""
-        from shoal.trainer.guards.reports.optimizer import refuse_unlike_settings
+        from shoal.trainer.guards.reports.optimizer_report import refuse_unlike_settings
 
         told = self.world.gather_json([list(map(list, self._settings())), self._used_values])
         refuse_unlike_settings(step, told, self.stepped, SETTINGS)

@@ -13,7 +13,8 @@ The checksums are compared in the step's all-reduce (`step_vector.py`). Where on
 gather their lists, and name the first difference.
 
 Limits: where the numbers of collectives differ ranks wait for each other, and a watch finds that
-(`launch/watch/unit_calls.py`). Blocks that differ in an evaluation show there, or in the next step
+(`launch/watch/unit_mismatch.py`). Blocks that differ in an evaluation show there, or in the next
+step
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from itertools import zip_longest
 from typing import Any
 
 from shoal.base.errors import ConfigError
-from shoal.base.unlike_ranks import blocks_line
+from shoal.base.text.rank_differences import blocks_line
 from shoal.fabric import World
 from shoal.parallel.unit_log import UnitLog
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step_vector import Group, Invariant, StepNumbers
+from shoal.trainer.step.step_vector import Group, Invariant, StepNumbers
 
 
 class UnitOrderGuard(Guard):

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.policies import CompilePolicy
+from shoal.base.layouts.policies import CompilePolicy
 from shoal.parallel.program import Program
 from shoal.trainer._torch import pytree
 from shoal.trainer.guards.guard import Guard
-from shoal.trainer.step_vector import StepNumbers
+from shoal.trainer.step.step_vector import StepNumbers
 
 NEAR, MOST = 4, 50_000
 """Operations between a layer's output and its weight · nodes of graphs that are walked, at most."""

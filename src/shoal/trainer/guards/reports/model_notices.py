@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.base.plan import Plan
+from shoal.base.plans.plan import Plan
 from shoal.parallel._torch import BatchNorm
-from shoal.trace.blocks import find_blocks
-from shoal.trainer.contract import Loss, is_default
+from shoal.trace.find.blocks import find_blocks
+from shoal.trainer.step.call_contract import Loss, is_default
 
 AUXILIARY = re.compile("aux_loss|z_loss")
 SMALL = 4

@@ -15,7 +15,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from shoal.data.dataset import digest_of, identity_of
+from shoal.data.loading.dataset_kind import digest_of, identity_of
 from shoal.trainer._torch import LoaderIterator, pytree
 
 

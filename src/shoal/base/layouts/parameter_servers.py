@@ -1,0 +1,227 @@
+"""What a parameter server's layout is: which ranks serve, which work, and when the servers step.
+
+The last ranks are servers: each steps a part of every gradient bucket and runs no micro-batch; the
+others are workers, which hold no optimizer state. It is zero1 with shares for some ranks only.
+Or servers hold embedding tables alone (`serves`), and the rest is ddp between the workers.
+
+    synchronous     a step is the sum over all workers: what ddp computes
+    bounded-stale   a step is one worker's gradient; from the moment a worker read the weights to
+                    the moment its gradient is applied, others apply at most `staleness` steps
+    asynchronous    the same without a bound
+
+Source: Li et al. 2014 (parameter server); Ho et al. 2013 (bounded staleness; there in each worker's
+own clock, here in steps of the weights, which is what a stale gradient is late by)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.policies import Policies
+
+SERVES = ("weights", "embeddings")
+"""What servers hold: all weights, or the tables that lookups alone read; or tables by name."""
+UPDATES = ("synchronous", "bounded-stale", "asynchronous")
+"""When servers step, from the strictest on."""
+OTHER_WORDS = {
+    **dict.fromkeys(("sync", "bsp"), "synchronous"),
+    **dict.fromkeys(("bounded", "stale", "ssp"), "bounded-stale"),
+    **dict.fromkeys(("async", "asp", "hogwild"), "asynchronous"),
+}
+"""What others call them."""
+
+
+def free_running(layout: Layout) -> bool:
+    """Whether servers step by one worker's gradient, without waiting for the others'."""
+    return layout.updates not in ("", "synchronous")
+
+
+def workers_of(layout: Layout) -> int:
+    """Count the data-parallel ranks that run micro-batches."""
+    return layout.dp_replicate * layout.dp_shard - layout.servers
+
+
+def spare_ranks(layout: Layout) -> range:
+    """Ranks that the others go on without when they die: workers that no step waits for."""
+    return range(workers_of(layout) if layout.servers and free_running(layout) else 0)
+
+
+def words_of_servers(layout: Layout) -> dict[str, Any]:
+    """Spell a server's layout out as keys of [layout], as `settle.words_of` does."""
+    keys = ("servers", "updates", "staleness", "serves")
+    said = {key: getattr(layout, key) for key in keys if getattr(layout, key)}
+    return {"strategy": "parameter-server", **said}
+
+
+def with_servers(
+    processes: int, servers: int = 0, updates: str = "", staleness: int = 0, serves: str = ""
+) -> Layout:
+    """Make the layout of `processes` ranks of which the last `servers` are parameter servers.
+
+    servers    0: one · updates  "": synchronous
+    staleness  0: twice the workers under bounded-stale
+    serves     "", weights: all; embeddings, or names of tables: those alone
+    Errors     PlanError for too few processes, a word that is none, and a bound that cannot be kept
+
+    >>> with_servers(4).text()
+    'parameter-server (workers = 3, servers = 1)'
+    >>> with_servers(4, 2, "bounded-stale").staleness
+    4
+    >>> with_servers(3, serves="embeddings").text()
+    'parameter-server (workers = 2, servers = 1, serves = embeddings)'
+    """
+    servers = servers or 1
+    if servers < 0:
+        raise PlanError(f"layout.servers = {servers}: at least 1; try: layout.servers=1")
+    if processes <= servers:
+        fewer = f", or layout.servers={processes - 1}" if processes > 1 else ""
+        raise PlanError(
+            f"layout.servers = {servers}: leaves none of {processes} processes to compute "
+            f"gradients; try: launch.processes={servers + 1}{fewer}"
+        )
+    updates = updates or UPDATES[0]
+    if updates not in UPDATES:
+        raise PlanError(one_of("layout.updates", updates, UPDATES, OTHER_WORDS))
+    workers = processes - servers
+    if updates != "bounded-stale" and staleness:
+        raise PlanError(
+            f"layout.staleness = {staleness}: bounds layout.updates=bounded-stale, and {updates} "
+            f"has no such bound; try: layout.updates=bounded-stale"
+        )
+    if updates == "bounded-stale":
+        staleness = staleness or 2 * workers
+        if staleness < workers - 1:
+            raise PlanError(
+                f"layout.staleness = {staleness}: where {workers} workers read the same weights, "
+                f"the last one's gradient lacks the {workers - 1} steps of the others; try: "
+                f"layout.staleness={workers - 1}, or layout.updates=synchronous"
+            )
+    if serves in ("", SERVES[0]):
+        split = Layout(dp_shard=processes, zero=1, servers=servers, updates=updates)
+        return replace(split, staleness=staleness)
+    if updates != UPDATES[0]:
+        raise PlanError(
+            f"layout.updates = {updates}: layout.serves = {serves} leaves the rest of the model to "
+            f"the workers, which step it together; try: layout.updates=synchronous, or "
+            f"layout.serves=weights"
+        )
+    return Layout(dp_replicate=processes, servers=servers, updates=updates, serves=serves)
+
+
+def check_named(strategy: str, degrees: Mapping[str, int], served: Mapping[str, Any]) -> None:
+    """Refuse keys of a server beside another strategy, and degrees beside a server.
+
+    served   those of servers, updates, staleness, serves that the user said
+    Errors   PlanError with the nearest right choice
+    """
+    if strategy != "parameter-server" and any(served.values()):
+        said = {key: value for key, value in served.items() if value}
+        key, value = next(iter(said.items()))
+        without = " ".join(f"layout.{key}={type(value)()}" for key, value in said.items())
+        raise PlanError(
+            f"layout.{key} = {value}: is of layout.strategy=parameter-server, and {strategy} has "
+            f"no servers; try: layout.strategy=parameter-server, or without: {without}"
+        )
+    if strategy == "parameter-server" and degrees:
+        axis, degree = next(iter(degrees.items()))
+        raise PlanError(
+            f"layout.{axis} = {degree}: layout.strategy = parameter-server divides its ranks by "
+            f"layout.servers alone, and each worker computes on the whole model; try: leave "
+            f"layout.{axis} out, or layout.strategy out"
+        )
+
+
+def brings_own(layout: Layout) -> ConfigError:
+    """What to say where each rank brings a batch of its own: a server has no use for one."""
+    return ConfigError(
+        f"run.step: layout {layout.text()} has ranks that run no sample, and each rank brings a "
+        f"batch of its own; try: run.loader(dataset), which deals to the others"
+    )
+
+
+def check_with_servers(plan: Policies, layout: Layout) -> None:
+    """Refuse policies that a parameter server does not carry.
+
+    Errors   PlanError, naming the key and what carries it
+    """
+    named = "layout.strategy = parameter-server does not go with"
+    if plan.compress != "none":
+        raise PlanError(
+            f"layout.compress = {plan.compress}: {named} it: codes are summed between ranks, and "
+            f"servers sum gradients themselves; try: layout.compress=none, or "
+            f"layout.strategy=ddp"
+        )
+    if plan.offload != "none":
+        raise PlanError(
+            f"memory.offload = {plan.offload}: {named} it: optimizer states are on servers "
+            f"already; try: memory.offload=none, or layout.strategy=zero1"
+        )
+    if free_running(layout) and plan.spikes == "rewind":
+        raise PlanError(
+            f"train.spikes = rewind: layout.updates = {layout.updates} has gradients under way, "
+            f"which no rank takes back; try: train.spikes=skip"
+        )
+    if free_running(layout) and plan.compute == "fp16":
+        raise PlanError(
+            f"precision.compute = fp16: layout.updates = {layout.updates} has no step that all "
+            f"ranks share, by which a loss scale is found; try: precision.compute=bf16"
+        )
+
+
+@dataclass
+class Admission:
+    """Decides whose gradient is applied next, so that none is ever staler than the bound.
+
+    A worker that read the weights at step v must be applied at step v + bound at the latest. A
+    gradient is applied now if afterwards all that are under way can still be, one after another
+    and the earliest first; else it waits for theirs. With a bound of workers − 1 or more that is
+    always possible at the start and stays so, and who must be first never waits: no deadlock.
+
+    step      of the weights: so many gradients were applied
+    bound     None: whoever comes first is applied first
+    read_at   by worker under way, the step of the weights that it read · came  those that have
+              brought their gradient, in the order in which they came
+    counts    how many gradients were applied by their staleness
+    """
+
+    bound: int | None
+    step: int = 0
+    read_at: dict[int, int] = field(default_factory=dict)
+    came: list[int] = field(default_factory=list)
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def read(self, worker: int) -> None:
+        """A worker reads the weights and is under way from here on."""
+        self.read_at[worker] = self.step
+
+    def brought(self, worker: int) -> None:
+        """Its gradient is here."""
+        self.came.append(worker)
+
+    def lost(self, worker: int) -> None:
+        """It is gone, and nobody waits for it; what it brought is dropped."""
+        self.read_at.pop(worker, None)
+        self.came = [one for one in self.came if one != worker]
+
+    def next(self) -> int | None:
+        """Return the worker whose gradient is to be applied now; None: wait for another's."""
+        return next((worker for worker in self.came if self._may(worker)), None)
+
+    def applied(self, worker: int) -> int:
+        """Its gradient was applied, or skipped: how many steps its weights lacked."""
+        self.came.remove(worker)
+        staleness = self.step - self.read_at.pop(worker)
+        self.counts[staleness] = self.counts.get(staleness, 0) + 1
+        self.step += 1
+        return staleness
+
+    def _may(self, worker: int) -> bool:
+        if self.bound is None:
+            return True
+        others = sorted(step for one, step in self.read_at.items() if one != worker)
+        turns = range(self.step + 1, self.step + 1 + len(others))
+        return all(turn - step <= self.bound for turn, step in zip(turns, others, strict=True))

@@ -1,0 +1,504 @@
+"""One frozen dataclass per technique: its keys, their legal values and what they refuse.
+
+A key is said once, here. The section of run.toml that inherits a policy has its keys
+(config/sections.py), a `Plan` has all of them, and `shoal.parallelize` takes each by its name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from typing import Any
+
+from shoal.base.errors import ConfigError, PlanError, one_of, short
+from shoal.base.layouts.policy_fields import number, word
+
+PRECISIONS = ("auto", "fp64", "fp32", "bf16", "fp16")
+OTHER_FORMATS = {
+    **{"fp8": "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "half": "fp16"},
+    **{"float16": "fp16", "16-mixed": "fp16", "float32": "fp32", "32": "fp32", "tf32": "fp32"},
+    **{"float64": "fp64", "double": "fp64", "64": "fp64"},
+}
+"""What others call the formats, and the nearest one where there is none (fp8)."""
+OTHER_FORMATS |= {f"torch.{name}": ours for name, ours in OTHER_FORMATS.items()}
+
+COMPILE = ("none", "blocks")
+REDUCTIONS = ("auto", "fp32", "bf16")
+BY_NUMBER = ("int8", "one-bit")
+COMPRESS = ("none", *BY_NUMBER, "powersgd", "topk")
+SPLITS = ("whole", "column", "row")
+SEQUENCE_PARALLEL = ("auto", "on", "off")
+CONTEXT = ("auto", "ring", "ulysses", "gather")
+SCHEDULES = ("cosine", "wsd", "one-cycle", "linear", "constant")
+DRIFT = ("auto", "every", "off")
+SPIKES = ("tell", "skip", "rewind", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPolicy:
+    """Number formats; narrow ones keep fp32 weights and optimizer state, fp64 is for proofs.
+
+    compute      of matrix products: auto (bf16 on GPUs that have it, else fp32), fp64, fp32, bf16,
+                 fp16
+    reduce       of gradients as they travel: auto (as they are kept), fp32, bf16
+    loss_scale   fp16: what the loss is multiplied by; 0: found and adjusted while training
+    """
+
+    compute: str = word(PRECISIONS, OTHER_FORMATS)
+    """auto, fp64, fp32, bf16, fp16: the format of matrix products"""
+    reduce: str = word(REDUCTIONS, OTHER_FORMATS)
+    """auto, fp32, bf16: the format in which gradients travel; auto: as they are kept"""
+    loss_scale: float = number(0.0, least=0)
+    """for fp16: what the loss is multiplied by; 0: found and followed by itself"""
+
+    @property
+    def sums(self) -> str:
+        """The format in which gradients are summed; "" as they are kept, which fp64 always is."""
+        return "" if self.reduce == "auto" or self.compute == "fp64" else self.reduce
+
+    def check_loss_scale(self, name: str, compute: str, fp16: str) -> None:
+        """Errors: ConfigError for a loss scale of a format that needs none.
+
+        name, compute   what the user calls the two keys · fp16  how the format is written there
+        """
+        if self.loss_scale and self.compute != "fp16":
+            raise ConfigError(
+                f"{name} = {self.loss_scale}: only fp16 has a loss scale, {compute} = "
+                f"{self.compute}; try: {compute}={fp16}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePolicy:
+    """What is done to gradients before the optimizer's step, and with the weights after it.
+
+    clip      largest global norm of the mean gradient; 0: gradients stay as they are
+    average   decay of a moving average of the weights, with which runs validate, and which
+              checkpoints keep too; 0: none
+    Bounds are checked by `check_value`, not by the constructor.
+    """
+
+    clip: float = number(0.0, least=0, usual=1.0)
+    """largest global gradient norm; 0 leaves gradients as they are"""
+    average: float = number(0.0, least=0, below=1, usual=0.999)
+    """decay of an average of the weights, with which runs then validate, e.g. 0.999; 0: none"""
+
+
+@dataclass(frozen=True)
+class OptimizerPolicy(UpdatePolicy):
+    """The update rule, its learning-rate schedule, gradient clipping and weight averaging.
+
+    name           adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class
+    lr             peak learning rate · weight_decay  on matrices only
+    betas, momentum   for optimizers that have betas · for sgd
+    clip           largest global gradient norm; 0: gradients stay as they are
+    schedule       cosine, wsd, one-cycle, linear, constant
+    warmup_steps   steps of linear rise; −1: a tenth of the run
+    """
+
+    name: str = "adamw"
+    """adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class"""
+    lr: float = number(1e-3, least=0, usual=1e-3)
+    """peak learning rate"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """for optimizers that have betas"""
+    momentum: float = 0.9
+    """for sgd"""
+    weight_decay: float = number(0.1, least=0, usual=0.1)
+    """on matrices; never on vectors and scalars (norms, biases)"""
+    clip: float = number(1.0, least=0, usual=1.0, kw_only=True)
+    """largest global gradient norm; 0 leaves gradients as they are"""
+    schedule: str = word(SCHEDULES)
+    """cosine, wsd, one-cycle, linear, constant"""
+    warmup_steps: int = number(-1, least=-1)
+    """steps from 0 to lr; −1: a tenth of the run"""
+
+
+RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = ("none", "optimizer", "parameters", "activations")
+OFFLOAD_TO = ("host", "files")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputePolicy:
+    """Which activations the backward pass computes again instead of keeping them.
+
+    recompute   none · selective: all of a block but matrix products · full: all of a block
+    """
+
+    recompute: str = word(RECOMPUTE, {"true": "full", "false": "none"})
+    """none, selective (all but matrix products), full: activations of blocks computed twice"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadPolicy:
+    """What waits elsewhere while unused: none, optimizer, parameters, activations; and where.
+
+    offload_to   host: its memory · files: in TMPDIR, of a run on the CPU: states beyond its memory
+    """
+
+    offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})
+    """none, optimizer, parameters, activations: what waits on the host or in files while unused"""
+    offload_to: str = word(OFFLOAD_TO, {"cpu": "host", "disk": "files", "nvme": "files"})
+    """host: its memory · files: mapped, without names, in TMPDIR; for states beyond the memory"""
+
+    @property
+    def parks_parameters(self) -> bool:
+        """Whether parameters wait elsewhere, and so lie in other memory from step to step."""
+        return self.offload == "parameters"
+
+    @property
+    def states_in_files(self) -> bool:
+        """Whether states may be larger than the memory."""
+        return self.offload_to == "files"
+
+    @property
+    def builds_in_files(self) -> bool:
+        """Whether a model is larger than the memory that builds it."""
+        return self.parks_parameters and self.offload_to == "files"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPolicy(OffloadPolicy, RecomputePolicy):
+    """Memory saved at the cost of time: `recompute` activations, `offload` to the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpPolicy:
+    """What fsdp and hsdp do with a block's gathered weights until its backward pass."""
+
+    reshard: str = word(("yes", "no", "node"), {"true": "yes", "false": "no"})
+    """whether a block's weights are given up after its forward pass; node: to the node's ranks"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeferSyncPolicy:
+    """Whether zero2 and fsdp sum gradients once a step, or (False) at every micro-batch."""
+
+    defer_sync: bool = False
+    """zero2, fsdp: sum gradients once a step instead of per micro-batch; costs a full gradient"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilePolicy:
+    """What torch.compile turns into fused kernels: none, or blocks, every block of the model."""
+
+    compile: str = word(COMPILE, {"true": "blocks", "false": "none"})
+    """none, blocks: fused kernels for every block by torch.compile; the first steps take long"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksPolicy:
+    """Which modules are the model's blocks, by name pattern or class; (): those that repeat."""
+
+    blocks: tuple[str, ...] = ()
+    """the modules that are blocks, by name (layers.*) or class (Layer); empty: what repeats"""
+
+    @property
+    def names_blocks(self) -> bool:
+        """Whether the user says what the blocks are."""
+        return bool(self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopPolicy:
+    """What the training loop draws from, and when it gives up.
+
+    seed         of initial weights, sample order and dropout
+    skip_limit   steps in a row with non-finite numbers, each skipped, after which the run stops
+    trace        steps that are recorded, "FIRST:LAST", both included; "" none
+    drift        how often weights and states are looked at for bits that changed in memory: auto
+                 (a hundredth of a step's time), every (step), off
+    spikes       what becomes of a step whose loss or norm leaps out: tell, skip, rewind, off
+    guards       on; off: no mistake of a loop is looked for, to measure what that costs
+    """
+
+    seed: int = number(0, least=0)
+    """initial weights, sample order, dropout"""
+    skip_limit: int = number(5, least=1, usual=5)
+    """non-finite steps in a row before the run stops"""
+    trace: str = ""
+    """FIRST:LAST, both included: steps of which each rank writes a torch.profiler trace and their
+    memory into the run folder's traces/; empty: none"""
+    drift: str = word(DRIFT, {"true": "auto", "false": "off", "none": "off", "on": "auto"})
+    """auto (costs a hundredth of a step at most), every (step), off: whether bits of weights and
+    optimizer state changed in memory, or differ between ranks that hold the same"""
+    spikes: str = word(SPIKES, {"true": "skip", "false": "off", "none": "off", "warn": "tell"})
+    """tell, skip (no update), rewind (skip; three in a row: to the last checkpoint, without samples
+    since; own loops, islands: skip), off: steps whose loss or norm leaps out of the last 128"""
+    guards: str = word(("on", "off"), {"true": "on", "false": "off", "none": "off"})
+    """on: ranks are compared in every step, and a loop is watched for mistakes that change numbers
+    (weights written on one rank, equal samples on all ranks); off: to measure what that costs"""
+
+    @staticmethod
+    def traced(name: str, text: str) -> tuple[int, int]:
+        """Find (first, last) of a `trace`. Errors: ConfigError with the nearest text.
+
+        >>> LoopPolicy.traced("train.trace", "100:103")
+        (100, 103)
+        """
+        ends = [int(one) for one in str(text).split(":") if one.isdecimal()]
+        if len(ends) == 2 == len(str(text).split(":")) and 1 <= ends[0] <= ends[1]:
+            return ends[0], ends[1]
+        first, last = max(1, min(ends, default=100)), max(1, max(ends, default=103))
+        wanted = "FIRST:LAST, two steps from 1 on, is wanted"
+        raise ConfigError(f"{name} = {text}: {wanted}; try: {name}={first}:{last}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPolicy:
+    """What becomes of samples that a disk, a mount or a connection refuses at every try."""
+
+    unreadable: int = number(16, least=0, usual=16)
+    """samples that a run may leave out, each named, because a disk, mount or connection failed at
+    four tries; 0: the first one ends it, as under tp, cp and pp, where several ranks read each"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallPolicy:
+    """How the model is called on inputs: single, model(inputs), or kwargs, model(**inputs)."""
+
+    call: str = word(("single", "kwargs"), {"args": "single", "dict": "kwargs"})
+    """single: model(inputs) · kwargs: model(**inputs)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepPolicy:
+    """How many complete checkpoints stay on disk, the newest ones, and where they are copied."""
+
+    keep: int = number(2, least=1, usual=2)
+    """newest complete checkpoints that stay on disk"""
+    remote: str = ""
+    """address of a folder for this run alone (s3://bucket/run, by fsspec): checkpoints are copied
+    there beside training, and a start in a folder that has none goes on from there"""
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy(KeepPolicy):
+    """When the run's state is written, how many checkpoints stay (`keep`), where else (`remote`).
+
+    every   steps between checkpoints; 0: five over the run, and the last step always
+    """
+
+    every: int = number(0, least=0)
+    """steps between checkpoints; 0: five over the run, and the last step always"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressPolicy:
+    """What gradients travel as: none, int8, one-bit:STEPS, powersgd:RANK, topk:SHARE."""
+
+    compress: str = "none"
+    """what gradients travel as: none; int8, one-bit:STEPS (ddp, zero1, zero2, fsdp; the first STEPS
+    in int8, default a third of the run's); powersgd:RANK, topk:SHARE (ddp)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPolicy:
+    """How layers are split over the ranks of tp and cp; its keys stand in [layout].
+
+    strict              refuse a model of which tp would leave a part whole; False: name that part
+    sequence_parallel   auto, on, off: under tp, ranks hold a part of the sequence between layers
+    split               PATTERN=WORD texts: names of parameters, and whole, column or row
+    context             auto, ring, ulysses, gather: how attention is computed under cp
+    """
+
+    strict: bool = False
+    """refuse a model of which tp would leave a part whole, instead of naming that part"""
+    sequence_parallel: str = word(SEQUENCE_PARALLEL)
+    """auto, on, off: under tp, ranks hold a part of the sequence between split layers"""
+    split: tuple[str, ...] = ()
+    """for tp, PATTERN=whole, =column or =row: parameter names, and how their weights are cut"""
+    context: str = word(CONTEXT)
+    """auto, ring, ulysses, gather: how attention is computed under cp"""
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """What the user said of parameters: pattern of names → whole, column or row.
+
+        Errors: ConfigError with the nearest right spelling.
+
+        >>> TensorPolicy(split=("*.q.weight=column", "head.*=whole")).overrides
+        {'*.q.weight': 'column', 'head.*': 'whole'}
+        """
+        found: dict[str, str] = {}
+        for text in self.split:
+            pattern, equals, word = (part.strip() for part in text.rpartition("="))
+            if not (pattern and equals):
+                raise ConfigError(
+                    f"layout.split = {short(text)}: is written PATTERN=WORD; try: "
+                    f"layout.split={short(text.strip('='))}=column"
+                )
+            if word not in SPLITS:
+                raise ConfigError(one_of(f"layout.split: {pattern}", word, SPLITS))
+            if found.setdefault(pattern, word) != word:
+                raise ConfigError(
+                    f"layout.split: {pattern} is both {found[pattern]} and {word}; try: "
+                    f"layout.split={pattern}={word}"
+                )
+        return found
+
+    def check_split(self, tp: int | None = None, cp: int | None = None) -> None:
+        """Errors: ConfigError for a word outside the vocabulary, or with nothing to split.
+
+        tp, cp   degrees, where they are known
+        """
+        if self.context not in CONTEXT:
+            raise ConfigError(one_of("layout.context", self.context, CONTEXT))
+        if self.context != "auto" and cp == 1:
+            raise ConfigError(
+                f"layout.context = {self.context}: says how attention is computed over layout.cp, "
+                f"which is 1; try: layout.cp=2, or layout.context=auto"
+            )
+        if self.sequence_parallel not in SEQUENCE_PARALLEL:
+            raise ConfigError(
+                one_of("layout.sequence_parallel", self.sequence_parallel, SEQUENCE_PARALLEL)
+            )
+        if self.overrides and tp == 1:
+            raise ConfigError(
+                f"layout.split = {self.split[0]}: says how layers are split over layout.tp, which "
+                f"is 1; try: layout.tp=2, or leave layout.split out"
+            )
+        if self.sequence_parallel == "on" and tp == 1:
+            raise ConfigError(
+                "layout.sequence_parallel = on: splits the sequence over layout.tp, which is 1; "
+                "try: layout.tp=2, or layout.sequence_parallel=auto"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies(
+    PrecisionPolicy,
+    UpdatePolicy,
+    MemoryPolicy,
+    FsdpPolicy,
+    DeferSyncPolicy,
+    CompilePolicy,
+    CompressPolicy,
+    TensorPolicy,
+    BlocksPolicy,
+    LoopPolicy,
+    ReadPolicy,
+    CallPolicy,
+    KeepPolicy,
+):
+    """Every technique's keys in one object, by their names in run.toml; a `Plan` inherits them."""
+
+    def asks(self, policy: type) -> bool:
+        """Whether a key of a policy has another value than its default.
+
+        >>> Policies(recompute="full").asks(RecomputePolicy), Policies().asks(RecomputePolicy)
+        (True, False)
+        """
+        return any(getattr(self, key.name) != key.default for key in fields(policy))
+
+
+POLICIES: Mapping[str, Field[Any]] = {key.name: key for key in fields(Policies)}
+"""Every key of every policy, with its declaration."""
+
+
+MOST = 2**30
+"""No count of samples, tokens, steps or processes in a run is larger."""
+
+MOST_SEED = 2**63 - 1
+"""What torch's generators take."""
+
+
+def with_lists(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a mapping of policies' keys, lists as tuples, a lone text too; KeyError for other names.
+
+    >>> with_lists({"split": "*.q=row", "blocks": ["Block"], "clip": 1.0})
+    {'split': ('*.q=row',), 'blocks': ('Block',), 'clip': 1.0}
+    """
+    lists = {key for key in words if isinstance(POLICIES[key].default, tuple)}
+    return {
+        key: ((value,) if isinstance(value, str) else tuple(value)) if key in lists else value
+        for key, value in words.items()
+    }
+
+
+def check_value(name: str, key: Field[Any], value: Any) -> None:
+    """Refuse a value that a key's declaration (`word`, `number`) does not allow.
+
+    Numbers must also be finite, whole ones at most 2^30, a seed 2^63 − 1. Words of `others` are
+    refused like any, and choose which word is proposed. A key declared otherwise passes.
+    name     of the key as the user wrote it
+    Errors   ConfigError with the nearest word, or the declared `usual` number
+
+    >>> declared = Policies.__dataclass_fields__
+    >>> check_value("memory.recompute", declared["recompute"], "ful")
+    Traceback (most recent call last):
+    shoal.base.errors.ConfigError: memory.recompute = ful: not one of none, selective, full; \
+try: full
+    """
+    said = key.metadata
+    if key.name == "trace" and value:
+        LoopPolicy.traced(name, value)
+    if "legal" in said:
+        if value not in said["legal"]:
+            raise ConfigError(one_of(name, value, said["legal"], said["others"]))
+        return
+    if "least" not in said:
+        return
+    low, below, near = said["least"], said["below"], said["usual"]
+    if not value >= low:
+        raise ConfigError(f"{name} = {value}: at least {low} is wanted; try: {name}={near}")
+    if not value < below:
+        wanted = "a finite number" if below == math.inf else f"less than {below}"
+        raise ConfigError(f"{name} = {value}: {wanted} is wanted; try: {name}={near}")
+    if key.name == "seed":
+        if value > MOST_SEED:
+            raise ConfigError(f"{name} = {value}: more than 2^63 − 1; try: {name}={near}")
+    elif isinstance(value, int) and value > MOST:
+        raise ConfigError(
+            f"{name} = {value}: more than {MOST} is no number that a run could have; try: "
+            f"{name}={near}"
+        )
+
+
+def check_compile(policy: str, recompute: str) -> None:
+    """Refuse an unknown `train.compile`, or blocks beside `memory.recompute` = selective.
+
+    Errors: ConfigError with the nearest policy; PlanError with the nearest recompute
+    """
+    if policy not in COMPILE:
+        raise ConfigError(one_of("train.compile", policy, COMPILE))
+    if policy != "none" and recompute == "selective":
+        raise PlanError(
+            "train.compile = blocks: memory.recompute = selective looks at single operations, "
+            "which a compiled block no longer has; try: memory.recompute=full"
+        )
+
+
+WHOLE_STEPS = {
+    "lamb": "scales a parameter's step by norms of all of it",
+    "muon": "turns whole matrices",
+    "adafactor": "keeps sums of whole rows and columns",
+}
+"""Optimizers by name whose step is not element-wise; `optim/elementwise_probe.py` finds others."""
+
+
+def check_whole_steps(name: str, strategy: str, tp: int, ep: int) -> None:
+    """Refuse lamb, muon and adafactor where a layout cuts parameters, before anything starts.
+
+    name       any other optimizer passes; `optim/elementwise_probe.py` tries it once the run is
+               built
+    strategy   `LayoutSection.named()` · tp, ep  degrees; 0 where they are not given
+    Errors     PlanError with the nearest layout
+    """
+    why = WHOLE_STEPS.get(name.lower())
+    if why is None:
+        return
+    if strategy in ("zero3", "fsdp", "hsdp"):
+        what, nearest = f"layout.strategy = {strategy}: cuts every parameter by rows", "zero2"
+    elif tp > 1 or strategy == "tp":
+        what, nearest = f"layout.tp{f' = {tp}' * (tp > 1)}: cuts weights inside", "zero2"
+    elif ep > 1 or strategy == "ep":
+        what, nearest = f"layout.ep{f' = {ep}' * (ep > 1)}: cuts stacks of experts by rows", "ddp"
+    else:
+        return
+    raise PlanError(
+        f"{what}, and optimizer.name = {name} {why}; try: layout.strategy={nearest}, or "
+        f"optimizer.name=adamw"
+    )

@@ -1,0 +1,146 @@
+"""What a strategy's name means on so many processes: its degrees, its stage, its schedule.
+
+A name is refused with the nearest legal choice where it cannot be, or where what is given beside it
+says something else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shoal.base.errors import PlanError, one_of
+from shoal.base.layouts.layout import PIPELINES, PLANNED, STAGES, STRATEGIES, Layout
+from shoal.base.layouts.schedule_names import canonical, settle_schedule
+
+
+def expand(
+    strategy: str,
+    processes: int,
+    *,
+    threads: int = 0,
+    zero: int | None = None,
+    schedule: str = "",
+    chunks: int = 0,
+    **served: Any,
+) -> Layout:
+    """Make the layout that a strategy's name, not "auto", means on `processes` processes.
+
+    threads   replicas of `dp`; 0: two · zero  given beside the name, must be the name's own stage
+    schedule, chunks   of a pipeline, given beside the name; "", 0: by the name
+    served    servers, updates, staleness, serves of parameter-server, by `with_servers`
+    Errors    PlanError for an unknown name, one that is not built yet, an impossible size, or what
+              is given beside the name and contradicts it. On one process others give all degrees 1
+
+    >>> expand("ddp", 4).dp_replicate, expand("zero2", 4).zero, expand("hsdp", 4).dp_shard
+    (4, 2, 2)
+    >>> expand("afab", 4).text(), expand("3d", 8).text()  # doctest: +NORMALIZE_WHITESPACE
+    ('pp (pp = 4, schedule = gpipe)',
+     '3d (pp = 2, dp_replicate = 2, tp = 2, schedule = 1f1b)')
+    """
+    if strategy not in STRATEGIES:
+        from shoal.base.layouts.island_options import METHODS
+
+        if strategy in METHODS:
+            raise PlanError(
+                f"layout.strategy = {strategy}: is between islands, not inside one; try: "
+                f"islands.method={strategy} islands.count=2"
+            )
+    if strategy in PLANNED:
+        raise PlanError(
+            f"layout.strategy = {strategy}: not built in this version, which has "
+            f"{', '.join(STRATEGIES)}; try: layout.strategy=ddp"
+        )
+    if strategy not in STRATEGIES:
+        raise PlanError(one_of("layout.strategy", strategy, ["auto", *STRATEGIES]))
+    _check_beside(strategy, threads, zero)
+    if strategy == "parameter-server" and (processes > 1 or any(served.values())):
+        from shoal.base.layouts.parameter_servers import with_servers
+
+        settle_schedule(schedule, chunks, 1)  # refuses a schedule
+        return with_servers(processes, **served)
+    if strategy in ("single", "dp"):
+        settle_schedule(schedule, chunks, 1)  # refuses a schedule
+        return _one_process(strategy, processes, threads)
+    if strategy in PIPELINES and strategy != "pp":
+        schedule = _same_schedule(strategy, schedule)
+    if processes == 1:
+        if strategy not in (*PIPELINES, "3d"):
+            settle_schedule(schedule, chunks, 1)  # as on several
+        return Layout()
+    layout = _of_several(strategy, processes)
+    schedule, chunks = settle_schedule(schedule, chunks, layout.pp)
+    return replace(layout, schedule=schedule, chunks=chunks)
+
+
+def _check_beside(strategy: str, threads: int, zero: int | None) -> None:
+    """Errors: PlanError for a stage or for threads that the name does not have."""
+    stage = STAGES.get(strategy, 0)
+    if zero and strategy in ("tp", "cp", "3d", *PIPELINES):
+        axis = {"tp": "tp", "cp": "cp", "3d": "tp=2 layout.pp"}.get(strategy, "pp")
+        raise PlanError(
+            f"layout.zero = {zero}: splits over layout.dp_shard, of which layout.strategy = "
+            f"{strategy} has none; try: degrees, layout.{axis}=2 layout.dp_shard=2 "
+            f"layout.zero={zero}"
+        )
+    if zero is not None and zero != stage:
+        names = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
+        raise PlanError(
+            f"layout.zero = {zero}: layout.strategy = {strategy} is stage {stage}; try: "
+            f"layout.strategy={names.get(zero, 'zero1')}, or leave layout.zero out"
+        )
+    if threads and strategy != "dp":
+        raise PlanError(
+            f"layout.threads = {threads}: only layout.strategy=dp runs replicas in threads, "
+            f"{strategy} has processes; try: launch.processes={threads}"
+        )
+
+
+def _same_schedule(strategy: str, schedule: str) -> str:
+    """The schedule that a strategy is named after."""
+    own = canonical(strategy)
+    if schedule and canonical(schedule) != own:
+        raise PlanError(
+            f"layout.schedule = {schedule}: layout.strategy = {strategy} names another; try: "
+            f"layout.strategy={schedule}, or leave layout.schedule out"
+        )
+    return own
+
+
+def _of_several(strategy: str, processes: int) -> Layout:
+    """Degrees on at least two processes."""
+    if strategy == "ddp":
+        return Layout(dp_replicate=processes)
+    if strategy == "ep":
+        return Layout(dp_replicate=processes, ep=processes)
+    if strategy in ("tp", "cp"):
+        return Layout.of({strategy: processes})
+    if strategy in PIPELINES:
+        return Layout(pp=processes)
+    if strategy == "3d":
+        if processes % 4:
+            raise PlanError(
+                f"layout.strategy = 3d: is tp 2 × pp 2 × data-parallel ranks, got "
+                f"launch.processes = {processes}; try: "
+                f"launch.processes={max(4, processes // 4 * 4)}, or degrees: layout.tp, layout.pp, "
+                f"layout.dp_replicate"
+            )
+        return Layout(tp=2, pp=2, dp_replicate=processes // 4)
+    if strategy != "hsdp":
+        return Layout(dp_shard=processes, zero=STAGES[strategy])
+    if processes % 2 or processes < 4:
+        raise PlanError(
+            f"layout.strategy = hsdp: is at least 2 × 2 processes, got launch.processes = "
+            f"{processes}; try: launch.processes={max(4, processes // 4 * 4)}, or "
+            f"layout.strategy=fsdp"
+        )
+    return Layout(dp_replicate=2, dp_shard=processes // 2, zero=3)
+
+
+def _one_process(strategy: str, processes: int, threads: int) -> Layout:
+    if processes != 1:
+        raise PlanError(
+            f"layout.strategy = {strategy}: is one process, got launch.processes = {processes}; "
+            f"try: launch.processes=1, or layout.strategy=ddp"
+        )
+    return Layout(threads=threads or 2) if strategy == "dp" else Layout()

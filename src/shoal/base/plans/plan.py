@@ -1,0 +1,116 @@
+"""The plan is the program: what a run will do, as data that can be saved, compared and executed.
+
+run.toml, the command line and `shoal.parallelize` make it, the planner ranks it, the proof and the
+trainer execute it, and plan.json is it. It holds the layout, the portions of a batch, every policy
+and the gradient buckets; two runs with equal plans send the same bytes in the same order, which is
+what makes a resume on the same layout exact to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.policies import POLICIES, Policies, with_lists
+from shoal.base.plans.placement import Placement, rows_of_records
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A gradient bucket: the parameters, by name, whose gradients lie in one flat buffer, in order.
+
+    elements   of the buffer, padding included · dtype  of the gradients and of their sum
+    compute    type of the copies that forward passes read; "" where they read the weights
+    cuts       where each rank's share begins and ends under zero1 and zero2, ranks + 1 of them; ()
+               elsewhere
+    """
+
+    names: tuple[str, ...]
+    elements: int
+    dtype: str
+    element_bytes: int
+    cuts: tuple[int, ...] = ()
+    compute: str = ""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the buffer."""
+        return self.elements * self.element_bytes
+
+
+@dataclass(frozen=True)
+class Plan(Policies):
+    """One run's program, as data: its layout, and every policy's key by its name in run.toml.
+
+    layout        degrees of every axis
+    batch         samples per optimizer step, all ranks · micro_batch  samples per forward pass on
+                  one data rank; 0 in a plan that is not settled: defaults of `shoal.parallelize`
+    accumulate    micro-batches per data rank in a full step; 0: derived
+    why           one line: which rule chose the layout and what else was possible
+    parameters    trainable elements
+    placements    who holds, sums and steps what: a row per parameter and buffer of the model, and
+    buckets       gradient buffers, in sending order; both are made at the start of a run
+    """
+
+    layout: Layout
+    batch: int = 0
+    micro_batch: int = 0
+    accumulate: int = 0
+    why: str = ""
+    parameters: int = 0
+    placements: tuple[Placement, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+
+    @property
+    def sums_parts_each_pass(self) -> bool:
+        """Tell whether a pass ends with sums of its gradients' parts, as under zero 2."""
+        return self.layout.zero == 2 and not self.defer_sync
+
+    def arithmetic(self) -> str:
+        """The batch equation with this run's numbers.
+
+        >>> Plan(Layout(dp_replicate=2), 16, 4, 2).arithmetic()
+        '2 ranks × 2 micro-batches × 4 samples = 16 samples per step'
+        """
+        ranks = self.layout.data_degree
+        return (
+            f"{ranks} rank{'s' if ranks > 1 else ''} × {self.accumulate} micro-batch"
+            f"{'es' if self.accumulate > 1 else ''} × {self.micro_batch} samples = "
+            f"{self.batch} samples per step"
+        )
+
+    def to_json(self, beside: Mapping[str, Any] | None = None) -> str:
+        """Write the plan as indented JSON; `from_json` gives it back equal.
+
+        beside   what the file also tells its readers of the run; of one name, the plan's key wins
+
+        >>> json.loads(Plan(Layout(), 8).to_json({"batch": 4, "steps": 3}))["batch"]
+        8
+        """
+        record = {**asdict(self), "strategy": self.layout.strategy}
+        further = {key: value for key, value in (beside or {}).items() if key not in record}
+        return json.dumps({**record, **further}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what `to_json` wrote; what stands beside the plan is passed over.
+
+        Errors: ValueError, KeyError, TypeError for a text that is no plan
+
+        >>> plan = Plan(Layout(), 4, 4, 1, split=("*=row",), buckets=(Bucket(("w",), 3, "f", 4),))
+        >>> Plan.from_json(plan.to_json({"steps": 3})) == plan
+        True
+        """
+        record: dict[str, Any] = json.loads(text)
+        found = {key.name: record[key.name] for key in fields(Plan) if key.name in record}
+        found["layout"] = Layout(**found["layout"])
+        found |= with_lists({key: found[key] for key in POLICIES if key in found})
+        found["placements"] = rows_of_records(found.get("placements", ()))
+        found["buckets"] = tuple(
+            Bucket(**{**b, "names": tuple(b["names"]), "cuts": tuple(b["cuts"])})
+            for b in found.get("buckets", ())
+        )
+        return Plan(**found)

@@ -1,0 +1,113 @@
+"""With what a run computes besides its settings: versions, and source files of the user's own.
+
+A checkpoint keeps them, so that a resume can say what has changed since. Neither torch nor the
+user's modules are imported for that: `shoal train --resume` compares before it starts anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+LIBRARIES = ("torch", "numpy", "shoal")
+"""Always told; of the others those that were loaded."""
+IF_LOADED = ("transformers", "peft", "datasets", "tokenizers", "webdataset", "torchvision", "timm")
+
+Code = dict[str, list[str]]
+"""Module → [path, from the working folder if it lies in it; digest of what it says]."""
+
+_TOKENS = re.compile(
+    rb'("""[\s\S]*?"""|\'\'\'[\s\S]*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')'
+    rb"|^[ \t]*(?:#[^\n]*)?\r?\n|[ \t]*(?:#[^\n]*)?(?=\r?\n)",
+    re.MULTILINE,
+)
+"""Texts, which stay as they are; or a comment, an empty line, blanks at a line's end."""
+
+
+def versions(then: Iterable[str] = ()) -> dict[str, str]:
+    """Find the versions of Python and of the libraries that count here, by name.
+
+    then   further names: those that a checkpoint tells, whether they are loaded now or not
+    """
+    found = {"python": platform.python_version()}
+    loaded = [name for name in IF_LOADED if name in sys.modules]
+    for name in dict.fromkeys((*LIBRARIES, *loaded, *then)):
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if name != "python" and (version := version or _installed(name)):
+            found[name] = str(version)
+    return found
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return ""
+
+
+def user_code() -> Code:
+    """Find the loaded modules that belong to the user: no library's, Python's or Shoal's.
+
+    Gives   the file and digest of each; the script itself is `__main__`
+    """
+    here = Path(__file__).resolve().parents[2]
+    theirs = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")]
+    outside = tuple(f"{os.path.realpath(path)}{os.sep}" for path in (*theirs, str(here)))
+    found: Code = {}
+    known: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        path = _resolve(file, known)
+        if path.startswith(outside) or "site-packages" in path or "dist-packages" in path:
+            continue
+        if digest := source_digest(Path(path)):
+            inside = os.path.relpath(path)
+            found[name] = [path if inside.startswith("..") else inside, digest]
+    return found
+
+
+def _resolve(path: str, known: dict[str, str]) -> str:
+    """Return `os.path.realpath(path)`, asking the system once about each folder on the way.
+
+    Args:
+        path: of one of some two thousand modules, which lie in three hundred folders.
+        known: path → its real path, of folders that were resolved before.
+    """
+    folder, name = os.path.split(path)
+    if name in ("", ".", "..") or os.path.islink(path):
+        return os.path.realpath(path)
+    if folder not in known:
+        known[folder] = _resolve(folder, known)
+    return os.path.join(known[folder], name)
+
+
+def source_digest(path: Path) -> str:
+    """Hash what a source file says: comments and empty lines do not count. "" if unreadable."""
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return ""
+    said = _TOKENS.sub(lambda found: found[1] or b"", text)
+    return hashlib.blake2b(said, digest_size=12).hexdigest()
+
+
+def changed_code(then: Mapping[str, list[str]], now: Mapping[str, list[str]] | None) -> list[str]:
+    """List the files that say something else than they did; modules of one time only do not count.
+
+    then   what a checkpoint tells · now  `user_code()`; None: the files are read where they were
+    """
+    changed = []
+    for name, (path, digest) in then.items():
+        known = now.get(name) if now is not None else [path, source_digest(Path(path))]
+        if known is not None and known[1] not in ("", digest):
+            changed.append(known[0])
+    return sorted(set(changed))

@@ -1,0 +1,115 @@
+"""What happened in a run, as JSON lines that anyone can read later without torch.
+
+Anything may emit an event; only `view` reads them. One event is one line in `events.jsonl`:
+`{"time_s": …, "event": "worker_started", "rank": 0, "step": null, "pid": 4711}`. Several processes
+append to one file: each line goes out in a single `write` on a descriptor opened with O_APPEND, so
+lines never mix on a local file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.base.runlog.folder_owner import FolderOwner
+
+EVENTS = {
+    "run_started": "a run begins or resumes: the plan, the attempt, the machine",
+    "worker_started": "a worker process is up: rank, pid",
+    "worker_died": "a worker process ended: rank, pid, how, its last traceback",
+    "hang": "all ranks stand still for one: rank, host, phase, why, collective, waited_s, stacks",
+    "slow_rank": "all wait for one rank: rank, host, phase, extra_s and share of a step",
+    "collectives_differ": "ranks make other collectives, so sums are wrong: rank, step, text",
+    "worker_left_out": "a worker of servers that do not wait is gone: rank, left, samples, why",
+    "staleness": "steps that weights lacked when gradients were applied: bound, largest, counts",
+    "restarting": "all workers start again: attempt, of, saved (step of the last checkpoint)",
+    "compute_started": "the first step is about to run: dtypes, kernels, parameters",
+    "checkpoint_saved": "a checkpoint is complete on disk: folder, bytes, seconds",
+    "checkpoint_failed": "a save did not complete; the older ones are as they were: reason",
+    "checkpoint_damaged": "a checkpoint failed verification: file, tensor, reason",
+    "resumed": "state was restored: folder, step, position, what differs from then",
+    "step_skipped": "non-finite numbers: rank, micro-batches, samples; the weights did not move",
+    "sample_left_out": "a disk or a connection refused it: rank, sample, epoch, position, error",
+    "drift": "bits changed in memory, or differ over replicas: ranks, tensor, of (which), text",
+    "spike": "loss or gradient norm leapt out, the update was made: reason, samples by rank",
+    "rewound": "back to a checkpoint: to (its step), left_out (samples of the stream), reason",
+    "loss_scale_lowered": "fp16 overflowed, the weights did not move: ranks, the new scale",
+    "validated": "validation loss: value, targets counted",
+    "stop_requested": "a signal asked the run to save and stop: which, rank, steps made, step_s",
+    "memory_peaks": "the most memory that each rank held until its run ended: bytes by rank",
+    "run_finished": "the run ended: how, steps",
+    "islands_met": "an island joined the others: count, at, encrypted (never)",
+    "round_committed": "islands merged: round, who, tokens, bytes, seconds, digest",
+    "round_discarded": "a merge did not happen, on no island: round, why",
+    "island_refused": "a change did not count: island, why",
+    "island_lost": "others are silent and this island stops: islands, after_s, round",
+    "notice": "one line for the user, also shown in the terminal: text",
+}
+"""Every event by name, with what it says; `emit` refuses others so that no reader is surprised."""
+
+Emit = Callable[..., None]
+"""`emit(event, step=…, **fields)`: how a room reports; rooms receive it as an argument."""
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append an object as one line of JSON, by a single `write` with O_APPEND.
+
+    So lines of several processes do not mix. The file is made where there is none; a value that is
+    not JSON is written as its `str`.
+    Errors   OSError, also where the disk took a part of the line, which is then taken back
+    """
+    line = json.dumps(record, separators=(",", ":"), default=str) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        data = line.encode()
+        written = os.write(descriptor, data)
+        if written < len(data):  # half a line would spoil the next one too
+            end = os.lseek(descriptor, 0, os.SEEK_CUR)
+            if os.fstat(descriptor).st_size == end:
+                os.ftruncate(descriptor, end - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
+
+
+class EventLog:
+    """The events of one process: `EventLog(path, rank)` appends them to `path`, events.jsonl.
+
+    path        None: nothing is written · rank  None for the supervisor
+    owner       keeps lines out of a folder that another run's lies in the place of
+    emit        (event, *, step=None, **fields) writes one line now; KeyError for a name that is
+                not in EVENTS. A line that the disk refuses is dropped and counted in `dropped`: a
+                full disk must not kill training
+    listeners   functions that `emit` calls with every record, written or not
+    """
+
+    def __init__(self, path: Path | None, rank: int | None) -> None:
+        self.path = path
+        self.owner: FolderOwner | None = None
+        if path is not None:
+            from shoal.base.runlog.folder_owner import FolderOwner  # many runs have no folder
+
+            self.owner = FolderOwner(path.parent)
+        self.rank = rank
+        self.dropped = 0
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+
+    def emit(self, event: str, *, step: int | None = None, **fields: Any) -> None:
+        """Record `event` now; `fields` are JSON values. Errors: KeyError for an unknown name."""
+        if event not in EVENTS:
+            raise KeyError(f"unknown event {event}")
+        rank = fields.pop("rank", self.rank)
+        record = {"time_s": time.time(), "event": event, "rank": rank, "step": step, **fields}
+        if self.path is not None and self.owner is not None:
+            try:
+                append_line(self.owner.place() / self.path.name, record)
+            except OSError:
+                self.dropped += 1
+        for listen in self.listeners:
+            listen(record)

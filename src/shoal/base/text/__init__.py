@@ -1,0 +1,1 @@
+"""Text for people: units, user frames, terminal encodings, sentences for events."""

@@ -1,0 +1,299 @@
+"""Events as sentences: which of them a person is told of during a run, and in which words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from shoal.base.runlog.damaged_lines import Record
+from shoal.base.text.units import bytes_text, count_text, seconds_text
+
+SHOWN_RUNS = 6
+LONG_STEP_S = 5.0
+DAMAGED = (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError)
+"""What it raises to make text of a record whose fields are not what they should be."""
+
+
+def event_text(event: Record) -> str | None:
+    """What to tell about an event, or None if it is for the log only.
+
+    >>> event_text({"event": "restarting", "attempt": 1, "of": 3})
+    'restart 1 of 3, from the beginning: nothing was saved yet'
+    >>> event_text({"event": "worker_started", "rank": 0, "pid": 4711}) is None
+    True
+    """
+    tell = SENTENCES.get(str(event.get("event")))
+    if tell is None:
+        return None
+    try:
+        return printable(tell(event))
+    except DAMAGED:
+        return f"{event.get('event')}: its line in events.jsonl is damaged"
+
+
+def printable(text: str) -> str:
+    """Text that cannot move the cursor or change colours: a model may have written it.
+
+    >>> printable("a\\x1b[31mb\\tc")
+    'a·[31mb c'
+    """
+    kept = text.rstrip().expandtabs(4)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in kept)
+
+
+def died_text(event: Record) -> str:
+    """Who died and how, in one line.
+
+    >>> died_text({"rank": 1, "pid": 4711, "how": "killed by SIGKILL", "traceback": ""})
+    'rank 1 (pid 4711): killed by SIGKILL'
+    """
+    trace = str(event.get("traceback") or "").rstrip()
+    last = f": {trace.splitlines()[-1].strip()}" if trace else ""
+    return f"rank {event.get('rank')} (pid {event.get('pid')}): {event.get('how', 'ended')}{last}"
+
+
+def signal_text(name: str) -> str:
+    """A signal as the user knows it.
+
+    >>> signal_text("SIGINT"), signal_text("SIGTERM")
+    ('Ctrl-C', 'SIGTERM')
+    """
+    return "Ctrl-C" if name == "SIGINT" else name
+
+
+def _notice(event: Record) -> str:
+    body = event.get("body")
+    return f"{event.get('text', '')}\n{body}" if body else str(event.get("text", ""))
+
+
+def _restarting(event: Record) -> str:
+    attempt, of = event.get("attempt", "?"), event.get("of", "?")
+    saved = event.get("saved")
+    where = "the beginning: nothing was saved yet" if saved is None else f"step-{saved}"
+    return f"restart {attempt} of {of}, from {where}"
+
+
+def _hang(event: Record) -> str:
+    waited = seconds_text(event.get("waited_s") or 0.0)
+    where = f"rank {event.get('rank')} on {event.get('host')} (pid {event.get('pid')})"
+    in_what = f"; the last collective: {event['collective']}" if event.get("collective") else ""
+    after_s = event.get("ends_in_s") or 0.0
+    then = f"; if it does not go on, all start again in {seconds_text(after_s)}" if after_s else ""
+    stacks = f"; stacks: {event['stacks']}" if event.get("stacks") else ""
+    return (
+        f"no rank goes on for {waited}: {where}, {event.get('phase')}: {event.get('why')}"
+        f"{in_what}{then}{stacks}"
+    )
+
+
+def slow_text(event: Record) -> str:
+    """For whom all wait, where, and how long.
+
+    >>> slow_text({"rank": 1, "host": "a", "phase": "data", "extra_s": 0.032, "share": 0.3})
+    'rank 1 on a is slow in data: 32.0 ms a step (30%) more than the others, who wait for it'
+    """
+    return (
+        f"rank {event['rank']} on {event.get('host')} is slow in {event['phase']}: "
+        f"{seconds_text(event['extra_s'])} a step ({event['share']:.0%}) more than the others, who "
+        f"wait for it"
+    )
+
+
+def _damaged(event: Record) -> str:
+    place = " ".join(str(event[key]) for key in ("file", "tensor") if event.get(key))
+    where = place or event.get("folder", "")
+    kept = f"; kept as {event['kept_as']}" if event.get("kept_as") else ""
+    return f"checkpoint damaged: {where}: {event.get('reason', 'does not verify')}{kept}"
+
+
+def _not_saved(event: Record) -> str:
+    where = f" at step {event['step']}" if event.get("step") is not None else ""
+    return f"checkpoint{where} not saved: {event.get('reason', 'no reason given')}"
+
+
+def _saved(event: Record) -> str:
+    parts = []
+    if event.get("bytes") is not None:
+        parts.append(bytes_text(event["bytes"]))
+    if event.get("seconds") is not None:
+        parts.append(seconds_text(event["seconds"]))
+    detail = f" ({', '.join(parts)})" if parts else ""
+    return f"checkpoint saved: {_folder_name(event)}{detail}"
+
+
+def _resumed(event: Record) -> str:
+    where = f" at step {event['step']}" if event.get("step") is not None else ""
+    differs = event.get("differs") or []
+    if isinstance(differs, dict):
+        differs = [f"{key} = {value}" for key, value in differs.items()]
+    if isinstance(differs, str):
+        differs = [differs]
+    changes = "; different from then:" if differs else ""
+    changes += "".join(f"\n  {one}" for one in differs)
+    return f"resumed from {_folder_name(event)}{where}{changes}"
+
+
+def _folder_name(event: Record) -> str:
+    folder = str(event.get("folder") or f"step-{event.get('step')}")
+    found = re.search(r"step-\d+$", folder)
+    return found[0] if found else folder
+
+
+def leaps_out(event: Record) -> bool:
+    """Tell whether a step was skipped for finite outliers (trainer/step/skipped_steps.py).
+
+    >>> leaps_out({"reason": "loss 436.2 is 307 times 1.419, the usual one"})
+    True
+    """
+    return bool(re.search(r"deviations above|, the usual one", str(event.get("reason"))))
+
+
+def _skipped(event: Record) -> str:
+    culprits = [_culprit(culprit) for culprit in event.get("culprits") or [event]]
+    where = "; ".join(culprit for culprit in culprits if culprit)
+    reason = event.get("reason", "non-finite numbers")
+    text = f"step {event.get('step')} skipped, the weights did not move: {reason}"
+    return f"{text} on {where}" if where else text
+
+
+def left_out_text(event: Record) -> str:
+    """The sample that a step was made without, and why."""
+    where = f"epoch {event.get('epoch')}, position {event.get('position')}"
+    return (
+        f"step {event.get('step')}: sample {event.get('sample')} ({where}) could not be read on "
+        f"rank {event.get('rank')} and is left out: {event.get('error')}"
+    )
+
+
+def _spike(event: Record) -> str:
+    """Whose samples they were stays in the log: none of them is known to be at fault."""
+    cure = "try: train.spikes=skip leaves such steps out"
+    return f"step {event.get('step')}: {event.get('reason')}; the update was made; {cure}"
+
+
+def _rewound(event: Record) -> str:
+    first, last = event.get("left_out") or ("?", "?")
+    return (
+        f"step {event.get('step')}: {event.get('reason')}; back to step {event.get('to')}, without "
+        f"samples {first} – {last} of the stream"
+    )
+
+
+def _culprit(event: Record) -> str:
+    words = [f"rank {event['rank']}"] if event.get("rank") is not None else []
+    for key in ("micro_batches", "samples"):
+        if event.get(key):
+            words.append(f"{key.replace('_b', '-b')} {numbers_text(event[key])}")
+    return ", ".join(words)
+
+
+def numbers_text(values: Any) -> str:
+    """Whole numbers with runs drawn together; the first few of many.
+
+    >>> numbers_text([3, 4, 5, 9]), numbers_text(7)
+    ('3–5, 9', '7')
+    """
+    numbers = values if isinstance(values, list) else [values]
+    runs: list[list[Any]] = []
+    for number in numbers:
+        if runs and isinstance(number, int) and number - 1 == runs[-1][1]:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(first) if first == last else f"{first}–{last}" for first, last in runs]
+    more = f" and {len(texts) - SHOWN_RUNS} more" if len(texts) > SHOWN_RUNS else ""
+    return ", ".join(texts[:SHOWN_RUNS]) + more
+
+
+def _stopping(event: Record) -> str:
+    who = f" at rank {event['rank']}" if event.get("rank") is not None else ""
+    step_s = event.get("step_s") or 0.0
+    after = f" after this step (they take {seconds_text(step_s)})" if step_s >= LONG_STEP_S else ""
+    name = signal_text(str(event.get("signal", "a signal")))
+    if event.get("steps") is False:
+        return f"{name}{who}: stopping, before the first step"
+    return f"{name}{who}: saving{after}, then stopping (Ctrl-C again stops at once, unsaved)"
+
+
+def _validated(event: Record) -> str:
+    loss, entropy = event.get("loss"), event.get("unigram_entropy")
+    where = f" at step {event['step']}" if event.get("step") is not None else ""
+    text = f"validation{where}: loss {number_text(loss, 4)}"
+    if entropy is not None:
+        text += f", {event.get('baseline', 'unigram entropy')} {number_text(entropy, 4)}"
+    if loss is not None and entropy is not None and loss == loss:
+        gap = entropy - loss
+        text += f" ({abs(gap):.4f} {'below' if gap >= 0 else 'above'} it)"
+    if event.get("accuracy") is not None:
+        text += f", accuracy {event['accuracy']:.1%}"
+    if event.get("targets") is not None:
+        text += f", {count_text(event['targets'])} targets"
+    return text
+
+
+def number_text(value: Any, digits: int) -> str:
+    """A number at fixed precision; a dash for none.
+
+    >>> number_text(3.14159, 2), number_text(None, 2), number_text(float("nan"), 2)
+    ('3.14', '–', 'nan')
+    """
+    return "–" if value is None else f"{float(value):.{digits}f}"
+
+
+def _met(event: Record) -> str:
+    count, at = event.get("count", "?"), event.get("at", "?")
+    if count == 1:
+        return "one island: an outer optimizer moves what its own steps have learnt"
+    return (
+        f"{count} islands met at {at}; what they send is not encrypted: between machines use a "
+        f"private network or a tunnel"
+    )
+
+
+def _merged(event: Record) -> str:
+    admitted = event.get("admitted") or []
+    others = "" if not event.get("refused") else f", {len(event['refused'])} refused"
+    return (
+        f"round {event.get('round')}: {len(admitted)} islands merged{others}, "
+        f"{count_text(event.get('tokens_all') or 0)} tokens; "
+        f"{bytes_text(event.get('sent_bytes') or 0)} sent, "
+        f"{seconds_text(event.get('exposed_s') or 0)} of {seconds_text(event.get('seconds') or 0)} "
+        f"waited"
+    )
+
+
+def _discarded(event: Record) -> str:
+    return (
+        f"round {event.get('round')} discarded: {event.get('why')}; all islands go on from the "
+        f"weights before it"
+    )
+
+
+def _refused(event: Record) -> str:
+    return f"{event.get('why')}: refused, the others merged without it"
+
+
+SENTENCES: dict[str, Callable[[Record], str]] = {
+    "notice": _notice,
+    "worker_died": died_text,
+    "hang": _hang,
+    "slow_rank": slow_text,
+    "restarting": _restarting,
+    "checkpoint_saved": _saved,
+    "checkpoint_failed": _not_saved,
+    "checkpoint_damaged": _damaged,
+    "resumed": _resumed,
+    "drift": lambda event: str(event.get("text", "")),
+    "step_skipped": _skipped,
+    "sample_left_out": left_out_text,
+    "spike": _spike,
+    "rewound": _rewound,
+    "stop_requested": _stopping,
+    "validated": _validated,
+    "islands_met": _met,
+    "round_committed": _merged,
+    "round_discarded": _discarded,
+    "island_refused": _refused,
+}
+"""The events that are shown; the others stay in the log."""

@@ -1,0 +1,47 @@
+"""Runs one phase on every rank and lets all ranks learn how it went: nobody fails alone.
+
+Each rank does its local work, then all gather (value, problem). If any rank has a problem, every
+rank raises the same `RankFailed`, naming the lowest such rank. Between two phases no rank can be
+ahead of another, and a failed rank has always reached the gather: no peer waits for it for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shoal.base.errors import ClusterError
+from shoal.checkpoint.format.checkpoint_faults import RankFailed, explain
+from shoal.fabric import World
+
+
+def exchange(world: World, work: Callable[[], Any]) -> list[Any]:
+    """Every rank's `work()` (a JSON value), by rank, on every rank.
+
+    Errors: RankFailed on all ranks if `work` raised on any; where it did, the cause is chained.
+    ClusterError when the world was left meanwhile, so that nobody can be asked.
+    """
+    failure: Exception | None = None
+    message: dict[str, Any] = {"problem": None}
+    try:
+        message["value"] = work()
+    except Exception as caught:  # whatever it is, the peers wait for this rank's word
+        failure = caught
+        message["problem"] = explain(caught)
+    answers = world.gather_json(message)
+    if len(answers) != world.size:
+        raise ClusterError(
+            f"rank {world.rank}: the process group was left while a checkpoint was being saved; "
+            f"call run.close(), which waits for it"
+        )
+    for rank, answer in enumerate(answers):
+        if answer["problem"] is not None:
+            reason = answer["problem"]
+            text = reason if world.size == 1 else f"rank {rank}: {reason}"
+            raise RankFailed(rank, reason, text) from failure
+    return [answer["value"] for answer in answers]
+
+
+def first_only(world: World, work: Callable[[], Any]) -> Any:
+    """Rank 0 does the work, every rank gets its result, or raises as in `exchange`."""
+    return exchange(world, lambda: work() if world.is_first else None)[0]

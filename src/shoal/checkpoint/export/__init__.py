@@ -1,0 +1,1 @@
+"""Export checkpoints: one safetensors file, a folder for transformers or peft."""

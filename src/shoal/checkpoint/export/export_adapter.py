@@ -1,0 +1,67 @@
+"""Turns a checkpoint of a model with adapters into a folder that peft opens.
+
+    adapter_config.json · adapter_model.safetensors · the tokenizer, from the run folder's hub/
+
+It is written beside its place and gets its name by one rename, as all exported folders.
+Source    peft, utils/save_and_load.py: which tensors are an adapter's, and what their file calls
+          them; both stand in the checkpoint's record since the save
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.base.errors import CheckpointError
+from shoal.checkpoint.export.export_file import outgoing
+from shoal.checkpoint.export.export_folder import Exported, copy_beside, put
+from shoal.checkpoint.export.export_target import MARK, check_target
+from shoal.checkpoint.format import folders
+from shoal.checkpoint.format.hub_folder import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    HUB,
+    TOKENIZER_FILES,
+    tokenizer_hub,
+)
+from shoal.checkpoint.format.safetensors_file import write_file
+from shoal.wire.phases import phase
+
+
+def export_adapter(path: Path, out: Path, *, average: bool = False) -> Exported:
+    """Write the adapter of a checkpoint as a folder for `PeftModel.from_pretrained`.
+
+    path     a checkpoint folder, `RUN/checkpoints/step-N` · out  replaced once the new is complete
+    average  averaged weights, as `outgoing` takes it
+    Errors   CheckpointError for a model without adapters; ConfigError for an `out` that holds
+             anything but an earlier export; as `export`
+    """
+    out = Path(os.path.realpath(out))
+    check_target(out)
+    found = outgoing(path, average=average)
+    names = found.manifest.record.get(ADAPTER)
+    config = path.parent.parent / HUB / ADAPTER_CONFIG
+    if not names or not config.is_file():
+        raise CheckpointError(
+            f"{path}: its model has no adapter of peft; try: the same without --adapter"
+        )
+    found = replace(found, names={short: found.names[full] for short, full in names.items()})
+    half = folders.temporary(out)
+    half.mkdir()
+    try:
+        with phase("export", of=len(found.names)) as told:
+            metadata = {**MARK, "format": "pt"}
+            written = write_file(
+                half / ADAPTER_WEIGHTS, found.entries, found.reader(told), metadata
+            )
+        copy_beside(config.parent, half, (ADAPTER_CONFIG,))
+        copy_beside(tokenizer_hub(path), half, TOKENIZER_FILES)
+        folders.fsync_folder(half)
+        files = tuple(sorted(os.listdir(half)))
+        put(half, out)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+    return Exported(written.size_bytes, files)

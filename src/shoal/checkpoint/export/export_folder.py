@@ -1,0 +1,229 @@
+"""Turns a checkpoint of any layout into a folder that `from_pretrained` of transformers opens.
+
+    model.safetensors, or model-0000i-of-0000n.safetensors and model.safetensors.index.json
+    config.json, generation_config.json, tokenizer.json, …     from the run folder's hub/, if there
+
+Memory holds one whole tensor at a time. The folder is written beside its place and gets its name
+by one rename, so a crash leaves the name as it was and, at most, a folder `NAME.tmp-<id>`. What it
+replaces is nothing, an empty folder, or an earlier export, recognised by its files' names and by a
+mark in the headers of its weights.
+
+Source    transformers 5, modeling_utils.py: names of the files, the index, and ties, which
+          `from_pretrained` restores whichever of the tied names is stored
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.export.export_file import Outgoing, outgoing
+from shoal.checkpoint.export.export_target import INDEX, MARK, check_target
+from shoal.checkpoint.format import folders
+from shoal.checkpoint.format.hub_folder import (
+    CONFIG,
+    CONFIGS,
+    HUB,
+    TOKENIZER_FILES,
+    TRANSFORMERS,
+    UNTOLD_TIES,
+    tokenizer_hub,
+)
+from shoal.checkpoint.format.safetensors_file import Entry, write_file
+from shoal.wire.phases import phase
+
+SHARD_BYTES = 5 * 10**9
+"""A file of weights is no larger, unless one tensor is: what the hub takes without a word."""
+
+
+@dataclass(frozen=True)
+class Translated:
+    """What makes a model of Shoal's own one of transformers: names, and a config.json.
+
+    name_of   our name of a tensor → theirs · config  their configuration, as JSON
+    """
+
+    name_of: Callable[[str], str]
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: bytes of the weights, names of all files."""
+
+    size_bytes: int
+    files: tuple[str, ...]
+
+    @property
+    def has_config(self) -> bool:
+        """Whether `from_pretrained` knows what model this is."""
+        return CONFIG in self.files
+
+
+def export_folder(
+    path: Path,
+    out: Path,
+    *,
+    average: bool = False,
+    translated: Translated | None = None,
+    merged: Outgoing | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """Write the model of a checkpoint as a folder of safetensors and what the run keeps beside it.
+
+    path         a checkpoint folder, `RUN/checkpoints/step-N` · out  the folder, replaced only once
+                 the new one is complete
+    average      averaged weights, as `outgoing` takes it
+    merged       what leaves it, where adapters were merged into it
+    translated   for a model of Shoal's own that transformers has too
+    shard_bytes  the largest file of weights, unless a single tensor is larger
+    Errors       ConfigError for an `out` that holds anything but an earlier export; Damaged and
+                 CheckpointError as of `export`; OSError
+    """
+    out = Path(os.path.realpath(out))  # a link keeps its place
+    check_target(out)
+    found = merged or outgoing(path, average=average)
+    if translated is not None:
+        found = _renamed(found, translated.name_of)
+    half = folders.temporary(out)
+    half.mkdir()
+    try:
+        size_bytes = _write_weights(half, found, shard_bytes)
+        _write_beside(half, path, found, translated)
+        folders.fsync_folder(half)
+        files = tuple(sorted(os.listdir(half)))
+        put(half, out)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+    return Exported(size_bytes, files)
+
+
+def _renamed(found: Outgoing, name_of: Callable[[str], str]) -> Outgoing:
+    names = {name_of(short): full for short, full in found.names.items()}
+    ties = {name_of(alias): name_of(short) for alias, short in found.aliases.items()}
+    return replace(found, names=names, aliases=ties)
+
+
+def _write_weights(folder: Path, found: Outgoing, shard_bytes: int) -> int:
+    """Write the files of weights, and their index where there are several; gives their bytes."""
+    untold = found.manifest.record.get(TRANSFORMERS, {}).get(UNTOLD_TIES, [])
+    twice = {alias: found.names[found.aliases[alias]] for alias in untold if alias in found.aliases}
+    found = replace(found, names={**found.names, **twice})
+    ties = {alias: name for alias, name in found.aliases.items() if alias not in twice}
+    shards = _in_shards(found.entries, shard_bytes)
+    size_bytes, places = 0, dict[str, str]()
+    with phase("export", of=len(found.names)) as told:
+        for number, entries in enumerate(shards, start=1):
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            if len(shards) == 1:
+                name = "model.safetensors"
+            metadata = {**ties, **MARK, "format": "pt"}
+            written = write_file(folder / name, entries, found.reader(told), metadata)
+            size_bytes += written.size_bytes
+            places |= {entry.key: name for entry in entries}
+    if len(shards) > 1:
+        total_bytes = sum(entry.size_bytes for entries in shards for entry in entries)
+        index = {
+            "metadata": {"total_size": total_bytes},
+            "weight_map": dict(sorted(places.items())),
+        }
+        _write_json(folder / INDEX, index)
+    return size_bytes
+
+
+def _in_shards(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
+    """Cut the tensors, in order, into files no larger than asked, unless one tensor is.
+
+    >>> sizes = {"a": 6, "b": 2, "c": 2, "d": 9}
+    >>> entries = [Entry(name, "uint8", (size,)) for name, size in sizes.items()]
+    >>> [[entry.key for entry in shard] for shard in _in_shards(entries, 8)]
+    [['a', 'b'], ['c'], ['d']]
+    """
+    shards: list[list[Entry]] = [[]]
+    size_bytes = 0
+    for entry in entries:
+        if shards[-1] and size_bytes + entry.size_bytes > shard_bytes:
+            shards.append([])
+            size_bytes = 0
+        shards[-1].append(entry)
+        size_bytes += entry.size_bytes
+    return shards
+
+
+def _write_beside(folder: Path, path: Path, found: Outgoing, translated: Translated | None) -> None:
+    """Write what is no weight: the configuration with the weights' format, and the tokenizer."""
+    dtype = _widest(found.entries)
+    configs = CONFIGS if TRANSFORMERS in found.manifest.record else ()  # else of another model
+    copy_beside(tokenizer_hub(path), folder, TOKENIZER_FILES)
+    copy_beside(path.parent.parent / HUB, folder, configs)
+    config = translated.config if translated is not None else None
+    if config is None and (folder / CONFIG).exists():
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if config is not None:
+        _write_json(folder / CONFIG, _in_format(config, dtype))
+
+
+def copy_beside(hub: Path, folder: Path, names: Sequence[str]) -> None:
+    """Copy those of some files that a run's hub/ has, as durable as the weights beside them."""
+    for name in names:
+        source = hub / name
+        if source.is_file() and not source.is_symlink():  # no link out of somebody's run folder
+            shutil.copyfile(source, folder / name)
+            _make_durable(folder / name)
+
+
+def _widest(entries: Sequence[Entry]) -> str:
+    """The widest floating format of some tensors: read in it, none of them loses a digit.
+
+    >>> _widest([Entry("a", "bfloat16", ()), Entry("b", "float16", ()), Entry("c", "int64", ())])
+    'float32'
+    """
+    found = {entry.dtype for entry in entries} & {"bfloat16", "float16", "float32", "float64"}
+    if len(found) == 1:
+        return found.pop()
+    return "float64" if "float64" in found else "float32"
+
+
+def _in_format(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The configuration for weights of a format, which `from_pretrained` reads them in.
+
+    >>> _in_format({"model_type": "x", "torch_dtype": "bfloat16"}, "float32")
+    {'dtype': 'float32', 'model_type': 'x'}
+    """
+    changed: dict[str, Any] = {"dtype": dtype}
+    for key, value in config.items():
+        part = isinstance(value, dict) and "model_type" in value
+        if key not in ("dtype", "torch_dtype"):
+            changed[key] = _in_format(value, dtype) if part else value
+    return changed
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _make_durable(path)
+
+
+def _make_durable(path: Path) -> None:
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def put(half: Path, out: Path) -> None:
+    """Give a complete folder its name; what had it is an earlier export, or empty."""
+    if not out.is_dir():
+        os.rename(half, out)
+    else:
+        earlier = folders.temporary(out)
+        os.rename(out, earlier)
+        try:
+            os.rename(half, out)
+        except OSError:
+            os.rename(earlier, out)
+            raise
+        shutil.rmtree(earlier, ignore_errors=True)
+    folders.fsync_folder(out.parent)

@@ -1,0 +1,1 @@
+"""Weights that other tools wrote: torch, DCP, DeepSpeed; pickles read as data."""

@@ -1,0 +1,334 @@
+"""Reads a DeepSpeed folder: fp32 weights of ZeRO 1, 2 and 3, put together from all ranks' parts.
+
+    latest                                            names the folder of the newest save
+    TAG/mp_rank_00_model_states.pt                    stages 0 to 2: names, shapes, buffers
+    TAG/zero_pp_rank_R_mp_rank_00_model_states.pt     stage 3: the same, by rank
+    TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's part of the fp32 weights
+
+Stages 1, 2   each group of parameters is one flat vector in the order of `param_shapes`, cut in
+              one part per rank; at the end is padding, which may or may not have been saved
+Stage 3       each parameter is cut alone: ceil(n / ranks) elements on every rank, the last part
+              padded; a rank's vectors, one after another, hold its parts in order
+Frozen        whole in stages 1, 2 (rank 0), cut like the others in stage 3
+Buffers       those of `buffer_names`, from rank 0's `module`, in their own format
+Tied          `shared_params`: name → the name that is there
+Stage 0       `module` itself
+
+Refused       tensor-parallel parts (mp_rank_01: how they are cut is known to the model's code
+              alone), pipeline layers, experts that only some ranks have
+Source        DeepSpeed's main of 2026: `utils/zero_to_fp32.py` (00158f6), `runtime/zero/
+              stage_1_and_2.py` (02aa38c) and `stage3.py` (007cca6), `checkpoint/constants.py`
+              (051a0f5); the arithmetic is theirs, the code is not
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.base.errors import CheckpointError, short
+from shoal.base.plans.tensor_shards import DTYPES
+from shoal.checkpoint.foreign.foreign_weights import Foreign, Found, counted, of_torch
+from shoal.checkpoint.foreign.inert_objects import StoredTensor, is_shape
+from shoal.checkpoint.foreign.torch_file import Bytes, TorchFile, map_file
+
+STATES = re.compile(
+    r"(?:bf16_|fp16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states.pt"
+)
+TAGGED = "*_states.pt"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A flat vector in one rank's file."""
+
+    file: TorchFile
+    tensor: StoredTensor
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.tensor.size)
+
+
+def tagged_folder(folder: Path) -> Path | None:
+    """The folder of a save: this one, or the one that `latest` in it names; None if it is neither.
+
+    Errors: CheckpointError for a `latest` that leads elsewhere.
+    """
+    latest = folder / "latest"
+    if latest.is_file():
+        tag = latest.read_text(encoding="utf-8", errors="replace").strip()[:256]
+        if tag in ("", "..") or Path(tag).name != tag or not (folder / tag).is_dir():
+            raise CheckpointError(f"{latest}: names {tag!r}, which is no folder beside it")
+        return folder / tag
+    return folder if next(folder.glob(TAGGED), None) is not None else None
+
+
+def read_deepspeed(folder: Path) -> Found:
+    """The model in the folder of one save.
+
+    Errors: CheckpointError for parts that are missing or do not add up, and what is refused above
+    """
+    models, optimizers = _files(folder)
+    files = [*models, *optimizers]
+    states = [_open(path) for path in models]
+    first = states[0]
+    module, shapes = first.value.get("module"), first.value.get("param_shapes")
+    if not isinstance(module, Mapping):
+        raise CheckpointError(f"{first.where}: holds no state dict under module")
+    if "ds_autoep_layers" in first.value or "autoep_layers" in first.value:
+        raise CheckpointError(f"{first.where}: its experts lie on some of the ranks only; refused")
+    if not optimizers:
+        if shapes:
+            raise CheckpointError(
+                f"{folder}: the fp32 weights are in *_optim_states.pt, which are not there; "
+                f"try: copy those of all ranks"
+            )
+        found = Found("DeepSpeed without ZeRO", _tensors(first, module), files)
+        return found
+    parts = [_open(path) for path in optimizers]
+    flat, stage3 = _flat_groups(parts, folder)
+    groups = _shapes(shapes, first)
+    tensors = _buffers(first, module)
+    frozen = first.value.get("frozen_param_shapes")
+    fragments = [state.value.get("frozen_param_fragments") for state in states]
+    if stage3:
+        if len(states) != len(parts):
+            raise CheckpointError(
+                f"{folder}: {len(parts)} *_optim_states.pt and {len(states)} *_model_states.pt; "
+                f"stage 3 writes one of each on every rank"
+            )
+        tensors |= _partitioned(flat, {n: s for group in groups for n, s in group.items()}, folder)
+        tensors |= _frozen_parts(states, fragments, _shapes([frozen or {}], first)[0])
+    else:
+        tensors |= _concatenated(flat, groups, folder)
+        tensors |= _tensors(first, fragments[0] if isinstance(fragments[0], dict) else {})
+    kind = f"DeepSpeed, ZeRO {'3' if stage3 else '1 or 2'} of {len(parts)} ranks"
+    found = Found(kind, tensors, files)
+    shared = first.value.get("shared_params")
+    for alias, name in shared.items() if isinstance(shared, Mapping) else ():
+        if isinstance(name, str) and name in tensors and alias not in tensors:
+            found.aliases[alias] = name
+    return _with_rest(found, first, module)
+
+
+def _with_rest(found: Found, first: TorchFile, module: Mapping[str, Any]) -> Found:
+    """With what the module has and no optimizer: whole in stages 1 and 2, nowhere in stage 3."""
+    known = {*found.tensors, *found.aliases}
+    rest = _tensors(first, {name: t for name, t in module.items() if name not in known})
+    lost = [
+        name for name, tensor in rest.items() if tensor.dtype in DTYPES and not tensor.size_bytes
+    ]
+    if lost:
+        raise CheckpointError(
+            f"{first.where}: {lost[0]} is a parameter of the module and in no rank's part"
+        )
+    if rest:
+        found.tensors |= rest
+        found.said.append(f"as the module holds them: {counted(len(rest))} that no optimizer has")
+    return found
+
+
+def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """(model states, optimizer states) by rank. Errors: CheckpointError for other kinds."""
+    found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
+    for path in sorted(folder.glob(TAGGED)):
+        told = STATES.fullmatch(path.name)
+        if told is None:
+            raise CheckpointError(
+                f"{path}: layers of a pipeline, or experts, that lie apart; try: export them "
+                f"with the model's own code"
+            )
+        rank, model_part, kind = told.groups()
+        if int(model_part):
+            raise CheckpointError(
+                f"{path}: the model is cut by tensor parallelism, and how is known to its code "
+                f"alone; try: save it with tp 1"
+            )
+        if int(rank or 0) in found[kind]:
+            raise CheckpointError(f"{path}: a second file of rank {int(rank or 0)}")
+        found[kind][int(rank or 0)] = path
+    for kind, paths in found.items():
+        if sorted(paths) != list(range(len(paths))):
+            lacking = next(rank for rank in itertools.count() if rank not in paths)
+            raise CheckpointError(f"{folder}: the {kind} states of rank {lacking} are missing")
+    if not found["model"]:
+        raise CheckpointError(f"{folder}: no *_model_states.pt is there, which has the names")
+    models, optimizers = (
+        [paths[rank] for rank in range(len(paths))] for paths in (found["model"], found["optim"])
+    )
+    return models, optimizers
+
+
+def _open(path: Path) -> TorchFile:
+    file = TorchFile(map_file(path), str(path))
+    if not isinstance(file.value, dict):
+        raise CheckpointError(f"{path}: is no file of DeepSpeed: it holds no dict")
+    return file
+
+
+def _tensors(file: TorchFile, held: Mapping[str, Any]) -> dict[str, Foreign]:
+    found = {n: t for n, one in held.items() if (t := of_torch(file, one)) is not None}
+    if odd := [name for name in found if not isinstance(name, str)]:
+        raise CheckpointError(f"{file.where}: {odd[0]!r} is no tensor's name")
+    return found
+
+
+def _buffers(file: TorchFile, module: Mapping[str, Any]) -> dict[str, Foreign]:
+    names = file.value.get("buffer_names")
+    if not isinstance(names, list):
+        raise CheckpointError(f"{file.where}: is no DeepSpeed save: it has no buffer_names")
+    return _tensors(file, {n: module[n] for n in names if isinstance(n, str) and n in module})
+
+
+def _shapes(groups: Any, file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
+    """Names and shapes, group by group, in the order of the flat vectors."""
+    for group in groups if isinstance(groups, list) else [None]:
+        for name, shape in group.items() if isinstance(group, dict) else [(None, None)]:
+            if not isinstance(name, str) or not is_shape(shape):
+                raise CheckpointError(f"{file.where}: its param_shapes are no lists of shapes")
+    return list(groups)
+
+
+def _flat_groups(parts: Sequence[TorchFile], folder: Path) -> tuple[list[list[_Part]], bool]:
+    """(each rank's flat vectors, whether parameters are cut one by one)."""
+    found: list[list[_Part]] = []
+    keys: set[str] = set()
+    for file in parts:
+        state = file.value.get("optimizer_state_dict")
+        state = state if isinstance(state, dict) else {}
+        key = "fp32_flat_groups"
+        key = key if key in state else "single_partition_of_fp32_groups"
+        vectors, count = state.get(key), state.get("partition_count", len(parts))
+        counts = count if isinstance(count, list) else [count]
+        if any(one != len(parts) for one in counts):
+            wrote = ", ".join(sorted({str(one) for one in counts}))
+            raise CheckpointError(
+                f"{folder}: {len(parts)} *_optim_states.pt, written by {short(wrote)} ranks; "
+                f"try: copy those of all ranks, and no older ones"
+            )
+        flat = isinstance(vectors, list) and all(
+            isinstance(one, StoredTensor) and len(one.size) == 1 for one in vectors
+        )
+        if not vectors or not flat:
+            raise CheckpointError(f"{file.where}: holds no flat fp32 weights under {key}")
+        found.append([_Part(file, one) for one in vectors])
+        keys.add(key)
+    dtypes = {part.tensor.dtype for vectors in found for part in vectors}
+    if len(keys) > 1 or len({len(vectors) for vectors in found}) > 1 or len(dtypes) > 1:
+        raise CheckpointError(f"{folder}: its ranks' *_optim_states.pt are not of one save")
+    return found, keys == {"fp32_flat_groups"}
+
+
+def _cut(parts: Sequence[_Part], begin: int, end: int) -> list[Bytes]:
+    """Elements begin … end − 1 of vectors that follow each other, as views."""
+    found, start = [], 0
+    for part in parts:
+        low, high = max(begin - start, 0), min(end - start, part.elements)
+        if low < high:
+            found.append(part.file.view(part.tensor)[low:high])
+        start += part.elements
+    return found
+
+
+def _joined(
+    shape: tuple[int, ...], width: int, cuts: Callable[[], list[Bytes]]
+) -> Callable[[], Bytes]:
+    """Reads a tensor from its pieces: a view where it is in one, else a copy."""
+
+    def read() -> Bytes:
+        pieces = cuts()
+        if not pieces:
+            return np.empty((*shape, width), np.uint8)
+        return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).reshape(*shape, width)
+
+    return read
+
+
+def _concatenated(
+    ranks: list[list[_Part]], groups: list[dict[str, tuple[int, ...]]], folder: Path
+) -> dict[str, Foreign]:
+    """Stages 1 and 2: a group's vector over all ranks, cut into its parameters."""
+    if len(ranks[0]) != len(groups):
+        raise CheckpointError(
+            f"{folder}: {len(groups)} groups of names and {len(ranks[0])} of fp32 weights"
+        )
+    found: dict[str, Foreign] = {}
+    align = 2 * len(ranks)  # vectors are padded to a multiple of it
+    for place, group in enumerate(groups):
+        parts, begin = [rank[place] for rank in ranks], 0
+        for name, shape in group.items():
+            end = begin + math.prod(shape)
+            dtype = parts[0].tensor.dtype
+            cuts = partial(_cut, parts, begin, end)
+            found[name] = Foreign(dtype, shape, _joined(shape, DTYPES[dtype][1], cuts))
+            begin = end
+        have = sum(part.elements for part in parts)
+        if have < begin or -(-have // align) != -(-begin // align):
+            raise CheckpointError(
+                f"{folder}: group {place} has {begin} elements by its shapes and {have} in the "
+                f"ranks' parts"
+            )
+    return found
+
+
+def _partitioned(
+    ranks: list[list[_Part]], shapes: dict[str, tuple[int, ...]], folder: Path
+) -> dict[str, Foreign]:
+    """Stage 3: of every parameter, a part of equal length on each rank."""
+    found: dict[str, Foreign] = {}
+    begin = 0
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        each = -(-count // len(ranks))
+        dtype = ranks[0][0].tensor.dtype
+        found[name] = Foreign(
+            dtype,
+            shape,
+            _joined(shape, DTYPES[dtype][1], partial(_zipped, ranks, begin, each, count)),
+        )
+        begin += each
+    for rank, parts in enumerate(ranks):
+        have = sum(part.elements for part in parts)
+        if have != begin:
+            raise CheckpointError(
+                f"{folder}: rank {rank} holds {have} elements, the shapes ask for {begin}"
+            )
+    return found
+
+
+def _zipped(ranks: list[list[_Part]], begin: int, each: int, count: int) -> list[Bytes]:
+    """Each rank's part of one parameter, without the padding of the last ones."""
+    found: list[Bytes] = []
+    for rank, parts in enumerate(ranks):
+        found += _cut(parts, begin, begin + max(min(each, count - rank * each), 0))
+    return found
+
+
+def _frozen_parts(
+    states: Sequence[TorchFile], fragments: Sequence[Any], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Foreign]:
+    """Stage 3: parameters that are not trained, from each rank's part."""
+    found: dict[str, Foreign] = {}
+    for name, shape in shapes.items():
+        held = [one.get(name) if isinstance(one, dict) else None for one in fragments]
+        tensors = [one for one in held if isinstance(one, StoredTensor) and len(one.size) == 1]
+        count, each = math.prod(shape), -(-math.prod(shape) // len(states))
+        if len(tensors) != len(states) or any(one.size != (each,) for one in tensors):
+            raise CheckpointError(
+                f"{states[0].where}: {name}, which is frozen, is not in {each} elements on every "
+                f"rank"
+            )
+        ranks = [[_Part(file, one)] for file, one in zip(states, tensors, strict=True)]
+        dtype = tensors[0].dtype
+        cuts = partial(_zipped, ranks, 0, each, count)
+        found[name] = Foreign(dtype, shape, _joined(shape, DTYPES[dtype][1], cuts))
+    return found

@@ -1,0 +1,287 @@
+"""Weights that other tools wrote: what is found of them, and which of their tensors are the model.
+
+    a folder of transformers   model.safetensors or its index of several, else pytorch_model.bin or
+                               its index
+    a file                     .safetensors, or of torch.save: a state dict, alone or among others
+    torch's DCP, DeepSpeed     `torch_dcp.py`, `deepspeed_zero.py`
+
+A tensor is known by name, format and shape; its bytes are looked at when they are asked for. Where
+a file holds more than a model (`{"model": …, "optimizer": …}`), the model's part is taken, the rest
+is named, and where that is not plain `--key` says it. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.base.errors import CheckpointError, short
+from shoal.base.plans.tensor_shards import DTYPES
+from shoal.checkpoint.foreign.inert_objects import Global, Record, StoredTensor, is_shape
+from shoal.checkpoint.foreign.torch_file import Bytes, TorchFile, map_file
+from shoal.checkpoint.format.safetensors_file import (
+    HEADER_LIMIT_BYTES,
+    LENGTH_BYTES,
+    METADATA,
+    parse,
+)
+
+MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state")
+"""What training scripts call the weights beside which they save other things."""
+
+WRAPPERS = ("module.", "_orig_mod.", "_forward_module.")
+"""What DistributedDataParallel, torch.compile, Lightning with DeepSpeed put before all names."""
+
+MAKERS = ("torch._utils", "torch._tensor")
+"""Modules whose functions make tensors: sparse and quantized ones, DTensors, subclasses."""
+
+DEEP = 16
+"""Dicts within dicts that are looked into."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One tensor that another tool wrote; `read` gives its bytes, mapped or put together.
+
+    same   equal for two names of one tensor; None if it has no other name
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Bytes]
+    same: Hashable = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that dtype and shape ask for."""
+        return math.prod(self.shape) * DTYPES[self.dtype][1]
+
+
+@dataclass
+class Found:
+    """The weights of a model as another tool wrote them.
+
+    kind      for a person · files  that they lie in · aliases  tied name → the name that is there
+    said      lines on what was left out or renamed
+    """
+
+    kind: str
+    tensors: dict[str, Foreign]
+    files: list[Path]
+    aliases: dict[str, str] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+
+def counted(count: int) -> str:
+    """So many tensors, in words.
+
+    >>> counted(1), counted(2)
+    ('1 tensor', '2 tensors')
+    """
+    return f"{count} tensor{'s' * (count != 1)}"
+
+
+def of_torch(file: TorchFile, value: Any) -> Foreign | None:
+    """A tensor of a torch file, or None; tied ones are the same.
+
+    One of another layout or class has what makes it for its format, so that it is not overlooked.
+    """
+    if isinstance(value, StoredTensor):
+        same = (id(file), *file.place(value))
+        return Foreign(value.dtype, value.size, lambda: file.view(value), same)
+    made = value.of if isinstance(value, Record) else None
+    if isinstance(made, Global) and (made.module in MAKERS or made.name == "_reconstruct"):
+        return Foreign(str(made), (0,), lambda: np.empty((0, 1), np.uint8))
+    return None
+
+
+def member(folder: Path, name: Any, says: Path) -> Path:
+    """A file of a folder by the name that another file says.
+
+    Errors: CheckpointError for what is no plain name, since a path could lead anywhere.
+    """
+    if not isinstance(name, str) or not name or Path(name).name != name or name == "..":
+        raise CheckpointError(f"{says}: names {name!r} where a file beside it should be")
+    if not (folder / name).exists():
+        raise CheckpointError(f"{folder / name}: is missing, {says.name} names it")
+    return folder / name
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Foreign], dict[str, str]]:
+    """(tensors by name, tied name → stored name) of one file. Errors: CheckpointError."""
+    data = map_file(path)
+    length = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+    if length > min(len(data), HEADER_LIMIT_BYTES):
+        raise CheckpointError(f"{path}: is no safetensors file, or was cut short")
+    header = bytes(data[:length])
+    try:
+        entries = parse(header, len(data))
+    except ValueError as failure:
+        raise CheckpointError(f"{path}: {failure}") from None
+    for name, entry in entries.items():
+        if not is_shape(entry.shape):
+            raise CheckpointError(f"{path}: {name} has a shape that no tensor has")
+    told = json.loads(header[LENGTH_BYTES:]).get(METADATA)
+
+    def reader(begin: int, end: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Bytes]:
+        whole = (*shape, DTYPES[dtype][1])
+        if begin == end:
+            return lambda: np.empty(whole, np.uint8)
+        return lambda: np.frombuffer(data[begin:end], np.uint8).reshape(whole)
+
+    tensors = {
+        name: Foreign(e.dtype, e.shape, reader(e.begin, e.end, e.shape, e.dtype))
+        for name, e in entries.items()
+    }
+    pairs = told.items() if isinstance(told, Mapping) else ()
+    return tensors, {a: n for a, n in pairs if str(n) in tensors and a not in tensors}
+
+
+def read_hub_folder(folder: Path, listed: Path) -> Found:
+    """The weights of a transformers folder; `listed` is the one file, or the index of several.
+
+    Errors: CheckpointError for files that are missing, damaged, or hold a name twice.
+    """
+    files = [listed]
+    if listed.suffix == ".json":
+        try:
+            told = json.loads(listed.read_text(encoding="utf-8"))
+            named = dict.fromkeys(told["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise CheckpointError(f"{listed}: is no index with a weight_map") from None
+        files = [member(folder, name, listed) for name in named]
+    found = Found(f"{len(files)} files of transformers", {}, files)
+    for path in files:
+        one = read_file(path, "")
+        doubled = one.tensors.keys() & found.tensors.keys()
+        if doubled:
+            raise CheckpointError(f"{path}: {min(doubled)} is in another file too")
+        found.tensors.update(one.tensors)
+        found.aliases.update(one.aliases)
+        found.said += one.said
+    return found
+
+
+def read_file(path: Path, key: str) -> Found:
+    """The weights in one file of safetensors or torch.save, of which `key` names a part."""
+    if path.suffix == ".safetensors":
+        tensors, aliases = read_safetensors(path)
+        return only(Found("a safetensors file", tensors, [path], aliases), key)
+    file = TorchFile(map_file(path), str(path))
+    found = Found("a file of torch.save", {}, [path])
+    return model_part(dict(_leaves(file)), key, found)
+
+
+def only(found: Found, key: str) -> Found:
+    """Of a model its part under `key`, tied weights that lie in another part included."""
+    if not key:
+        return found
+    leaves: dict[tuple[str, ...], Foreign] = {(n,): t for n, t in found.tensors.items()}
+    for alias, name in found.aliases.items():
+        shared = replace(found.tensors[name], same=(id(found), name))
+        leaves |= {(name,): shared, (alias,): shared}
+    found.aliases = {}
+    return model_part(leaves, key, found)
+
+
+def _leaves(file: TorchFile) -> Iterator[tuple[tuple[str, ...], Foreign]]:
+    """Every tensor in dicts of dicts, by its keys.
+
+    A file can name one dict many times over: more tensors than its pickle has bytes are refused.
+    """
+    left = len(file.pickle_bytes)
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), file.value)]
+    while waiting:
+        keys, value = waiting.pop()
+        left -= 1
+        if left < 0:
+            raise CheckpointError(f"{file.where}: names more tensors than it has bytes for")
+        if keys and (tensor := of_torch(file, value)) is not None:
+            yield keys, tensor
+        elif isinstance(value, dict) and len(keys) < DEEP:
+            waiting += [((*keys, str(k)), v) for k, v in reversed(value.items())]
+
+
+def model_part(leaves: Mapping[tuple[str, ...], Foreign], key: str, found: Found) -> Found:
+    """Put the model's tensors of many into `found`, by name, and say what is left.
+
+    key      the part that is asked for, as `model` or `app.model`; without one it is looked for
+    Errors   CheckpointError where several parts could be the model, or none has tensors
+    """
+    where = found.files[0]
+    if not leaves:
+        raise CheckpointError(f"{where}: holds no tensors by name; try: a file of state_dict()")
+    if key:
+        names = {keys: ".".join(keys) for keys in leaves}
+        chosen = {k: n.removeprefix(f"{key}.") for k, n in names.items() if n.startswith(f"{key}.")}
+    else:  # what lies deeper beside plain tensors is something else
+        level = _model_keys(leaves, where)
+        chosen = {keys: keys[-1] for keys in leaves if keys[:-1] == level}
+    if not chosen:
+        firsts = ", ".join(sorted({keys[0] for keys in leaves})[:8])
+        raise CheckpointError(f"{where}: nothing is under {key}; what it holds: {short(firsts)}")
+    found.tensors = {name: leaves[keys] for keys, name in chosen.items()}
+    if len(found.tensors) < len(chosen):
+        raise CheckpointError(f"{where}: two of its tensors have one name under {key}")
+    rest = Counter(keys[0] for keys in leaves if keys not in chosen)
+    found.said += [f"left out: {counted(n)} of {short(part)}" for part, n in sorted(rest.items())]
+    return found
+
+
+def _model_keys(leaves: Mapping[tuple[str, ...], Foreign], where: Path) -> tuple[str, ...]:
+    """Under which keys the model's tensors are. Errors: CheckpointError when that is not plain."""
+    level: tuple[str, ...] = ()
+    while True:
+        here = [keys for keys in leaves if keys[: len(level)] == level]
+        parts = dict.fromkeys(keys[len(level)] for keys in here if len(keys) > len(level) + 1)
+        named = [part for part in parts if part in MODEL_KEYS]
+        if not named:
+            if any(len(keys) == len(level) + 1 for keys in here):
+                return level
+            named = [part for part in parts if not part.startswith("optim")] or list(parts)
+        if len(named) > 1:
+            near = ".".join((*level, named[0]))
+            raise CheckpointError(
+                f"{where}: {', '.join(named[:8])} could each be the model; try: --key {near}"
+            )
+        level = (*level, named[0])
+
+
+def unwrapped(found: Found) -> Found:
+    """Without the prefixes that wrappers of a whole model give to all its names."""
+    for wrapper in (*WRAPPERS, *WRAPPERS):
+        names = [*found.tensors, *found.aliases]
+        if names and all(name.startswith(wrapper) for name in names):
+            found.tensors = {n.removeprefix(wrapper): t for n, t in found.tensors.items()}
+            found.aliases = {
+                a.removeprefix(wrapper): n.removeprefix(wrapper) for a, n in found.aliases.items()
+            }
+            found.said.append(f"names: without {wrapper}, which all of them began with")
+    return found
+
+
+def check_formats(found: Found) -> None:
+    """Errors: CheckpointError for a tensor that is no plain array of numbers."""
+    for name, tensor in found.tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{found.files[0]}: {name} is no plain tensor but one of {short(tensor.dtype)}; "
+                f"try: save it whole and dense, as full_tensor() or to_dense() give it"
+            )
+
+
+def untied(found: Found) -> Found:
+    """With every tensor once: of names for the same bytes the first keeps it."""
+    first: dict[Hashable, str] = {}
+    for name, tensor in list(found.tensors.items()):
+        if tensor.same is not None and first.setdefault(tensor.same, name) != name:
+            found.aliases[name] = first[tensor.same]
+            del found.tensors[name]
+    return found

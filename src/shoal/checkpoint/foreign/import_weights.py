@@ -1,0 +1,187 @@
+"""Makes one safetensors file of weights that other tools wrote, bit for bit, under their own names.
+
+What kind of folder it is, is seen from its files. The new folder is what `checkpoint export` makes:
+model.safetensors, and beside it the configuration and the tokenizer where the source has them, so
+that `model.name=hf:FOLDER` trains from it. Tensors are written one after another: at most one is
+in memory whole, beside the mapped files. Tied weights are written once; the file's metadata says
+alias → stored name.
+
+Nothing of the source is ever executed (`pickle_reader.py`), and no more is written than the source
+has bytes: a file can name one tensor many times over.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.checkpoint.foreign.deepspeed_zero import TAGGED, read_deepspeed, tagged_folder
+from shoal.checkpoint.foreign.foreign_weights import (
+    Found,
+    check_formats,
+    only,
+    read_file,
+    read_hub_folder,
+    untied,
+    unwrapped,
+)
+from shoal.checkpoint.foreign.torch_dcp import METADATA, read_dcp
+from shoal.checkpoint.format import folders
+from shoal.checkpoint.format.manifest import FILE_NAME
+from shoal.checkpoint.format.safetensors_file import Entry, write_file
+from shoal.wire.phases import phase
+
+WEIGHTS = "model.safetensors"
+
+SAFE = (WEIGHTS, "model.safetensors.index.json")
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""What transformers calls its weights, the one file first."""
+
+BESIDE = (
+    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
+    "spiece.model",
+)  # fmt: skip
+"""What is copied beside the weights: data of transformers' own formats, no code."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import wrote.
+
+    kind     of the source · said  lines on what was left out or renamed
+    beside   names of the files that were copied
+    """
+
+    file: Path
+    size_bytes: int
+    tensors: int
+    kind: str
+    said: list[str]
+    beside: list[str]
+
+
+def import_weights(source: Path, folder: Path, key: str = "") -> Imported:
+    """Write the weights in `source` as `folder`/model.safetensors, and configuration beside it.
+
+    source   a folder of transformers, DCP or DeepSpeed, or a file of safetensors or torch.save
+    folder   made if it is not there; nothing in it is replaced
+    key      the part of `source` that is the model, where it holds several
+    Errors   CheckpointError for a source that is none, is damaged, or asks for more than there is;
+             ConfigError for a folder that has weights already; OSError
+    """
+    _check_folder(source, folder)
+    found = untied(unwrapped(look(source, key)))
+    check_formats(found)
+    claimed = sum(tensor.size_bytes for tensor in found.tensors.values())
+    there = sum(path.stat().st_size for path in found.files)
+    if claimed > there:
+        raise CheckpointError(
+            f"{source}: its tensors have {claimed} bytes by their shapes, its files {there}; "
+            f"try: save each tensor once, by clone()"
+        )
+    folder.mkdir(exist_ok=True)
+    try:
+        folders.check_space(folder, claimed)
+    except CheckpointError as failure:
+        raise CheckpointError(f"{folder}: {failure}") from None
+    entries = [Entry(n, t.dtype, t.shape) for n, t in found.tensors.items()]
+    file, half = folder / WEIGHTS, folder / f"{WEIGHTS}.tmp-{os.getpid()}"
+
+    def data_of(name: str) -> memoryview:
+        told.step()
+        return np.ascontiguousarray(found.tensors[name].read()).reshape(-1).data
+
+    try:
+        with phase("import", of=len(entries)) as told:
+            written = write_file(half, entries, data_of, {**found.aliases, "format": "pt"})
+        os.replace(half, file)
+    finally:
+        half.unlink(missing_ok=True)
+    beside = _copy_beside(source, folder)
+    folders.fsync_folder(folder)
+    return Imported(file, written.size_bytes, len(entries), found.kind, found.said, beside)
+
+
+def look(source: Path, key: str = "") -> Found:
+    """What weights are in a file or folder, without reading their bytes.
+
+    Errors: CheckpointError, for a folder with none the nearest that has some.
+    """
+    if source.is_file():
+        return read_file(source, key)
+    kinds = kinds_of(source)
+    if len(kinds) > 1:
+        tagged = tagged_folder(source)
+        near = tagged if tagged not in (None, source) else source / kinds[0]
+        raise CheckpointError(f"{source}: holds {' and '.join(kinds)}; try: {near}")
+    if not kinds:
+        raise CheckpointError(f"{source}: {_nothing(source)}")
+    if kinds[0] == METADATA:
+        return read_dcp(source, key)
+    tagged = tagged_folder(source)
+    if tagged is not None:
+        return only(read_deepspeed(tagged), key)
+    return only(read_hub_folder(source, source / kinds[0]), key)
+
+
+def kinds_of(folder: Path) -> list[str]:
+    """The files by which a folder of weights is known; more than one if it holds several saves."""
+    hub = [name for name in (*SAFE, *PICKLED) if (folder / name).is_file()][:1]
+    dcp = [METADATA] if (folder / METADATA).is_file() else []
+    tagged = tagged_folder(folder) if folder.is_dir() else None
+    saves = {None: [], folder: [TAGGED]}.get(tagged, [f"{tagged and tagged.name}/{TAGGED}"])
+    return hub + dcp + saves
+
+
+def _nothing(source: Path) -> str:
+    """Why a folder has no weights to import, and what is nearest."""
+    if not source.is_dir():
+        return "there is no such file or folder"
+    if (source / "checkpoints").is_dir() or (source / FILE_NAME).is_file():
+        return f"is of a run of Shoal; try: shoal checkpoint export {source} FOLDER"
+    inner = [path for path in sorted(source.iterdir()) if path.is_dir() and kinds_of(path)]
+    files = [path for path in sorted(source.iterdir()) if path.suffix in (".pt", ".pth", ".bin")]
+    near = [*inner, *files]
+    hint = (
+        f"try: {near[0]}"
+        if near
+        else "what is looked for: " + ", ".join((*SAFE, PICKLED[0], METADATA, TAGGED))
+    )
+    return f"holds no weights; {hint}"
+
+
+def _check_folder(source: Path, folder: Path) -> None:
+    """Errors: ConfigError for a folder that is a file, has no parent, or has weights already."""
+    if folder.exists() and not folder.is_dir():
+        near = folder.with_suffix("") if folder.suffix else folder.parent
+        raise ConfigError(f"{folder}: is a file; a folder is written; try: {near}")
+    if not folder.parent.is_dir():
+        raise ConfigError(f"{folder}: there is no folder {folder.parent}; try: mkdir -p it")
+    held = [name for name in SAFE if (folder / name).exists()]
+    if held:
+        raise ConfigError(f"{folder}: has {held[0]} already; try: a new folder")
+    inside = source if source.is_dir() else source.parent
+    if folder.is_dir() and folder.resolve() != inside.resolve():
+        held = [name for name in BESIDE if (folder / name).exists()]
+        if held and any((inside / name).is_file() for name in BESIDE):
+            raise ConfigError(f"{folder}: has {held[0]} of another model; try: a new folder")
+
+
+def _copy_beside(source: Path, folder: Path) -> list[str]:
+    """Copy the configuration and the tokenizer, from the source or, of one save, the folder of all.
+
+    Gives the names that the folder has of them in the end.
+    """
+    inside = source if source.is_dir() else source.parent
+    for root in (inside, inside.parent) if tagged_folder(inside) == inside else (inside,):
+        for name in BESIDE:
+            if (root / name).is_file() and not (folder / name).exists():
+                shutil.copyfile(root / name, folder / name)
+    return [name for name in BESIDE if (folder / name).is_file()]

@@ -1,0 +1,381 @@
+"""Reads pickles as data: containers, tensors' places, and an inert record of everything else.
+
+Pickle is a small program for a stack machine, and two of its instructions fetch any object of
+Python by name and call it. This machine has no such instruction: a name becomes `Global`, two
+strings, and a call of it becomes `Record`, which keeps what it was called with. Only the names of
+`TABLE` mean something; each has a function of this file, which makes a tuple, a dict or the place
+of a tensor. Nothing is imported, looked up or called by a name that a file says.
+
+    dict, list, tuple, str, numbers   as they are; a set is a list, an OrderedDict a dict
+    a tensor                          StoredTensor: its storage's key, format, offset, size, strides
+    anything else                     Record, read by `field`, `state` or `arguments`
+
+Costs     linear in the file: nothing is copied that a file can name twice, keys of a dict are
+          short, and no size that a file claims is reserved before its bytes are there
+Refused   in one line: a cut file, a broken stack, extension codes, buffers from outside, keys that
+          are long or no values, pickles of more than 256 MiB
+Source    PEP 307, 3154, 574; the instructions as `pickletools` of Python 3.11 to 3.13 lists them.
+          What torch writes: torch 2.13, `serialization.py` and `_utils.py`
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from typing import Any
+
+from shoal.base.errors import short
+from shoal.base.plans.tensor_shards import DTYPES
+from shoal.checkpoint.foreign.inert_objects import (
+    Global,
+    Record,
+    Refused,
+    Storage,
+    StoredTensor,
+    is_shape,
+)
+
+LIMIT_BYTES = 1 << 28
+"""Of one pickle: names and shapes of a million slices. An opcode may cost 100 times its byte."""
+
+KEY_PARTS, KEY_LETTERS = 64, 4096
+"""Values in one key of a dict, and letters of each: both are visited whenever it is looked up."""
+
+ARGUMENTS = 8
+"""Of a call that this file makes something of; the longest is a tensor's."""
+
+
+def read_pickle(data: bytes | memoryview, where: str) -> Any:
+    """What a pickle says, with inert records for all that is no container and no tensor.
+
+    where    begins every message
+    Errors   Refused
+    """
+    if len(data) > LIMIT_BYTES:
+        raise Refused(f"{where}: a pickle of {len(data)} bytes; at most {LIMIT_BYTES} are read")
+    machine = _Machine()
+    try:
+        for opcode, argument, _ in pickletools.genops(bytes(data)):
+            machine.run(opcode.name, argument)
+    except Refused as failure:
+        raise Refused(f"{where}: {failure}") from None
+    except (ValueError, IndexError) as failure:
+        why = "it takes from an empty stack" if isinstance(failure, IndexError) else str(failure)
+        raise Refused(
+            f"{where}: is no whole pickle: {short(why)}; it was cut short, or is another kind of "
+            f"file"
+        ) from None
+    return machine.result
+
+
+class _Machine:
+    """The stack, the marks and the memo of one pickle."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []  # the stacks under each mark
+        self.memo: dict[int, Any] = {}
+        self.result: Any = None
+
+    def run(self, name: str, argument: Any) -> None:
+        if name in VALUES:
+            self.stack.append(argument)
+        elif name in RUN:
+            RUN[name](self, argument)
+        else:
+            raise Refused(f"a pickle that asks for {name}, which no weights need")
+
+    def pop(self) -> Any:
+        return self.stack.pop()
+
+    def to_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+
+VALUES = {
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT",
+    "STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+    "BYTEARRAY8", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+}  # fmt: skip
+"""Instructions that put their argument on the stack."""
+
+
+def _push(value: Callable[[], Any]) -> Callable[[_Machine, Any], None]:
+    return lambda m, _: m.stack.append(value())
+
+
+def _mark(m: _Machine, _: Any) -> None:
+    m.below.append(m.stack)
+    m.stack = []
+
+
+def _pop(m: _Machine, _: Any) -> None:
+    if m.stack:
+        m.pop()
+    else:
+        m.to_mark()
+
+
+def _pop_mark(m: _Machine, _: Any) -> None:
+    m.to_mark()
+
+
+def _tuple_of(count: int) -> Callable[[_Machine, Any], None]:
+    def make(m: _Machine, _: Any) -> None:
+        items = tuple(m.stack[-count:])
+        if len(items) < count:
+            raise IndexError
+        m.stack[-count:] = [items]
+
+    return make
+
+
+def _from_mark(make: Callable[[list[Any]], Any]) -> Callable[[_Machine, Any], None]:
+    def run(m: _Machine, _: Any) -> None:
+        items = m.to_mark()
+        m.stack.append(make(items))
+
+    return run
+
+
+def _dict(items: list[Any]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    _set_items(found, items)
+    return found
+
+
+def _append(target: Any, items: list[Any]) -> None:
+    if isinstance(target, Record):
+        target = target.items
+    if not isinstance(target, list):
+        raise Refused("a pickle that appends to what is no list")
+    target.extend(items)
+
+
+def _set_items(target: Any, items: list[Any]) -> None:
+    if len(items) % 2:
+        raise Refused("a pickle that sets a key without a value")
+    pairs = zip(items[::2], items[1::2], strict=True)
+    if isinstance(target, Record):
+        target.pairs.extend(pairs)
+    elif isinstance(target, dict):
+        for key, value in pairs:
+            _check_key(key)
+            target[key] = value
+    else:
+        raise Refused("a pickle that sets items of what is no dict")
+
+
+def _check_key(key: Any) -> None:
+    """Errors: Refused for a key that takes long to hash, or that is no value."""
+    seen, left = 0, [key]
+    while left:
+        one = left.pop()
+        seen += 1
+        if seen > KEY_PARTS:
+            raise Refused(f"a key of a dict that holds more than {KEY_PARTS} values")
+        if isinstance(one, tuple):
+            left.extend(one[: KEY_PARTS + 1])
+        elif isinstance(one, int) and one.bit_length() > 64:
+            raise Refused("a key of a dict that is a number of more than 64 bits")
+        elif isinstance(one, str | bytes) and len(one) > KEY_LETTERS:
+            raise Refused(f"a key of a dict of more than {KEY_LETTERS} letters")
+        elif isinstance(one, list | dict | bytearray):
+            raise Refused("a key of a dict that is no value")
+
+
+def _call(of: Any, arguments: Any) -> Any:
+    """What stands for a call: made by a function of ours if `TABLE` has the name, else a record."""
+    if not isinstance(arguments, tuple):
+        raise Refused("a pickle that calls something without a tuple of arguments")
+    make = TABLE.get((of.module, of.name)) if isinstance(of, Global) else None
+    if make is None or len(arguments) > ARGUMENTS:
+        return Record(of, arguments)
+    return make(*arguments)
+
+
+def _reduce(m: _Machine, _: Any) -> None:
+    arguments, of = m.pop(), m.pop()
+    m.stack.append(_call(of, arguments))
+
+
+def _new_with_names(m: _Machine, _: Any) -> None:
+    named, arguments, of = m.pop(), m.pop(), m.pop()
+    m.stack.append(_call(of, arguments) if named == {} else Record(of, (arguments, named)))
+
+
+def _old_object(m: _Machine, _: Any) -> None:
+    of, *arguments = m.to_mark()
+    m.stack.append(_call(of, tuple(arguments)))
+
+
+def _global(text: str) -> Global:
+    module, _, name = text.partition(" ")
+    return Global(module, name)
+
+
+def _old_instance(m: _Machine, argument: str) -> None:
+    arguments = tuple(m.to_mark())
+    m.stack.append(_call(_global(argument), arguments))
+
+
+def _stack_global(m: _Machine, _: Any) -> None:
+    name, module = m.pop(), m.pop()
+    if not (isinstance(name, str) and isinstance(module, str)):
+        raise Refused("a pickle that asks for a name that is no text")
+    m.stack.append(Global(module, name))
+
+
+def _build(m: _Machine, _: Any) -> None:
+    state = m.pop()
+    if isinstance(m.stack[-1], Record):  # attributes of a dict or a tensor are no weights
+        m.stack[-1].state = state
+
+
+def _put(m: _Machine, place: int) -> None:
+    m.memo[place] = m.stack[-1]
+
+
+def _get(m: _Machine, place: int) -> None:
+    if place not in m.memo:
+        raise Refused("a pickle that takes back what it never kept")
+    m.stack.append(m.memo[place])
+
+
+def _persistent(m: _Machine, _: Any) -> None:
+    """A storage of a torch file: ("storage", kind, key, where it was, elements)."""
+    told = m.pop()
+    if not isinstance(told, tuple) or len(told) != 5 or told[0] != "storage":
+        raise Refused("a pickle that refers to what is no storage of tensors")
+    _, kind, key, _, elements = told
+    dtype = STORAGES.get((kind.module, kind.name)) if isinstance(kind, Global) else None
+    if dtype is None or not isinstance(key, str) or not is_shape((elements,)):
+        raise Refused(f"a storage of the kind {short(str(kind))}, which is not known")
+    m.stack.append(Storage(dtype, key, elements))
+
+
+def _proto(m: _Machine, version: int) -> None:
+    if version > 5:
+        raise Refused(f"pickle protocol {version}; 5 is the newest that is read")
+
+
+def _on_top(act: Callable[[Any, list[Any]], None]) -> Callable[[_Machine, Any], None]:
+    def run(m: _Machine, _: Any) -> None:
+        items = m.to_mark()
+        act(m.stack[-1], items)
+
+    return run
+
+
+def _one_append(m: _Machine, _: Any) -> None:
+    item = m.pop()
+    _append(m.stack[-1], [item])
+
+
+def _one_item(m: _Machine, _: Any) -> None:
+    value, key = m.pop(), m.pop()
+    _set_items(m.stack[-1], [key, value])
+
+
+def _stop(m: _Machine, _: Any) -> None:
+    m.result = m.pop()
+
+
+RUN: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": _proto, "FRAME": lambda m, _: None, "STOP": _stop,
+    "NONE": _push(lambda: None), "NEWTRUE": _push(lambda: True), "NEWFALSE": _push(lambda: False),
+    "EMPTY_TUPLE": _push(tuple), "EMPTY_LIST": _push(list), "EMPTY_DICT": _push(dict),
+    "EMPTY_SET": _push(list),  # a list: no hashing of what a file says
+    "MARK": _mark, "POP": _pop, "POP_MARK": _pop_mark,
+    "DUP": lambda m, _: m.stack.append(m.stack[-1]),
+    "TUPLE": _from_mark(tuple), "LIST": _from_mark(list), "FROZENSET": _from_mark(list),
+    "DICT": _from_mark(_dict), "TUPLE1": _tuple_of(1), "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3), "APPEND": _one_append, "APPENDS": _on_top(_append),
+    "ADDITEMS": _on_top(_append), "SETITEM": _one_item, "SETITEMS": _on_top(_set_items),
+    "GLOBAL": lambda m, argument: m.stack.append(_global(argument)), "STACK_GLOBAL": _stack_global,
+    "REDUCE": _reduce, "NEWOBJ": _reduce, "NEWOBJ_EX": _new_with_names, "BUILD": _build,
+    "OBJ": _old_object, "INST": _old_instance, "BINPERSID": _persistent,
+    "PUT": _put, "BINPUT": _put, "LONG_BINPUT": _put,
+    "MEMOIZE": lambda m, _: _put(m, len(m.memo)),
+    "GET": _get, "BINGET": _get, "LONG_BINGET": _get,
+}  # fmt: skip
+"""Instructions that do something. Left out, so refused: EXT1 to EXT4, PERSID, NEXT_BUFFER, …"""
+
+
+def _ordered_dict(*arguments: Any) -> Any:
+    return Record(Global("collections", "OrderedDict"), arguments) if arguments else {}
+
+
+def _size(*arguments: Any) -> Any:
+    if len(arguments) != 1 or not is_shape(arguments[0]):
+        raise Refused("a shape that is no short tuple of whole numbers")
+    return arguments[0]
+
+
+def _tensor(dtype: str | None, *told: Any) -> StoredTensor:
+    """A tensor as torch tells it: storage, offset, size, stride, gradient, hooks, metadata."""
+    if not 6 <= len(told) <= 7 or not isinstance(told[0], Storage):
+        raise Refused("a tensor without a storage")
+    storage, offset, size, stride = told[:4]
+    if not (
+        is_shape((offset,)) and is_shape(size) and is_shape(stride) and len(size) == len(stride)
+    ):
+        raise Refused("a tensor whose size and strides are no short tuples of whole numbers")
+    if len(told) == 7 and told[6]:
+        raise Refused("a tensor that is stored conjugated or negated; try: save tensor.clone()")
+    return StoredTensor(storage, dtype or storage.dtype, offset, size, stride)
+
+
+def _tensor_v2(*told: Any) -> StoredTensor:
+    return _tensor(None, *told)
+
+
+def _tensor_v3(*told: Any) -> StoredTensor:
+    kind = told[6] if len(told) > 6 else None
+    if not (isinstance(kind, Global) and kind.module == "torch" and kind.name in DTYPES):
+        raise Refused(f"a tensor of the format {short(str(kind))}, which is not known")
+    return _tensor(kind.name, *told[:6], *told[7:])
+
+
+def _parameter(*told: Any) -> Any:
+    data = told[0] if told else None
+    return data if isinstance(data, StoredTensor) else Record(PARAMETER, told)
+
+
+def _with_attributes(*told: Any) -> Any:
+    """A tensor that carries attributes of Python: the tensor, if it is a plain one."""
+    made, kind, arguments = (*told, None, None, None)[:3]
+    if (
+        kind in (Global("torch", "Tensor"), PARAMETER)
+        and made in TENSORS
+        and isinstance(arguments, tuple)
+    ):
+        return _call(made, arguments)
+    return Record(Global("torch._tensor", "_rebuild_from_type_v2"), told)
+
+
+PARAMETER = Global("torch.nn.parameter", "Parameter")
+TENSORS = tuple(Global("torch._utils", f"_rebuild_tensor_v{version}") for version in (2, 3))
+
+TABLE: dict[tuple[str, str], Callable[..., Any]] = {
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("torch", "Size"): _size,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
+}
+"""(module, name) → what this file makes of a call of it. Nothing else is ever made."""
+
+STORAGES = {
+    ("torch", "DoubleStorage"): "float64", ("torch", "FloatStorage"): "float32",
+    ("torch", "HalfStorage"): "float16", ("torch", "BFloat16Storage"): "bfloat16",
+    ("torch", "LongStorage"): "int64", ("torch", "IntStorage"): "int32",
+    ("torch", "ShortStorage"): "int16", ("torch", "CharStorage"): "int8",
+    ("torch", "ByteStorage"): "uint8", ("torch", "BoolStorage"): "bool",
+    ("torch", "ComplexFloatStorage"): "complex64",
+    ("torch.storage", "UntypedStorage"): "uint8", ("torch", "UntypedStorage"): "uint8",
+}  # fmt: skip
+"""(module, name) of a storage's kind → torch's name of its elements' format."""

@@ -1,0 +1,154 @@
+"""Reads a folder of torch.distributed.checkpoint (DCP): whole tensors from the slices of all ranks.
+
+    .metadata      a pickle: per tensor its format, shape and slices; per slice its file, where in
+                   it, how many bytes; and by which keys of the saved dict each tensor was reached
+    __R_K.distcp   slices of rank R, one torch.save archive after another
+
+Tensors are found by their keys, so `{"model": …, "optimizer": …}` gives the model. Slices must tile
+their tensor; each is held against the format and shape that .metadata says. What is no tensor
+(BytesStorageMetadata) is a pickle of its own and is not looked at.
+
+Source: torch 2.13, `torch/distributed/checkpoint/metadata.py`, `filesystem.py` (format version
+1.0.0); fields are read by name, so that those of later versions are ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.base.errors import CheckpointError
+from shoal.base.plans.tensor_shards import DTYPES, Box
+from shoal.checkpoint.foreign.foreign_weights import DEEP, Foreign, Found, member, model_part
+from shoal.checkpoint.foreign.inert_objects import Global, Record, StoredTensor, is_shape
+from shoal.checkpoint.foreign.pickle_reader import read_pickle
+from shoal.checkpoint.foreign.torch_file import Bytes, TorchFile, map_file
+from shoal.checkpoint.format import boxes
+
+METADATA = ".metadata"
+OF_TENSORS = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Which bytes of which file are a box of a tensor."""
+
+    box: Box
+    file: Path
+    begin: int
+    end: int
+
+
+def read_dcp(folder: Path, key: str) -> Found:
+    """The model in a folder of DCP; `key` names a part of what was saved, if that is not plain.
+
+    Errors: CheckpointError for files that are missing, cut or damaged, slices that do not tile
+    their tensor, slices that were packed or encrypted on the way; Refused for its pickle.
+    """
+    says = folder / METADATA
+    root = read_pickle(map_file(says), str(says))
+    tables = [_field(root, name) for name in ("state_dict_metadata", "storage_data")]
+    if not all(isinstance(table, dict) for table in tables):
+        raise CheckpointError(f"{says}: is no metadata of torch.distributed.checkpoint")
+    described, stored = tables
+    places = _places(stored, folder, says)
+    mapped: dict[Path, memoryview] = {}
+    paths = _field(root, "planner_data")
+    leaves: dict[tuple[str, ...], Foreign] = {}
+    for name, told in described.items():
+        if isinstance(name, str) and isinstance(told, Record) and str(told.of) == OF_TENSORS:
+            keys = paths.get(name) if isinstance(paths, dict) else None
+            known = isinstance(keys, tuple) and 0 < len(keys) <= DEEP
+            reached = tuple(str(one) for one in keys or ()) if known else (name,)
+            leaves[reached] = _tensor(name, told, places, mapped, says)
+    files = sorted({place.file for place in places.values()})
+    return model_part(leaves, key, Found(f"torch's DCP, {len(files)} files", {}, [says, *files]))
+
+
+def _field(record: Any, name: str) -> Any:
+    return record.field(name) if isinstance(record, Record) else None
+
+
+def _places(
+    stored: dict[Any, Any], folder: Path, says: Path
+) -> dict[tuple[str, tuple[int, ...]], _Slice]:
+    """Where slices lie, by (tensor's name, where in the tensor they begin)."""
+    found: dict[tuple[str, tuple[int, ...]], _Slice] = {}
+    known: dict[str, Path] = {}
+    for index, told in stored.items():
+        name, offsets = _field(index, "fqn"), _field(index, "offset")
+        begin, length = _field(told, "offset"), _field(told, "length")
+        if offsets is None:
+            continue  # what is no tensor
+        file = _field(told, "relative_path")
+        plain = isinstance(name, str) and isinstance(file, str)
+        if not (plain and is_shape(offsets) and is_shape((begin, length))):
+            raise CheckpointError(f"{says}: says of a slice no tensor, no file or no place in it")
+        if _field(told, "transform_descriptors"):
+            raise CheckpointError(
+                f"{says}: {name} was packed on the way to the disk; try: save it without"
+            )
+        if file not in known:
+            known[file] = member(folder, file, says)
+        found[name, offsets] = _Slice((), known[file], begin, begin + length)
+    return found
+
+
+def _tensor(
+    name: str,
+    told: Record,
+    places: dict[tuple[str, tuple[int, ...]], _Slice],
+    mapped: dict[Path, memoryview],
+    says: Path,
+) -> Foreign:
+    """One tensor of the metadata, with its slices found and seen to tile it."""
+    properties, shape, chunks = (told.field(one) for one in ("properties", "size", "chunks"))
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else _field(properties, "dtype")
+    if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in DTYPES:
+        raise CheckpointError(f"{says}: {name} has a format that is not known: {dtype}")
+    parts: list[_Slice] = []
+    for chunk in chunks if isinstance(chunks, list) and is_shape(shape) else []:
+        offsets, sizes = _field(chunk, "offsets"), _field(chunk, "sizes")
+        if not (is_shape(offsets) and is_shape(sizes)):
+            raise CheckpointError(f"{says}: {name} has a slice without a place")
+        if (name, offsets) not in places:
+            raise CheckpointError(f"{says}: {name} at {list(offsets)} is in no file")
+        place = places[name, offsets]
+        box = tuple((a, a + n) for a, n in zip(offsets, sizes, strict=False))
+        parts.append(_Slice(box, place.file, place.begin, place.end))
+    if not parts or (problem := boxes.untiled(shape, [part.box for part in parts])):
+        raise CheckpointError(f"{says}: {name}: {problem if parts else 'has no slices'}")
+
+    def read() -> Bytes:
+        width = DTYPES[dtype.name][1]
+        if len(parts) == 1:
+            return _slice(name, dtype.name, parts[0], mapped)
+        whole = np.empty((*shape, width), np.uint8)
+        for part in parts:
+            whole[boxes.inside(part.box, boxes.whole(shape))] = _slice(
+                name, dtype.name, part, mapped
+            )
+        return whole
+
+    return Foreign(dtype.name, shape, read)
+
+
+def _slice(name: str, dtype: str, part: _Slice, mapped: dict[Path, memoryview]) -> Bytes:
+    """A slice's bytes, from the archive that holds nothing else."""
+    if part.file not in mapped:
+        mapped[part.file] = map_file(part.file)
+    data = mapped[part.file]
+    where = f"{part.file}: {name}"
+    if not 0 <= part.begin <= part.end <= len(data):
+        raise CheckpointError(f"{where} ends at byte {part.end}; the file has {len(data)}")
+    file = TorchFile(data[part.begin : part.end], where)
+    tensor = file.value
+    if not isinstance(tensor, StoredTensor):
+        raise CheckpointError(f"{where} is no tensor; subclasses of tensors are not read")
+    if (tensor.dtype, tensor.size) != (dtype, boxes.extents(part.box)):
+        raise CheckpointError(f"{where} is not what {METADATA} says: {tensor.dtype}")
+    return file.view(tensor)

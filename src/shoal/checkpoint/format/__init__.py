@@ -1,0 +1,1 @@
+"""The checkpoint format: manifest, shards, safetensors, folders, listing, lease."""

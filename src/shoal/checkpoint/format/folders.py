@@ -1,0 +1,132 @@
+"""Moves checkpoint folders about so that a name `step-N` is always whole, or visibly not.
+
+    step-N.tmp-<id>          being written, or being deleted; removed when found by the next save
+    step-N                   complete: it got this name by one rename, after every file was durable
+    step-N.damaged[-k]       was called step-N and did not verify; kept for a person to look at
+    step-N.other[-k]         of a future that other nodes did not go on from (`own_disks`)
+
+Renames are atomic, and durable once the parent folder is fsynced (POSIX; the Linux file systems
+ext4, xfs, btrfs and NFS keep this order). Only rank 0 calls these, or who keeps a disk
+(`own_disks`). No torch here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from shoal.base.errors import CheckpointError
+from shoal.base.text.units import bytes_text
+from shoal.checkpoint.format.listing import find, read_manifest
+from shoal.checkpoint.format.manifest import FILE_NAME, Manifest, encode
+from shoal.checkpoint.format.safetensors_file import write_all
+
+IN_USE: set[Path] = set()
+"""Checkpoints that this process copies elsewhere: they stay until that is done, and go after the
+next save."""
+
+TEMPORARY = re.compile(r"step-[0-9]+\.tmp-[0-9a-f]+")
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temporary(folder: Path) -> Path:
+    """Make up a path beside `folder`, its name with `.tmp-` and random digits; make nothing."""
+    return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete what saves and deletions of dead attempts left behind."""
+    for path in list(root.iterdir()) if root.is_dir() else ():
+        if TEMPORARY.fullmatch(path.name):
+            # One that cannot go must not stop the save: the space check still guards the disk.
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def begin(final: Path, needed_bytes: int) -> Path:
+    """Make the temporary folder for `final`, if the disk has room for so much.
+
+    Errors: OSError; CheckpointError when space lacks.
+    """
+    root = final.parent
+    root.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(root)
+    check_space(root, needed_bytes)
+    folder = temporary(final)
+    folder.mkdir()
+    return folder
+
+
+def commit(folder: Path, final: Path, manifest: Manifest) -> int:
+    """Give the written folder its manifest and its name; gives its bytes.
+
+    Errors: OSError; Damaged when the manifest reads back otherwise than it was written.
+    """
+    data = encode(manifest)
+    descriptor = os.open(folder / FILE_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    fsync_folder(folder)
+    read_manifest(folder)  # raises unless the disk gives back what was written
+    os.rename(folder, final)
+    fsync_folder(final.parent)
+    return manifest.size_bytes
+
+
+def quarantine(folder: Path, word: str = "damaged") -> Path:
+    """Rename a checkpoint out of the way, to the first free `.damaged[-k]` name."""
+    target, count = folder.with_name(f"{folder.name}.{word}"), 1
+    while os.path.lexists(target):
+        count += 1
+        target = folder.with_name(f"{folder.name}.{word}-{count}")
+    os.rename(folder, target)
+    fsync_folder(folder.parent)
+    return target
+
+
+def retire(root: Path, newest_step: int, keep: int) -> None:
+    """Delete checkpoints beyond the `keep` newest, counted back from `newest_step`.
+
+    Later steps are neither counted nor touched: they are of a future that the run went back from,
+    and may be damaged. A folder loses its name before its files, so a crash leaves no half of one.
+    """
+    past = [found.path for found in find(root) if found.step <= newest_step]
+    for path in past[keep:]:
+        if path.resolve() not in IN_USE:
+            _delete(path)
+
+
+def retire_later(root: Path, step: int) -> None:
+    """Delete checkpoints of later steps: of a future that is not the last saved any more."""
+    for found in find(root):
+        if found.step > step and found.path.resolve() not in IN_USE:
+            _delete(found.path)
+
+
+def _delete(path: Path) -> None:
+    doomed = temporary(path)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def check_space(root: Path, needed_bytes: int) -> None:
+    """Refuse a save that cannot fit, before it writes anything. Errors: CheckpointError."""
+    status = os.statvfs(root)
+    free_bytes = status.f_bavail * status.f_frsize
+    if needed_bytes > free_bytes:
+        raise CheckpointError(
+            f"it needs {bytes_text(needed_bytes)}, {bytes_text(free_bytes)} are free on this disk"
+        )

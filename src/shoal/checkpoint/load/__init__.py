@@ -1,0 +1,1 @@
+"""Load checkpoints on any layout."""

@@ -1,0 +1,247 @@
+"""Loads a checkpoint on any layout: ranks read only the slices that their own boxes meet.
+
+    wanted box ∩ stored box ≠ ∅  →  read the stored slice, hash it on the way, copy the overlap
+
+A slice is believed only if its hash, its file's header and size, and the manifest's digest agree.
+Where wanted and stored box are the same, bytes go straight to their place; otherwise through a
+buffer as large as one stored slice. `open_newest` takes the newest checkpoint that every rank can
+read, and says of each newer one what is wrong with it; what all ranks want, one reads for all (see
+`shares`).
+
+Limits: a stored slice is read whole even if one row of it is wanted, since its hash covers all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.base.errors import CheckpointError, ShoalError, nearest
+from shoal.base.plans.tensor_shards import Shard
+from shoal.base.runlog.events import Emit
+from shoal.checkpoint.agreement.collective_phase import exchange, first_only
+from shoal.checkpoint.agreement.rank_pieces import seen
+from shoal.checkpoint.format import boxes, folders
+from shoal.checkpoint.format.checkpoint_faults import Damaged, RankFailed, WantedDamaged, shown
+from shoal.checkpoint.format.listing import Found, find, read_manifest, step_folder, verify
+from shoal.checkpoint.format.manifest import Manifest, StoredSlice, StoredTensor
+from shoal.checkpoint.format.stored_shard import StoredReader
+from shoal.checkpoint.load import shared_read
+from shoal.checkpoint.load.shared_read import Key, Target, place
+from shoal.fabric import World
+from shoal.wire.phases import phase
+
+__all__ = ["Found", "Loaded", "find", "load", "open_newest", "read_manifest", "verify"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint: where it lies, what it says of the run, and this rank's tensors."""
+
+    path: Path
+    step: int
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+
+
+Plan = dict[Key, list[Target]]
+"""Stored slice → every place that wants part of it."""
+
+
+def load(path: Path, wanted: Sequence[Shard]) -> dict[str, torch.Tensor]:
+    """This rank's part of the checkpoint folder `path`, on the CPU, by name.
+
+    wanted    any boxes of the stored tensors, under their own names or tied ones
+    Gives     one slice: a tensor of the slice's shape; several: flat, slices in order
+    Errors    Damaged when bytes are not those that were saved; CheckpointError when the checkpoint
+              has no such tensor, or one of another shape or dtype
+    """
+    return load_from(path, read_manifest(path), wanted)
+
+
+def load_from(path: Path, manifest: Manifest, wanted: Sequence[Shard]) -> dict[str, torch.Tensor]:
+    """As `load`, with the manifest already read and verified."""
+    plan: Plan = {}
+    result = {shard.name: _plan_shard(path, manifest, shard, plan) for shard in wanted}
+    _read(path, manifest, plan)
+    return result
+
+
+def _read(path: Path, manifest: Manifest, plan: Plan) -> None:
+    """Fill every place of the plan, file by file."""
+    files: dict[str, list[Key]] = {}
+    for key in plan:
+        files.setdefault(key[1].file, []).append(key)
+    with phase("read", of=len(plan)) as told:
+        for file, keys in files.items():
+            with StoredReader(path / file, manifest.files[file]) as reader:
+                for name, piece in keys:
+                    _fill(reader, name, manifest.tensors[name], piece, plan[name, piece])
+                    told.step()
+
+
+def open_newest(
+    root: Path,
+    wanted_from: Callable[[Manifest], Sequence[Shard]],
+    world: World,
+    emit: Emit,
+    only: int | None = None,
+) -> Loaded | None:
+    """Load the newest checkpoint under `root` that all ranks can read; every rank calls it.
+
+    wanted_from   gives the shards that this rank wants of a manifest
+    only          the step whose checkpoint is wanted, and no other
+    Gives         this rank's tensors; None if there is no checkpoint, or none of step `only`
+
+    Rank 0 deletes the temporary folders of dead saves, lists the candidates and tells the others
+    (what exists may differ per rank on network file systems); each rank says what it wants and
+    reads its share; then all vote, and hand on what others want too. A damaged candidate is
+    reported as `checkpoint_damaged` by rank 0, left as it is, and the next older one is tried.
+
+    Errors: CheckpointError on all ranks when every candidate is damaged (starting over must be
+    somebody's decision; WantedDamaged for that of step `only`), when ranks read different
+    manifests, when one is of another Shoal's format version, or when the wanted shards are not
+    those of the checkpoint (another model: an older file would not help). A ShoalError that
+    `wanted_from` raises comes through on its rank; on the others, and for any other exception, it
+    is a CheckpointError that names the rank.
+    """
+    try:
+        return _open_newest(root, wanted_from, world, emit, only)
+    except RankFailed as failure:
+        if isinstance(failure.__cause__, ShoalError):
+            raise failure.__cause__ from None
+        raise
+
+
+def _open_newest(
+    root: Path,
+    wanted_from: Callable[[Manifest], Sequence[Shard]],
+    world: World,
+    emit: Emit,
+    only: int | None,
+) -> Loaded | None:
+    problems: list[str] = []
+    for name in first_only(world, lambda: _candidates(root, only)):
+        path = root / name
+        attempt = _Attempt(path, wanted_from)
+        answers = exchange(world, partial(attempt.run, attempt.look))
+        damage = _damage(answers)
+        if not damage:
+            if len({answer["digest"] for answer in answers}) > 1:
+                raise CheckpointError(
+                    f"{shown(path)}: ranks read different manifests; the run folder must be on "
+                    f"one file system that all machines share"
+                )
+            readers = shared_read.deal(attempt.manifest, [answer["wanted"] for answer in answers])
+            read = partial(attempt.read, world.rank, readers)
+            damage = _damage(exchange(world, partial(attempt.run, read)))
+        if not damage:
+            shared_read.hand_on(world, readers, attempt.plan)
+            return Loaded(path, attempt.manifest.step, attempt.manifest, attempt.tensors)
+        rank, fields = damage[0]
+        tensor = f"{fields['tensor']} " if fields["tensor"] else ""
+        problems.append(f"{fields['file']}: {tensor}{fields['reason']}")
+        if world.is_first:
+            emit("checkpoint_damaged", rank=rank, folder=str(path), **fields)
+    if problems and only is not None:
+        raise WantedDamaged(
+            f"{problems[0]}; try: move {shown(step_folder(root, only))} away, and go on from "
+            f"the checkpoint before it"
+        )
+    if problems:
+        raise CheckpointError(
+            f"{shown(root)}: none of its {len(problems)} checkpoints can be read ({problems[0]}); "
+            f"to start over, choose another folder with run.name=…"
+        )
+    return None
+
+
+def _candidates(root: Path, only: int | None) -> list[str]:
+    folders.remove_leftovers(root)
+    return [found.path.name for found in find(root) if only in (None, found.step)]
+
+
+def _damage(answers: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, str]]]:
+    return [(rank, answer["damage"]) for rank, answer in enumerate(answers) if answer["damage"]]
+
+
+class _Attempt:
+    """One rank's try at one candidate: tensors stay here, what others must know travels as JSON."""
+
+    manifest: Manifest
+
+    def __init__(self, path: Path, wanted_from: Callable[[Manifest], Sequence[Shard]]) -> None:
+        self.path = path
+        self.wanted_from = wanted_from
+        self.plan: Plan = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def run(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The answer of one part of it, or the damage that it met."""
+        try:
+            return {"damage": None, **work()}
+        except Damaged as problem:
+            return {"damage": problem.fields()}
+
+    def look(self) -> dict[str, Any]:
+        """Read the manifest: which one it is, and which slices this rank wants whole."""
+        self.manifest = read_manifest(self.path)
+        for shard in self.wanted_from(self.manifest):
+            self.tensors[shard.name] = _plan_shard(self.path, self.manifest, shard, self.plan)
+        wanted = shared_read.wanted_whole(self.manifest, self.plan)
+        return {"digest": self.manifest.digest, "wanted": wanted}
+
+    def read(self, rank: int, readers: Mapping[Key, int]) -> dict[str, Any]:
+        """Read this rank's share, and what it alone wants."""
+        own = {k: places for k, places in self.plan.items() if readers.get(k, rank) == rank}
+        _read(self.path, self.manifest, own)
+        return {}
+
+
+def _plan_shard(path: Path, manifest: Manifest, shard: Shard, plan: Plan) -> torch.Tensor:
+    """Note in `plan` which stored slices fill this shard; gives its tensor, still empty."""
+    name = manifest.aliases.get(shard.name, shard.name)
+    tensor = manifest.tensors.get(name)
+    if tensor is None:
+        close = nearest(shard.name, manifest.tensors)
+        hint = f"; try: {close}" if close else ""
+        raise CheckpointError(f"{shown(path)}: holds no tensor {shard.name}{hint}")
+    if (tensor.shape, tensor.dtype) != (shard.global_shape, shard.dtype):
+        raise CheckpointError(
+            f"{shown(path)}: {shard.name} is {tensor.dtype} {list(tensor.shape)} there, "
+            f"{shard.dtype} {list(shard.global_shape)} here: another model or precision wrote it"
+        )
+    for box in shard.slices:
+        if not boxes.fits(box, shard.global_shape):
+            raise CheckpointError(
+                f"{shard.name}: slice {list(box)} lies outside shape {list(shard.global_shape)}"
+            )
+    flat = torch.empty(shard.elements, dtype=getattr(torch, shard.dtype))
+    for patch in boxes.patches(shard.slices):
+        box, part = patch.box, seen(flat, patch)
+        for piece in tensor.slices:
+            if boxes.overlap(piece.box, box) is not None:
+                plan.setdefault((name, piece), []).append(Target(box, part))
+    return flat.view(boxes.extents(shard.slices[0])) if len(shard.slices) == 1 else flat
+
+
+def _fill(
+    reader: StoredReader,
+    name: str,
+    tensor: StoredTensor,
+    piece: StoredSlice,
+    targets: Sequence[Target],
+) -> None:
+    direct = len(targets) == 1 and targets[0].box == piece.box and targets[0].data.is_contiguous()
+    count = boxes.elements(piece.box)
+    room = targets[0].data if direct else torch.empty(count, dtype=getattr(torch, tensor.dtype))
+    flat = room.view(-1).view(torch.uint8)
+    reader.read(name, tensor.shape, tensor.dtype, piece, flat.numpy().data)
+    if direct:
+        return
+    place(room, piece, targets)

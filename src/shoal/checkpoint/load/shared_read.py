@@ -1,0 +1,113 @@
+"""What all ranks want of a checkpoint is read and hashed by one of them each, and handed on.
+
+    1. every rank says which stored slices it wants whole
+    2. those that all want are dealt, largest first, to the rank with least to read
+    3. all read and hash their share; when nobody found damage, every slice is broadcast in turn
+
+So replicas (ddp, and the weights under zero) read each byte once, not once per rank. Small slices
+are read by everyone: a message would cost more. Every rank computes the same deal from the same
+answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.base.plans.tensor_shards import DTYPES, Box
+from shoal.checkpoint.format import boxes
+from shoal.checkpoint.format.manifest import Manifest, StoredSlice
+from shoal.fabric import World
+from shoal.wire.phases import counting
+
+LEAST_BYTES = 2**16
+
+Key = tuple[str, StoredSlice]
+"""A stored slice: the tensor's name, and where it lies."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where part of a stored slice goes: the box to fill, and the tensor that holds it."""
+
+    box: Box
+    data: torch.Tensor
+
+
+def keys_of(manifest: Manifest) -> list[Key]:
+    """Every stored slice, in an order that all readers of the manifest share."""
+    return [
+        (name, piece)
+        for name in sorted(manifest.tensors)
+        for piece in manifest.tensors[name].slices
+    ]
+
+
+def wanted_whole(manifest: Manifest, targets: Mapping[Key, Sequence[Target]]) -> list[int]:
+    """Numbers of the slices, in the order of `keys_of`, that this rank wants whole."""
+    return [
+        number
+        for number, key in enumerate(keys_of(manifest))
+        if _bytes(manifest, key) >= LEAST_BYTES and _holder(key, targets.get(key, ())) is not None
+    ]
+
+
+def deal(manifest: Manifest, wanted: Sequence[Sequence[int]]) -> dict[Key, int]:
+    """The rank that reads each slice which all ranks want whole, in the order of `keys_of`.
+
+    wanted   of every rank, what `wanted_whole` gave
+    """
+    if len(wanted) == 1:
+        return {}
+    keys, common = keys_of(manifest), sorted(set(wanted[0]).intersection(*wanted[1:]))
+    loads, readers = [0] * len(wanted), dict.fromkeys(common, 0)
+    for number in sorted(common, key=lambda n: (-_bytes(manifest, keys[n]), n)):
+        readers[number] = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        loads[readers[number]] += _bytes(manifest, keys[number])
+    return {keys[number]: readers[number] for number in common}
+
+
+def hand_on(
+    world: World, readers: Mapping[Key, int], targets: Mapping[Key, Sequence[Target]]
+) -> None:
+    """Broadcast every dealt slice from the rank that read it; every rank calls at once."""
+    for key, reader in counting("share", len(readers), readers.items()):
+        piece = key[1]
+        holder = _holder(key, targets[key]) or targets[key][0]
+        direct = holder.box == piece.box and holder.data.is_contiguous()
+        own = holder.data if direct else holder.data[boxes.inside(piece.box, holder.box)]
+        if world.rank == reader or direct:
+            whole = own.contiguous()
+        else:
+            whole = torch.empty(own.shape, dtype=own.dtype)
+        raw = whole.view(-1).view(torch.uint8)
+        travelling = raw.to(world.device)
+        world.broadcast(travelling, reader)
+        if world.rank == reader:
+            continue
+        if travelling is not raw:
+            raw.copy_(travelling)
+        place(whole, piece, [t for t in targets[key] if not (direct and t is holder)])
+
+
+def place(whole: torch.Tensor, piece: StoredSlice, targets: Sequence[Target]) -> None:
+    """Copy what each target wants of a slice's data."""
+    source = whole.view(boxes.extents(piece.box))
+    for target in targets:
+        shared = boxes.overlap(piece.box, target.box)
+        if shared is not None:
+            part = source[boxes.inside(shared, piece.box)]
+            target.data[boxes.inside(shared, target.box)] = part
+
+
+def _holder(key: Key, targets: Sequence[Target]) -> Target | None:
+    """A target that holds the slice whole."""
+    box = key[1].box
+    return next((target for target in targets if boxes.overlap(box, target.box) == box), None)
+
+
+def _bytes(manifest: Manifest, key: Key) -> int:
+    name, piece = key
+    return boxes.elements(piece.box) * DTYPES[manifest.tensors[name].dtype][1]

@@ -1,0 +1,1 @@
+"""Checkpoints in remote folders: upload, fetch, list."""

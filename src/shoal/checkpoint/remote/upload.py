@@ -1,0 +1,138 @@
+"""Copies what a run saves to its remote folder, in a thread of rank 0, while training goes on.
+
+    saved, or gone on from  ──hear──> the newest of the run, and of each tag, that is to be copied
+    thread                  ──put───> files, then the manifest (remote_folder); older ones are
+                            skipped
+    next step, or the end   ──tell──> a line for each copy that failed; it is tried at the next save
+
+A local checkpoint that retention deletes before its copy begins is not copied: a newer one follows.
+Limits: one process copies. Where that takes longer than the time between saves, the newest one goes
+next, and a local checkpoint stays until its copy is done, one more than `checkpoint.keep`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ShoalError
+from shoal.checkpoint.format.checkpoint_faults import explain, shown
+from shoal.checkpoint.remote.remote_folder import RemoteFolder, is_tag, spared
+from shoal.fabric import World
+from shoal.wire.phases import phase
+
+DEADLINE_S, HEARD_S = 3600.0, 30.0
+"""How long the end of a run waits for the last copy, and how often the other ranks hear of it."""
+
+
+class Uploader:
+    """The copies of one run's checkpoints: `hear` takes its events, `ended` waits.
+
+    folder   of the run · keep  newest checkpoints that stay in the remote folder
+    tell     one line for the user; called in the thread that calls `hear`
+    """
+
+    def __init__(
+        self, folder: Path, remote: RemoteFolder, keep: int, tell: Callable[[str], None]
+    ) -> None:
+        self.folder = folder.resolve()
+        self.remote = remote
+        self.keep = keep
+        self._tell = tell
+        self._thread = ThreadPoolExecutor(1, "shoal-copies")
+        self._lock = threading.Lock()
+        self._wanted: dict[str, Path] = {}
+        self._failed: dict[str, Path] = {}
+        self._newest: Path | None = None
+        self._lines: list[str] = []
+        self._running: Future[None] | None = None
+
+    def hear(self, record: dict[str, Any]) -> None:
+        """Take one event of the run; any tells what has failed meanwhile."""
+        self._say()
+        if record["event"] not in ("checkpoint_saved", "resumed"):
+            return
+        checkpoint = Path(record["folder"]).resolve()
+        base = checkpoint.parent.parent
+        if not base.is_relative_to(self.folder):
+            return  # of another run
+        below = "".join(f"{part}/" for part in base.relative_to(self.folder).parts)
+        with self._lock:
+            self._wanted = {**self._failed, **self._wanted, below: checkpoint}
+            self._failed = {}
+            if self._running is None or self._running.done():
+                self._running = self._thread.submit(self._work)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    self._running = None
+                    return
+                below, checkpoint = self._wanted.popitem()
+            try:
+                with spared(checkpoint):
+                    self.remote.put(checkpoint, below, 1 if is_tag(below) else self.keep)
+            except Exception as failure:
+                if checkpoint.is_dir():  # else it was too old to stay, and a newer one is to come
+                    reason = str(failure) if isinstance(failure, ShoalError) else explain(failure)
+                    with self._lock:
+                        self._failed[below] = checkpoint
+                    self._lines.append(f"{reason}; {shown(checkpoint)} was not copied there")
+            else:
+                self._newest = checkpoint
+
+    def ended(self, wait_s: float) -> bool:
+        """Wait so long for the copies under way; whether they have ended, which is told then."""
+        running = self._running
+        if running is not None and futures.wait([running], wait_s).not_done:
+            return False
+        self._say()
+        if self._newest is not None:
+            self._tell(f"checkpoint.remote = {self.remote.address}: has {shown(self._newest)}")
+        self._thread.shutdown()
+        return True
+
+    def _say(self) -> None:
+        while self._lines:
+            self._tell(self._lines.pop(0))
+
+
+def start_copies(
+    folder: Path,
+    address: str,
+    keep: int,
+    world: World,
+    hear: Callable[[Callable[[dict[str, Any]], None]], None],
+    tell: Callable[[str], None],
+) -> Callable[[], None]:
+    """Have a run's checkpoints copied to a remote folder; gives what waits for the last copy.
+
+    folder   of the run · keep  newest checkpoints that stay there · tell  one line for the user
+    hear     takes a function that is then called with every event of the run
+    Gives    a function that every rank calls at the end, which returns when the last copy is there,
+             has failed, or takes longer than an hour
+    """
+    uploader = None
+    if world.is_first:
+        uploader = Uploader(folder, RemoteFolder(address), keep, tell)
+        hear(uploader.hear)
+
+    def finish() -> None:
+        until_s, lines = time.monotonic() + DEADLINE_S, ["is still written to", "is given up"]
+        with phase("copy the last checkpoint"):
+            while True:
+                over = uploader is None or uploader.ended(HEARD_S)
+                late = time.monotonic() > until_s
+                if uploader is not None and not over and (late or len(lines) > 1):
+                    tell(f"checkpoint.remote = {address}: {lines.pop(-1 if late else 0)}")
+                # None may wait in one collective for long: the others hear that it goes on.
+                if world.broadcast_json(over or late):
+                    return
+
+    return finish

@@ -1,0 +1,1 @@
+"""Save checkpoints: beside training, on shared disks or on each node alone."""

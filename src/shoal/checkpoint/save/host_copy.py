@@ -1,0 +1,93 @@
+"""Copies this rank's share of a run into host memory that every save uses again.
+
+The copy is all that training waits for, so it must cost no more than the bytes: one allocation,
+kept, whose pages are in place after the first save; pinned where tensors come from a GPU, so that
+the copy is queued on the training stream, before the next step's kernels, and nobody waits for it.
+
+Limits: the memory stays taken between saves: a rank's share of weights and optimizer state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.agreement.rank_pieces import Block
+from shoal.fabric.device import first_accelerator, pin, recorded_event
+
+ALIGN_BYTES = 64
+"""Each block begins at a multiple: any dtype may lie there, and cache lines are not shared."""
+
+Kind = tuple[torch.dtype, torch.Size]
+
+
+class HostCopy:
+    """The memory, and the way into it. One save at a time: `take` overwrites what was taken."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._kinds: list[Kind] = []
+        self._slots: list[torch.Tensor] = []
+        self._flat_slots: list[torch.Tensor] = []
+        self._queued: Any = None  # an event of the device that was copied from
+        self._unpin: weakref.finalize | None = None
+
+    def take(self, blocks: Sequence[Block]) -> list[Block]:
+        """The same blocks, their data copied to host memory, flat; on a GPU only queued.
+
+        After this returns, the sources may change. The data may be read after `arrived`.
+        """
+        sources = [block.data for block in blocks]
+        self._arrange(sources)
+        self.again(sources)
+        return [b.with_data(slot) for b, slot in zip(blocks, self._flat_slots, strict=True)]
+
+    def again(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Copy tensors to where those of the newest `take` lie; False if their kinds differ."""
+        if self._kinds != [(source.dtype, source.shape) for source in sources]:
+            return False
+        if sources:
+            with torch.no_grad():
+                torch._foreach_copy_(self._slots, list(sources), non_blocking=True)
+        device = first_accelerator(sources)
+        if device is not None:
+            self._queued = recorded_event(device)
+        return True
+
+    def arrived(self) -> None:
+        """Wait until what `take` queued is in host memory; any thread may call it."""
+        if self._queued is not None:
+            self._queued.synchronize()
+            self._queued = None
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._kinds, self._slots, self._flat_slots = [], [], []
+        self._release()
+
+    def _arrange(self, sources: Sequence[torch.Tensor]) -> None:
+        """Give each source its place; memory that is large enough stays where it is."""
+        self._kinds, self._slots, self._flat_slots = [], [], []
+        starts = [0]
+        for source in sources:
+            starts.append(starts[-1] + -(-source.nbytes // ALIGN_BYTES) * ALIGN_BYTES)
+        if starts[-1] > self._flat.numel():
+            self._release()
+            self._flat = torch.empty(starts[-1], dtype=torch.uint8)
+            device = first_accelerator(sources)
+            if device is not None:
+                self._unpin = pin(self._flat, device, self)
+        for start, source in zip(starts, sources, strict=False):
+            flat = self._flat[start : start + source.nbytes].view(source.dtype)
+            self._kinds.append((source.dtype, source.shape))
+            self._slots.append(flat.view(source.shape))
+            self._flat_slots.append(flat)
+
+    def _release(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self._flat = torch.empty(0, dtype=torch.uint8)

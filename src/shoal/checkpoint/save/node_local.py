@@ -1,0 +1,366 @@
+"""Checkpoints of a run whose nodes share no disk: each node has every one whole on its own.
+
+    keeper    of a disk: the first rank that sees it; it makes and renames folders there
+    save      ranks write their files at home, keepers pass each other the files that they lack,
+              what came is hashed, and only then every keeper gives its copy the name `step-N`
+    restore   the newest of all disks, by step and digest, is verified where it lies; keepers that
+              lack it get it from those that have it whole; then every rank reads at home
+
+So a node that is left alone goes on from its own disk, and one that comes new, or was away, gets
+what it lacks from its peers. Nothing that came is used before its hashes were compared. What is
+damaged comes anew and is put aside then; where nobody has a step whole, the one before it counts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.runlog.events import Emit
+from shoal.checkpoint.agreement.collective_phase import exchange, first_only
+from shoal.checkpoint.agreement.rank_pieces import Collected
+from shoal.checkpoint.format import folders
+from shoal.checkpoint.format.checkpoint_faults import Damaged, RankFailed, shown
+from shoal.checkpoint.format.listing import (
+    file_problems,
+    find,
+    read_manifest,
+    slices_by_file,
+    step_folder,
+)
+from shoal.checkpoint.format.manifest import FILE_NAME, Manifest, decode, encode
+from shoal.checkpoint.save.file_transfer import Parcel, carry
+from shoal.checkpoint.save.shard_writer import join, write
+from shoal.fabric import World
+
+Keepers = tuple[int, ...]
+"""By rank, the first that sees the same disk; () where all see one."""
+
+_known: dict[Path, Keepers] = {}
+
+
+def find_keepers(folder: Path, world: World) -> Keepers:
+    """Find who sees which disk at `folder`; every rank calls it.
+
+    Errors   ConfigError, the same on all ranks, where ranks of one machine see several;
+             RankFailed for a folder that cannot be made
+    """
+    word = world.broadcast_json(secrets.token_hex(8) if world.is_first else None)
+    names = [folder / f".probe-{word}-{rank}" for rank in range(world.size)]
+
+    def show() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        names[world.rank].touch()
+
+    def look() -> list[int]:
+        first = next(rank for rank, name in enumerate(names) if name.exists())
+        return [first, world.rank - world.local_rank]
+
+    try:
+        exchange(world, show)
+        seen = exchange(world, look)
+    finally:
+        names[world.rank].unlink(missing_ok=True)
+    keepers = tuple(first for first, _ in seen)
+    for rank, (first, chief) in enumerate(seen):
+        other = chief if keepers[chief] != first else first
+        if keepers[other] != first:
+            raise ConfigError(
+                f"run.folder = {folder}: rank {rank} of {world.size} does not see what rank "
+                f"{other}, on the same machine, writes there; try: a folder that all ranks of "
+                f"a machine see, best all machines"
+            )
+    _known[folder.absolute()] = keepers = keepers if any(keepers) else ()
+    return keepers
+
+
+def keepers_of(root: Path, world: World) -> Keepers:
+    """Who keeps what lies in a folder, which may be another than the run's; every rank calls it."""
+    root = root.absolute()
+    for folder in (root, *root.parents):
+        if folder in _known:
+            return _known[folder]
+    return find_keepers(root, world)
+
+
+def save_on_each(
+    final: Path,
+    step: int,
+    record: dict[str, Any],
+    keep: int,
+    keepers: Keepers,
+    collecting: Callable[[], Collected],
+    world: World,
+    emit: Emit,
+) -> tuple[int, bool]:
+    """As `write.save_collected`, where `final` lies on several disks; keepers emit what it emits.
+
+    Gives    bytes of all shard files, and whether all disks had them before
+    """
+    began_s, root = time.perf_counter(), final.parent
+    keeper, made = keepers[world.rank], list[Path]()
+    try:
+        collected = collecting()
+        if existing := _existing(final, keepers, world, emit):
+            return existing.size_bytes, True
+        agreed = collected.agreement
+
+        def begin() -> str:
+            if keeper == world.rank:
+                made.append(folders.begin(final, agreed.disk_bytes(record)))
+            return made[0].name if made else ""
+
+        folder = root / exchange(world, begin)[keeper]
+        parts = exchange(world, lambda: write(folder, world.rank, collected.blocks))
+        text = first_only(world, lambda: encode(join(step, parts, agreed.aliases, record)).decode())
+        manifest = decode(text.encode(), folder / FILE_NAME)
+        owners = {part["file"]: keepers[rank] for rank, part in enumerate(parts) if part}
+        parcels = _parcels(manifest, {name: [one] for name, one in owners.items()}, set(keepers))
+        carry(world, parcels, lambda one: folder / one.name, lambda one: folder / one.name)
+        come = [name for name, owner in owners.items() if owner != keeper]
+        exchange(world, lambda: _check(folder, manifest, come, keepers, world))
+        exchange(world, lambda: folders.commit(folder, final, manifest) if made else 0)
+    except RankFailed as failure:
+        for half in made:
+            shutil.rmtree(half, ignore_errors=True)
+        if keeper == world.rank:
+            emit("checkpoint_failed", step=step, rank=failure.rank, reason=failure.reason)
+        world.barrier()
+        raise CheckpointError(
+            f"{shown(final)} was not saved: {failure}; older checkpoints are as they were"
+        ) from failure
+    save_s = time.perf_counter() - began_s
+    if keeper == world.rank:
+        size_bytes = manifest.size_bytes
+        emit("checkpoint_saved", step=step, folder=str(final), bytes=size_bytes, seconds=save_s)
+        try:
+            folders.retire(root, step, keep)
+        except OSError as failure:
+            text = f"{shown(root)}: old checkpoints stay: {failure.strerror}"
+            emit("notice", step=step, text=text)
+    return manifest.size_bytes, False
+
+
+@dataclass(frozen=True)
+class Brought:
+    """The checkpoint that all disks have now.
+
+    source   a keeper that had it
+    lacked   keepers that did not → the newest step before it that they have; 0 none
+    """
+
+    step: int
+    source: int
+    lacked: dict[int, int]
+
+
+def bring_newest(
+    root: Path,
+    keepers: Keepers,
+    world: World,
+    emit: Emit,
+    only: int | None = None,
+    *,
+    verify: bool = True,
+) -> Brought | None:
+    """Have the newest checkpoint of all disks on each of them, verified; every rank calls it.
+
+    emit     keepers emit `checkpoint_damaged` for what does not verify
+    only     the step that is wanted, and no other
+    verify   False: what all have already is not read; who goes on from it does
+    Gives    None where nobody has any
+    Errors   CheckpointError, the same on all ranks, where all that there are are damaged, and for a
+             disk that does not take it, say a full one
+    """
+    told = exchange(world, partial(_held, root, only, emit, keeps=world.rank in keepers))
+    held = [dict[str, str](one) for one, _ in told]  # equal messages are one object
+    problems = [problem for _, found in told for problem in found]
+    while found := _newest(held):
+        step, digest, having = found
+        if set(having) == set(keepers) and not verify:
+            return Brought(step, having[0], {})
+        final = step_folder(root, step)
+        damage = _damage(final, having, keepers, world)
+        for keeper, fields in damage.items():
+            problems.append(f"{fields['file']}: {fields['tensor']} {fields['reason']}")
+            del held[keeper][str(step)]
+            if keeper == world.rank:
+                emit("checkpoint_damaged", folder=str(final), **fields)
+        whole = [one for one in having if one not in damage]
+        if whole:
+            lacking = [one for one in sorted(set(keepers)) if one not in whole]
+            before = [max((int(n) for n in one if int(n) < step), default=0) for one in held]
+            word = "other" if str(step) in held[world.rank] else "damaged"
+            if lacking:
+                _fetch(final, digest, whole, lacking, word, keepers, world)
+            return Brought(step, whole[0], {one: before[one] for one in lacking})
+    if problems:
+        raise CheckpointError(
+            f"{shown(root)}: no node has a checkpoint that can be read ({problems[0]}); to start "
+            f"over, choose another folder with run.name=…"
+        )
+    return None
+
+
+def _fetch(
+    final: Path,
+    digest: str,
+    whole: Sequence[int],
+    lacked: Sequence[int],
+    word: str,
+    keepers: Keepers,
+    world: World,
+) -> None:
+    """Bring one checkpoint from keepers that have it whole to those that lack it.
+
+    word    what this keeper has under its name is put aside as `.damaged`, or `.other`
+    """
+    root, keeper, made = final.parent, keepers[world.rank], list[Path]()
+    try:
+        told = exchange(
+            world,
+            lambda: (
+                (final / FILE_NAME).read_text(encoding="utf-8") if world.rank == whole[0] else ""
+            ),
+        )
+        data = told[whole[0]].encode()
+        manifest = decode(data, final / FILE_NAME)
+        if manifest.digest != digest:
+            raise CheckpointError(f"{shown(final)}: changed on rank {whole[0]} while it was read")
+
+        def begin() -> str:
+            if world.rank in lacked:
+                made.append(folders.begin(final, manifest.size_bytes + len(data)))
+            return made[0].name if made else ""
+
+        folder = root / (exchange(world, begin)[keeper] or final.name)
+        sources = {name: list(whole) for name in manifest.files}
+        parcels = _parcels(manifest, sources, {*whole, *lacked})
+        carry(world, parcels, lambda one: final / one.name, lambda one: folder / one.name)
+        come = list(manifest.files) if keeper in lacked else []
+        exchange(world, lambda: _check(folder, manifest, come, keepers, world))
+
+        def end() -> None:
+            if made:
+                if os.path.lexists(final):
+                    folders.quarantine(final, word)
+                folders.commit(folder, final, manifest)
+
+        exchange(world, end)
+    except RankFailed as failure:
+        for half in made:
+            shutil.rmtree(half, ignore_errors=True)
+        raise CheckpointError(f"{shown(final)} was not brought from a peer: {failure}") from failure
+
+
+def _existing(final: Path, keepers: Keepers, world: World, emit: Emit) -> Manifest | None:
+    """The manifest where all disks have this step, the same and whole; else it goes aside."""
+
+    def look() -> str:
+        try:
+            return read_manifest(final).digest if os.path.lexists(final) else ""
+        except Damaged:
+            return "damaged"
+
+    digests = exchange(world, look)
+    if not any(digests):
+        return None
+    having = [one for one in sorted(set(keepers)) if digests[one]]
+    damage = _damage(final, having, keepers, world)
+    if not damage and len(set(digests)) == 1:
+        return read_manifest(final)
+
+    def put_aside() -> None:
+        if world.rank in having:
+            fields = damage.get(world.rank)
+            kept_as = folders.quarantine(final, "damaged" if fields else "other")
+            if fields:
+                emit("checkpoint_damaged", folder=str(final), kept_as=str(kept_as), **fields)
+
+    exchange(world, put_aside)
+    return None
+
+
+def _held(root: Path, only: int | None, emit: Emit, *, keeps: bool) -> list[Any]:
+    """[step → digest of what lies on this keeper's disk, what is wrong with manifests]."""
+    held, problems = dict[str, str](), list[str]()
+    if not keeps:
+        return [held, problems]
+    folders.remove_leftovers(root)
+    for found in find(root):
+        if only in (None, found.step):
+            try:
+                held[str(found.step)] = read_manifest(found.path).digest
+            except Damaged as damage:
+                problems.append(str(damage))
+                emit("checkpoint_damaged", folder=str(found.path), **damage.fields())
+    return [held, problems]
+
+
+def _newest(held: Sequence[dict[str, str]]) -> tuple[int, str, list[int]] | None:
+    """(step, digest, keepers that have it) of the newest checkpoint; None without any.
+
+    Nodes that were cut off from each other may both have gone on: then the one that most have
+    counts, of equals the one of the lowest rank.
+
+    >>> _newest([{"4": "a", "8": "b"}, {}, {"8": "c"}, {"8": "c"}])
+    (8, 'c', [2, 3])
+    """
+    steps = [int(step) for one in held for step in one]
+    if not steps:
+        return None
+    step = max(steps)
+    having: dict[str, list[int]] = {}
+    for rank, one in enumerate(held):
+        if str(step) in one:
+            having.setdefault(one[str(step)], []).append(rank)
+    digest = max(having, key=lambda name: (len(having[name]), -having[name][0]))
+    return step, digest, having[digest]
+
+
+def _damage(
+    final: Path, having: Sequence[int], keepers: Keepers, world: World
+) -> dict[int, dict[str, str]]:
+    """By keeper, what is damaged of a checkpoint on its disk; the ranks there share the reading."""
+
+    def look() -> dict[str, str] | None:
+        if keepers[world.rank] not in having:
+            return None
+        try:
+            manifest = read_manifest(final)
+            _check(final, manifest, list(manifest.files), keepers, world)
+        except Damaged as damage:
+            return damage.fields()
+        return None
+
+    told = exchange(world, look)
+    return {keepers[rank]: one for rank, one in reversed(list(enumerate(told))) if one}
+
+
+def _check(
+    folder: Path, manifest: Manifest, names: Sequence[str], keepers: Keepers, world: World
+) -> None:
+    """Hash this rank's share of files on its disk. Errors: Damaged"""
+    mates = [rank for rank, one in enumerate(keepers) if one == keepers[world.rank]]
+    slices = slices_by_file(manifest)
+    for name in names[mates.index(world.rank) :: len(mates)]:
+        for problem in file_problems(folder, manifest, name, slices[name]):
+            raise problem
+
+
+def _parcels(manifest: Manifest, having: dict[str, list[int]], wanting: set[int]) -> list[Parcel]:
+    """What goes from whom to whom: of several who have a file, each sends some of the files."""
+    return [
+        Parcel(having[name][number % len(having[name])], target, name, file.size_bytes)
+        for target in sorted(wanting)
+        for number, (name, file) in enumerate(manifest.files.items())
+        if target not in having[name]
+    ]

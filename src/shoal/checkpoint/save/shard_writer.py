@@ -1,0 +1,88 @@
+"""Writes one rank's file and checks it; then joins all ranks' parts into one manifest.
+
+A part is JSON, since it travels between ranks: the file's name, size and header digest, and for
+each slice (name, global shape, dtype, key, box, sha256).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.agreement.rank_pieces import Block
+from shoal.checkpoint.format.listing import file_problems, slices_by_file
+from shoal.checkpoint.format.manifest import Manifest, StoredFile, StoredSlice, StoredTensor, plain
+from shoal.checkpoint.format.safetensors_file import Entry, write_file
+from shoal.wire.phases import phase
+
+
+def write(folder: Path, rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Write, fsync, read back and compare this rank's file; talks to no other rank.
+
+    Gives this rank's part of the manifest, empty if there is nothing to write.
+    Errors: OSError (disk full); Damaged when the disk gives back other bytes than were written.
+    """
+    if not blocks:
+        return {}
+    path = folder / f"rank-{rank}.safetensors"
+    by_key = {block.key: block for block in blocks}
+    entries = [Entry(block.key, block.dtype, block.shape) for block in blocks]
+
+    def memory_of(key: str) -> memoryview:
+        told.step()
+        return by_key[key].memory()
+
+    try:
+        with phase("write", of=len(blocks)) as told:
+            done = write_file(path, entries, memory_of, {"format": "pt"})
+    except OSError as failure:
+        failure.filename = failure.filename or str(path)  # so that the message says which file
+        raise
+    part = {
+        "file": path.name,
+        "size_bytes": done.size_bytes,
+        "header_sha256": done.header_sha256,
+        "slices": [
+            (b.name, b.global_shape, b.dtype, b.key, b.box, done.sha256[b.key]) for b in blocks
+        ],
+    }
+    _forget_cached(path)
+    alone = join(0, [part], {}, {})
+    for problem in file_problems(folder, alone, path.name, slices_by_file(alone)[path.name]):
+        raise problem
+    return part
+
+
+def join(
+    step: int, parts: Sequence[dict[str, Any]], aliases: Mapping[str, str], record: dict[str, Any]
+) -> Manifest:
+    """The manifest of all ranks' parts."""
+    files: dict[str, StoredFile] = {}
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    slices: dict[str, list[StoredSlice]] = {}
+    for part in parts:
+        if not part:
+            continue
+        files[part["file"]] = StoredFile(part["size_bytes"], part["header_sha256"])
+        for name, shape, dtype, key, box, sha256 in part["slices"]:
+            kinds[name] = tuple(shape), dtype
+            stored = StoredSlice(part["file"], key, tuple((a, b) for a, b in box), sha256)
+            slices.setdefault(name, []).append(stored)
+    tensors = {
+        name: StoredTensor(shape, dtype, tuple(slices[name]))
+        for name, (shape, dtype) in kinds.items()
+    }
+    return Manifest(step, tensors, files, dict(aliases), plain(record))
+
+
+def _forget_cached(path: Path) -> None:
+    """Ask the system to drop its memory of the file, so that reading back reads the disk."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

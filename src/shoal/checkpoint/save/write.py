@@ -1,0 +1,224 @@
+"""Saves a run: every rank writes its share at once, and the checkpoint appears whole or not at all.
+
+    collect   who writes what, from everybody's offers; this rank's share as bytes in host memory
+    prepare   rank 0: clear leftovers, check free space, make the folder `step-N.tmp-<id>`
+    write     each rank alone: `rank-K.safetensors` in it, fsync, read back, compare
+    commit    rank 0: manifest, fsync, rename to `step-N`, fsync the parent; then delete beyond keep
+
+After each phase all ranks learn of a failure on any; then the temporary folder goes, older
+checkpoints are as they were, and every rank raises the same CheckpointError, after which training
+may go on. `save` does all of it while its caller waits; `background` does it beside training.
+
+Source: write beside, fsync, verify, rename (reliability §4); ours adds digests of every byte and
+one verdict for all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.runlog.events import Emit
+from shoal.base.runlog.folder_owner import REPLACED, FolderOwner
+from shoal.checkpoint.agreement.collective_phase import exchange, first_only
+from shoal.checkpoint.agreement.rank_pieces import Collected, Piece, collect
+from shoal.checkpoint.format import folders
+from shoal.checkpoint.format.checkpoint_faults import Damaged, RankFailed, shown
+from shoal.checkpoint.format.listing import (
+    file_problems,
+    read_manifest,
+    slices_by_file,
+    step_folder,
+)
+from shoal.checkpoint.format.manifest import Manifest
+from shoal.checkpoint.save.shard_writer import join, write
+from shoal.fabric import World
+
+__all__ = ["Piece", "Saved", "Target", "save", "save_collected"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint on disk, as a save left it.
+
+    size_bytes   of all shard files · save_s  seconds that the save took, or the verifying
+    existed      True if it was there before and verified, so that nothing was written
+    """
+
+    path: Path
+    step: int
+    size_bytes: int
+    save_s: float
+    existed: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be saved besides tensors, and where; equal on all ranks but for the record.
+
+    root     the folder of all checkpoints · step  gives the name `step-N`
+    record   free JSON, kept in the manifest; rank 0's is taken
+    keep     newest complete checkpoints that stay, this one included; ConfigError below 1
+    owner    of the run folder, as it is when the save begins
+    """
+
+    root: Path
+    step: int
+    record: dict[str, Any]
+    keep: int
+
+    owner: FolderOwner = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(f"checkpoint.keep = {self.keep}: at least 1; try: checkpoint.keep=1")
+        above = self.root.parents
+        tag = len(above) > 2 and above[1].name == "tags"
+        object.__setattr__(self, "owner", FolderOwner(above[2 if tag else 0]))
+        self.owner.note()
+
+    @property
+    def final(self) -> Path:
+        """The folder that will appear."""
+        return step_folder(self.root, self.step)
+
+    def check(self) -> None:
+        """Look whether the run folder is still the one that it was when the save began.
+
+        Raises:
+            CheckpointError: another folder lies there.
+        """
+        if self.owner.state() == REPLACED:
+            raise CheckpointError(f"another folder lies at {self.owner.folder} now")
+
+
+def save(
+    root: Path,
+    step: int,
+    pieces: Sequence[Piece],
+    record: dict[str, Any],
+    world: World,
+    emit: Emit,
+    *,
+    keep: int,
+    aliases: Mapping[str, str] | None = None,
+) -> Saved:
+    """Write the state of `step` as `root/step-N`; every rank calls it, with the pieces it holds.
+
+    pieces    equal (name, box) on several ranks are replicas: one of them is written
+    record    free JSON, kept in the manifest; rank 0's is taken
+    keep      newest complete checkpoints that stay, this one included, older ones being deleted;
+              those of later steps are neither counted nor touched
+    aliases   tied name → the name that is written; pieces of a tied name are left out
+    emit      rank 0 emits `checkpoint_saved` or `checkpoint_failed`, neither where `step-N` stays;
+              `checkpoint_damaged` for a damaged one, `notice` where old ones cannot be deleted
+
+    A complete `step-N` that verifies is kept and returned; a damaged one becomes `step-N.damaged`.
+    Errors: CheckpointError, the same on all ranks, when any rank failed (disk full, slices missing,
+    read-back differs): older checkpoints are untouched. ConfigError for keep < 1. ClusterError when
+    the process group was left meanwhile.
+    """
+    target = Target(root, step, record, keep)
+    return save_collected(target, lambda: collect(pieces, aliases or {}, world), world, emit)
+
+
+def save_collected(
+    target: Target, collecting: Callable[[], Collected], world: World, emit: Emit
+) -> Saved:
+    """`save` from any source of bytes in host memory. Every rank calls it.
+
+    collecting   gives this rank's share; may raise RankFailed, on all ranks alike
+    """
+    began_s = time.perf_counter()
+    root, step, final = target.root, target.step, target.final
+    if world.keepers:
+        from shoal.checkpoint.save.node_local import keepers_of, save_on_each
+
+        if keepers := keepers_of(root, world):
+            told = (final, step, target.record, target.keep)
+            size_bytes, existed = save_on_each(*told, keepers, collecting, world, emit)
+            return Saved(final, step, size_bytes, time.perf_counter() - began_s, existed)
+    temporary: Path | None = None
+    try:
+        collected = collecting()
+        existing = _existing(target, world, emit)
+        if existing is not None:
+            return Saved(final, step, existing.size_bytes, time.perf_counter() - began_s, True)
+        agreed = collected.agreement
+        name = first_only(
+            world, lambda: folders.begin(final, agreed.disk_bytes(target.record)).name
+        )
+        folder = temporary = root / name
+        parts = exchange(world, lambda: write(folder, world.rank, collected.blocks))
+        size_bytes = first_only(
+            world,
+            lambda: _commit(target, folder, join(step, parts, agreed.aliases, target.record)),
+        )
+    except RankFailed as failure:
+        if world.is_first:
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+            emit("checkpoint_failed", step=step, rank=failure.rank, reason=failure.reason)
+        world.barrier()  # when this returns, the temporary folder is gone for every rank
+        raise CheckpointError(
+            f"{shown(final)} was not saved: {failure}; older checkpoints are as they were"
+        ) from failure
+    save_s = time.perf_counter() - began_s
+    if world.is_first:
+        emit("checkpoint_saved", step=step, folder=str(final), bytes=size_bytes, seconds=save_s)
+        _retire(root, step, target.keep, emit)
+    return Saved(final, step, size_bytes, save_s)
+
+
+def _commit(target: Target, folder: Path, manifest: Manifest) -> int:
+    target.check()
+    return folders.commit(folder, target.final, manifest)
+
+
+def _existing(target: Target, world: World, emit: Emit) -> Manifest | None:
+    """The manifest of a checkpoint that has this name and verifies; what does not is renamed.
+
+    The ranks share the reading: rank r verifies files r, r + size, r + 2·size, …
+    """
+    final = target.final
+
+    def is_there() -> bool:
+        target.check()
+        return os.path.lexists(final)
+
+    if not first_only(world, is_there):
+        return None
+    manifests: list[Manifest] = []
+
+    def look() -> dict[str, str] | None:
+        try:
+            manifest = read_manifest(final)
+        except Damaged as damage:
+            return damage.fields()
+        manifests.append(manifest)
+        for name, slices in list(slices_by_file(manifest).items())[world.rank :: world.size]:
+            for problem in file_problems(final, manifest, name, slices):
+                return problem.fields()
+        return None
+
+    problems = [problem for problem in exchange(world, look) if problem]
+    if not problems:
+        return manifests[0]
+    kept_as = first_only(world, lambda: str(folders.quarantine(final)))
+    if world.is_first:
+        emit("checkpoint_damaged", folder=str(final), kept_as=kept_as, **problems[0])
+    return None
+
+
+def _retire(root: Path, step: int, keep: int, emit: Emit) -> None:
+    try:
+        folders.retire(root, step, keep)
+    except OSError as failure:
+        # The new checkpoint is safe; an old one that cannot be deleted only costs space.
+        emit("notice", step=step, text=f"{shown(root)}: old checkpoints stay: {failure.strerror}")

@@ -1,0 +1,1 @@
+"""Worker processes of the verbs: one module per `python -m`."""

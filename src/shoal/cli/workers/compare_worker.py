@@ -1,0 +1,80 @@
+"""Run one worker of `shoal compare`: `python -m shoal.cli.workers.compare_worker FOLDER ROW,ROW`.
+
+Started by the supervisor, never by hand. All rows of one process count share the process, since
+importing torch costs seconds: each row is measured in turn, and rank 0 writes down when it begins
+(`{"began": ROW}`) and what it gave (`{"row": ROW, …}`), so that a crash has a row to belong to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+from shoal.base.estimates.facts import usable_cores
+from shoal.base.runlog.atomic_files import cache_folder
+from shoal.base.runlog.events import append_line
+from shoal.launch import end_with
+from shoal.wire.phases import NOWHERE, part, phase, tell_folder
+from shoal.wire.stack_dumps import be_watched
+
+
+def main() -> int:
+    """Measure the rows named on the command line."""
+    folder, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",")]
+    be_watched()
+    if os.environ.get("RANK", "0") == "0":
+        tell_folder(folder)
+    with phase("import"):
+        import torch
+
+        from shoal.config.load import load
+        from shoal.data.sources import open_source
+        from shoal.fabric import start_world
+        from shoal.machine.measure import measure_machine, quick
+        from shoal.trainer.jobs.benchmark_row import measure_row
+
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    config = load(folder / "run.toml").config
+    world = start_world()
+    source = world.local_first(lambda: open_source(config.data, config.train.seed))
+    if world.size <= usable_cores():  # so that rows can be foreseen
+        measure_machine(world, cache_folder(), quick(world.device))
+
+    def tell(**record: object) -> None:
+        if world.is_first:
+            append_line(folder / "rows.jsonl", record)
+
+    threads = torch.get_num_threads()
+    machine = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": world.device.type,
+        "threads": threads,
+    }
+    tell(machine=machine, unit="tokens" if source.kind == "tokens" else "samples")
+    for number in numbers:
+        tell(began=number)
+        part(NOWHERE)  # the steps of the row before are over, and building may take long
+        layout, steps = request["rows"][number]["run"], request["steps"]
+        compared = request["compared_steps"]
+        # dp's threads are the parts of one process: it gets the cores that as many processes have.
+        parts = request["rows"][number]["parts"] if is_dp(layout) else 1
+        torch.set_num_threads(threads * parts)
+        figures = measure_row(
+            config, source, world, layout, steps=steps, compared=compared, folder=folder
+        )
+        tell(row=number, **figures)
+    world.close()
+    return 0
+
+
+def is_dp(layout: object) -> bool:
+    """Whether a row's layout runs in threads of one process."""
+    return layout == "dp" or (isinstance(layout, dict) and "threads" in layout)
+
+
+if __name__ == "__main__":
+    end_with(main)

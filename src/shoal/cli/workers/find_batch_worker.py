@@ -1,0 +1,103 @@
+"""Try a size for `shoal find micro-batch`: `python -m shoal.cli.workers.find_batch_worker FOLDER`.
+
+Where memory ends, the rank writes `memory-RANK` before it dies, so that nobody guesses why. Its
+peers fail a moment later for want of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shoal.launch import end_with
+from shoal.wire.phases import phase
+
+STEPS = 3
+"""The optimizer's states come in the first, and lie beside the activations from the second on."""
+WORDS = ("out of memory", "allocate memory", "bad_alloc")
+"""What libraries say on a host; a GPU's allocator has its own exception."""
+
+
+def main() -> int:
+    """Train the steps of the folder named on the command line."""
+    folder = Path(sys.argv[1])
+    with phase("import"):
+        from shoal.config.load import load
+        from shoal.data.sources import open_source
+        from shoal.fabric import start_world
+
+    asked = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    config = load(folder / "run.toml").config
+    world = start_world()
+    source = world.local_first(lambda: open_source(config.data, config.train.seed))
+    try:
+        if asked["limit_bytes"]:
+            impose(asked["limit_bytes"], world.device)
+        _train(config, source, world, asked["layout"])
+    except Exception as failure:
+        if ended_memory(failure):
+            line = " ".join(str(failure).split())[:160]
+            rank = os.environ.get("RANK", "0")
+            Path(folder, f"memory-{rank}").write_text(
+                line or type(failure).__name__, encoding="utf-8"
+            )
+        raise
+    world.close()
+    return 0
+
+
+def _train(config: Any, source: Any, world: Any, layout: Any) -> None:
+    from shoal.config.resolve import plan_of
+    from shoal.trainer.jobs.configured_run import open_run
+
+    run = open_run(config, source, world, plan_of(config), layout, total_steps=STEPS)
+    loader = run.loader(source.train, collate=source.collate)
+    made = 0
+    while made < STEPS:
+        for batch in loader:
+            run.step(batch)
+            made += 1
+            if made == STEPS:
+                break
+    run.close()
+
+
+def impose(limit_bytes: int, device: Any) -> None:
+    """Let this process hold no more: of a device by its allocator, of the host by the kernel.
+
+    What the process has reserved and never touched is no memory, so it is added to the limit.
+    """
+    if device.type != "cpu":
+        from shoal.fabric import device as devices
+
+        devices.limit_bytes(device, limit_bytes)
+        return
+    reserved = int(psutil.Process().memory_info().data - psutil.Process().memory_info().rss)
+    most = limit_bytes + max(0, reserved)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def ended_memory(failure: BaseException) -> bool:
+    """Whether an exception says that memory ended, and nothing else.
+
+    >>> ended_memory(MemoryError()), ended_memory(ValueError("out of range"))
+    (True, False)
+    """
+    link: BaseException | None = failure
+    while link is not None:
+        if isinstance(link, MemoryError) or type(link).__name__ == "OutOfMemoryError":
+            return True
+        if isinstance(link, RuntimeError) and any(word in str(link).lower() for word in WORDS):
+            return True
+        link = link.__cause__
+    return False
+
+
+if __name__ == "__main__":
+    end_with(main)

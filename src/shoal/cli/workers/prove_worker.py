@@ -1,0 +1,88 @@
+"""One process of `shoal prove`: `python -m shoal.cli.workers.prove_worker RUN_FOLDER [MODES]`.
+
+Modes: --quick, --by-blocks.
+Started by the supervisor, never by hand. Rank 0 leaves the report in the folder as proof.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.launch import end_with
+from shoal.wire.phases import phase, tell_folder
+from shoal.wire.stack_dumps import be_watched
+
+if TYPE_CHECKING:
+    from shoal.fabric import World
+    from shoal.proof import Battery
+    from shoal.proof.proof_case import ProofCase
+
+
+def main() -> int:
+    """Prove the run that the folder's run.toml describes."""
+    folder = Path(sys.argv[1])
+    be_watched()
+    if os.environ.get("RANK", "0") == "0":
+        tell_folder(folder)
+    with phase("import"):
+        from shoal.base.plans.plan import Plan
+        from shoal.base.runlog.atomic_files import write_whole
+        from shoal.config.load import load
+        from shoal.data.sources import open_source
+        from shoal.fabric import start_world
+        from shoal.proof import Battery
+        from shoal.proof.proof_case import case_of
+        from shoal.proof.start_proof import quick_battery
+
+    config = load(folder / "run.toml").config
+    world = start_world()
+    source = world.local_first(lambda: open_source(config.data, config.train.seed))
+    case = case_of(
+        config, source, Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+    )
+    if "--quick" in sys.argv[2:]:
+        battery = quick_battery(case, world.size, folder)
+    else:
+        battery = Battery(case.trial(), seed=config.train.seed, folder=folder)
+    battery.by_blocks = "--by-blocks" in sys.argv[2:]
+    reason = ""
+    if not battery.by_blocks:
+        reason = world.broadcast_json(world.local_first(lambda: too_large(case, battery, world)))
+        battery.by_blocks = bool(reason)
+    report = battery.prove(world, case.layout, case.policies)
+    if reason:
+        report["said"].append(f"not as a whole: {reason}")
+    if world.is_first:
+        write_whole(folder / "proof.json", json.dumps(report))
+    world.close()
+    return 0
+
+
+def too_large(case: ProofCase, battery: Battery, world: World) -> str:
+    """Tell on rank 0 why the whole cannot be proven on this machine; "" where it can be.
+
+    A model that cannot be built without numbers is tried as a whole.
+    """
+    import torch
+
+    from shoal.proof.reference_limits import Room
+    from shoal.trace.isolation.collective_ban import alone
+    from shoal.trainer.parallelize import build_module
+
+    if not world.is_first:
+        return ""
+    try:
+        with alone(), torch.device("meta"):
+            module = build_module(case.build, case.plan.seed)
+    except Exception:  # whatever a builder makes of it; what is wrong with it comes up later
+        return ""
+    room = Room.of(world, case.layout, battery.steps, battery.folder)
+    return room.lacking([p.numel() * torch.float64.itemsize for p in module.parameters()])
+
+
+if __name__ == "__main__":
+    end_with(main)

@@ -1,0 +1,52 @@
+"""One worker process of `shoal train`: `python -m shoal.cli.workers.worker RUN_FOLDER`.
+
+Started by the supervisor, never by hand; its output is the rank's log.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from shoal.base.layouts.layout import Layout
+from shoal.forecast.models.hf_presence import is_foreign
+from shoal.launch import end_with
+from shoal.parallel import modules_of
+from shoal.wire.phases import phase, tell_folder
+from shoal.wire.stack_dumps import be_watched
+
+
+def imports_of(model: str, layout: Layout | None = None) -> tuple[str, ...]:
+    """What every worker of a command needs and what takes seconds, for `model.name = model`.
+
+    layout   its techniques are imported too; None where it is still open
+    torch._dynamo: `Optimizer.step` and a model's first record on fake tensors import it.
+
+    >>> imports_of("llama")
+    ('shoal.trainer.main_job', 'shoal.proof.start_proof', 'torch._dynamo')
+    """
+    own: tuple[str, ...] = ("shoal.trainer.main_job", "shoal.proof.start_proof", "torch._dynamo")
+    if layout is not None:
+        own = (*own, *modules_of(layout))
+    return (*own, "transformers.modeling_utils") if is_foreign(model) else own
+
+
+def main() -> int:
+    """Train the run folder named on the command line."""
+    folder = Path(sys.argv[1])
+    be_watched()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a request to stop, as SIGTERM is; no crash
+    if os.environ.get("RANK", "0") == "0":
+        tell_folder(folder)
+    with phase("import"):
+        from shoal.proof.start_proof import prove_run
+        from shoal.trainer.main_job import train
+
+    return train(folder, prove_run)
+
+
+if __name__ == "__main__":
+    end_with(main)

@@ -1,0 +1,108 @@
+"""Samples that are not tokens: the digits that come with scikit-learn, and parts of a dataset.
+
+What is held out never depends on train.seed: runs with different seeds are measured on the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from shoal.data.files.token_files import cross_entropy, grown
+from shoal.data.loading.sample_order import permute
+from shoal.data.loading.sample_seeds import draws_nothing
+
+SPLIT_SEED = 0
+
+
+class QuietTensors(TensorDataset):
+    """Tensors as samples; says that reading them draws nothing at random."""
+
+    draws_nothing = True
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Both parts of the digits; samples are (image [1, 8, 8] float32 in 0 … 1, class int64)."""
+
+    train: QuietTensors
+    validation: QuietTensors | None
+    images: int
+    class_entropy: float
+
+
+def open_digits(share: float) -> Digits:
+    """1797 handwritten digits (UCI, Alpaydin & Kaynak 1998), `share` of them held out.
+
+    `class_entropy`: nats per target of guessing by the classes' frequencies, near ln 10.
+    Errors: ImportError without scikit-learn; check_data_path says so before.
+    """
+    from sklearn.datasets import load_digits  # here: 1 s, and an extra
+
+    images, classes = load_digits(return_X_y=True)
+    inputs = torch.from_numpy((images / 16.0).astype(np.float32).reshape(-1, 1, 8, 8))
+    targets = torch.from_numpy(classes.astype(np.int64))
+    shuffled = torch.from_numpy(permute(np.arange(len(targets)), len(targets), SPLIT_SEED, 0))
+    held = max(1, round(share * len(targets))) if share else 0
+    last, first = shuffled[:held], shuffled[held:]
+    counts = [grown(np.bincount(targets[i].numpy()), 10) for i in (first, last if held else first)]
+    return Digits(
+        train=QuietTensors(inputs[first], targets[first]),
+        validation=QuietTensors(inputs[last], targets[last]) if held else None,
+        images=len(targets),
+        class_entropy=cross_entropy(counts[0], counts[1]),
+    )
+
+
+class First(IterableDataset[Any]):
+    """The first `samples` samples of an iterable: `First(data, samples)`, an IterableDataset.
+
+    Every iteration begins `data` anew; nothing is copied.
+    """
+
+    def __init__(self, data: Any, samples: int) -> None:
+        self.data = data
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.data), self.samples)
+
+
+class EvenPart(Dataset[Any]):
+    """The training or the held-out samples of a dataset, the held-out ones spread evenly over it.
+
+    A map-style dataset that reads `dataset` on demand; `whole_index(i)` is the index there.
+    Formula  of n samples, held out: ⌊j·n/h⌋ for j < h; in training: ⌈(i+1)·n/(n−h)⌉ − 1, i < n−h.
+             Together that is every index once (two complementary Beatty sequences), without a list;
+             data sorted by class gives up a like share of every class.
+    Takes    dataset · held, how many are held out, 1 ≤ held < n · held_out, True for that part
+    Errors   IndexError beyond the part
+    """
+
+    def __init__(self, dataset: Any, held: int, held_out: bool) -> None:
+        self.dataset = dataset
+        self.samples = len(dataset)
+        self.held = held
+        self.held_out = held_out
+        self.draws_nothing = draws_nothing(dataset)
+
+    def __len__(self) -> int:
+        return self.held if self.held_out else self.samples - self.held
+
+    def whole_index(self, index: int) -> int:
+        """The index in the whole dataset of sample `index` of this part. Errors: IndexError."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        if self.held_out:
+            return index * self.samples // self.held
+        return -(-(index + 1) * self.samples // (self.samples - self.held)) - 1
+
+    def __getitem__(self, index: int) -> Any:
+        """Sample `index` of this part. Errors: IndexError, and the dataset's own."""
+        return self.dataset[self.whole_index(index)]

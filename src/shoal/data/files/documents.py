@@ -1,0 +1,172 @@
+"""The files that text is read from: which there are, what is in them, which are held out.
+
+A document has one text, its file's; rows.py has files with many. A file that a user names must be
+UTF-8; of Python's own sources a few are not, by a coding line (PEP 263), and are read all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from shoal.base.errors import ConfigError
+from shoal.config.paths import fixed_folder, glob_files
+from shoal.data.files.file_formats import decode_text
+
+EXCLUDED_FOLDERS = {
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "ensurepip", "lib2to3",
+    "__pycache__",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file of text; `name` is its path below the source's folder, the same on every machine."""
+
+    name: str
+    path: str
+    size_bytes: int
+    modified_ns: int
+
+    def text(self) -> str:
+        """The whole file; bytes that are not UTF-8 become U+FFFD. Errors: ConfigError."""
+        try:
+            return Path(self.path).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+    def texts(self) -> Iterator[str]:
+        """The texts in the file, one; errors as `text`."""
+        yield self.text()
+
+    def sampled(self, texts: Iterable[str], share: float) -> Iterator[str]:
+        """Of the file's texts about so large a share, the same every time: the head of each."""
+        return (text[: round(len(text) * share)] for text in texts)
+
+    def piece(self, start: int, stop: int) -> str:
+        """The characters that lie whole in bytes start … stop − 1. Errors: as `text`."""
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(start)
+                read = file.read(stop - start)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
+        return read.decode("utf-8", errors="ignore").replace("\r\n", "\n")
+
+    def recipe(self) -> list[Any]:
+        """Return the settings that its texts depend on, as JSON values."""
+        return [self.name, self.size_bytes, self.modified_ns]
+
+    @property
+    def is_side(self) -> bool:
+        """Whether other texts of the file are on the other side, and `sides` gives both."""
+        return False
+
+    def sides(self) -> Iterator[tuple[bool, str]]:
+        """(whether it is held out, text) of all texts of the file."""
+        raise NotImplementedError
+
+    def unsplit(self) -> Document:
+        """The document with all texts of its file, where it is one side of a split."""
+        return self
+
+    @classmethod
+    def of(cls, path: Path, folder: Path, **more: Any) -> Self:
+        """The document that a file below `folder` is; `more` fields where a kind has them."""
+        stat = path.stat()
+        name = path.relative_to(folder).as_posix()
+        return cls(name, str(path), stat.st_size, stat.st_mtime_ns, **more)
+
+
+class TextFile(Document):
+    """A file of text that a user named: UTF-8, else it is refused."""
+
+    def text(self) -> str:
+        """Return the whole file, without a byte order mark, its line ends as one newline.
+
+        Raises:
+            ConfigError: the file cannot be read, is of another format, or has a byte that is no
+                text; names the place.
+        """
+        try:
+            read = Path(self.path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
+        return decode_text(self.path, read).replace("\r\n", "\n").replace("\r", "\n")
+
+    def recipe(self) -> list[Any]:
+        """Return the settings that its texts depend on, as JSON values."""
+        return [*super().recipe(), "utf-8"]  # 0.1.0 kept U+FFFD in the place of other bytes
+
+
+def stdlib_documents() -> list[Document]:
+    """The Python standard library's own .py files, without tests; about 600 files, 10 MiB.
+
+    Errors: ConfigError where Python has no source files (some embedded builds).
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    documents = []
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f not in EXCLUDED_FOLDERS)
+        paths = [Path(here, f) for f in sorted(files) if f.endswith(".py")]
+        documents += [Document.of(p, folder) for p in paths if p.is_file()]
+    if not documents:
+        raise ConfigError(f"data.source = stdlib: no .py files in {folder}; try: text:GLOB")
+    return documents
+
+
+def glob_documents(pattern: str, where: str = "data.source") -> list[TextFile]:
+    """The files of `text:GLOB`. Errors: ConfigError if there are none, with the nearest path."""
+    folder = fixed_folder(pattern)
+    return [TextFile.of(p, folder) for p in glob_files(pattern, where)]
+
+
+def place_of(text: str) -> float:
+    """Where a hash puts a text between 0 and 1: what is below a share is held out."""
+    digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") / 2**64
+
+
+def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
+    """Documents for training and for validation, chosen by a hash of each name.
+
+    Adding a file moves no other. Each side has at least one document if there are two and share is
+    above 0; a lone document stays whole here (its tail is held out, see open_corpus).
+    """
+    if share <= 0 or len(documents) < 2:
+        return list(documents), []
+
+    ranked = sorted(documents, key=lambda document: place_of(document.name))
+    count = sum(place_of(d.name) < share for d in documents)
+    held = {d.name for d in ranked[: min(max(1, count), len(documents) - 1)]}
+    return [d for d in documents if d.name not in held], [d for d in documents if d.name in held]
+
+
+D = TypeVar("D", bound=Document)
+
+
+def spread(documents: Sequence[D], count: int, wanted: int) -> list[tuple[D, int, int]]:
+    """Places in documents, evenly spread over the bytes of all: (document, start, stop).
+
+    Takes   count, the places · wanted, the bytes of all places together
+    Gives   in order; a place that lies in several files is one of each
+    """
+    ends = list(accumulate(document.size_bytes for document in documents))
+    found = []
+    for number in range(count):
+        start = (2 * number + 1) * ends[-1] // (2 * count) - wanted // count // 2
+        stop = start + wanted // count
+        at = bisect_right(ends, start)
+        while at < len(documents) and start < stop:
+            front = ends[at] - documents[at].size_bytes
+            if start < ends[at]:
+                found.append((documents[at], start - front, min(stop, ends[at]) - front))
+            start, at = max(start, ends[at]), at + 1
+    return found

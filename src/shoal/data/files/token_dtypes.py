@@ -1,0 +1,258 @@
+"""Checks that a raw file of tokens is read by the dtype that it was written with.
+
+A `.bin` file does not say what its numbers are. Its bytes do, where there are enough of them: of
+ids in 32 bits every second 16-bit number is 0 or tiny, of ids in 16 bits the low byte varies more
+than the high one, of 8-bit ids all bytes are alike, and ids in floats are whole numbers.
+
+    token ids      70000       12           65           uint32, little-endian
+    as uint16      4464   1    12   0       65   0       second ones ≤ 255: they are high halves
+
+Only what cannot be chance counts: at least LEAST numbers of one place lie above all of the other.
+Where the bytes do not tell (a short file, one of zeros) nothing is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.base.errors import ConfigError
+from shoal.data.files.file_formats import HEAD_BYTES, LEAST_EVIDENCE, find_format
+
+Numbers = npt.NDArray[Any]
+
+BLOCKS, BLOCK_BYTES = 64, 4096
+"""Places of a file that are looked at, evenly spread over it, each at a multiple of 8 bytes."""
+
+LEAST = 24
+"""Numbers that must lie above all of the other place: by chance 2⁻²⁴ where both are alike."""
+
+SPREAD = 2**14
+"""Low halves of ids above 65,535 come at least this high: such a vocabulary fills 16 bits."""
+
+LEAST_BYTES = 2048
+"""Bytes of each place whose distributions are compared; of fewer they differ by chance."""
+
+LLM_C = {
+    20240520: ("llm.c (modded-nanogpt has the same)", "uint16"),
+    20240801: ("llm.c (Llama 3)", "uint32"),
+    20240522: ("llm.c's evaluations", ""),
+    20240326: ("llm.c's weights", ""),
+}
+"""First int32 of a file → who writes it, and the dtype of the tokens after its header."""
+
+LLM_C_BYTES = 1024
+"""256 int32."""
+
+MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
+MEGATRON_CODES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
+
+FLOATS = {"<f8": "float64", "<f4": "float32", "<f2": "float16"}
+"""Formats in which ids are saved by mistake: `array.astype(float).tofile`."""
+
+SAME_BYTES = {"int32": "uint32"}
+"""Ids have the same bytes in both."""
+
+
+@dataclass(frozen=True)
+class WrittenAs:
+    """The dtype and byte order that a file's bytes show, and the evidence."""
+
+    dtype: str
+    why: str
+    big_endian: bool = False
+
+
+def find_dtype(sample: bytes) -> WrittenAs | None:
+    """Return the dtype that a sample of raw token ids was certainly written with; None if unsure.
+
+    Args:
+        sample: whole pieces of the file, each from a multiple of 8 bytes on.
+
+    >>> find_dtype(np.arange(100, dtype="<u4").tobytes()).dtype
+    'uint32'
+    >>> drawn = np.random.default_rng(0).integers(5000, size=4000)
+    >>> find_dtype(drawn.astype("<u2").tobytes()).dtype, find_dtype(bytes(8000))
+    ('uint16', None)
+    """
+    rows = np.frombuffer(sample[: len(sample) // 8 * 8], dtype=np.uint8).reshape(-1, 8)
+    if not len(rows):
+        return None
+    return _find_floats(rows) or _find_wide(rows) or _find_bytes(rows) or _find_uint16(rows)
+
+
+def _find_floats(rows: Numbers) -> WrittenAs | None:
+    """Floats: read so, all are whole ids, small ones among them that chance would not make."""
+    for code, dtype in FLOATS.items():
+        numbers = rows.view(code).ravel()
+        if not np.isfinite(numbers).all():
+            continue
+        if float(numbers.min()) < 0 or float(numbers.max()) >= 2**24:
+            continue
+        if (numbers != np.floor(numbers)).any():
+            continue
+        # Large floats are whole whatever their bits are: 1024 is the first such float16.
+        if len(np.unique(numbers[(numbers > 0) & (numbers < 1024)])) >= LEAST:
+            return WrittenAs(dtype, "read as floats, all numbers are whole")
+    return None
+
+
+def _find_wide(rows: Numbers) -> WrittenAs | None:
+    """uint32 or int64, of either byte order; by 16-bit numbers, four of which are a row of 8."""
+    for order in ("<u2", ">u2"):
+        pairs = rows.view(order)  # [rows, 4]
+        big = order == ">u2"
+        places = (3, 2, 1, 0) if big else (0, 1, 2, 3)  # from the lowest bits of 8 bytes up
+        low, high, third, fourth = (pairs[:, place] for place in places)
+        if not (third.any() or fourth.any()) and _are_halves(low, high):
+            return WrittenAs("int64", "three of four 16-bit numbers are high parts, 0 or tiny", big)
+        lows, highs = np.concatenate([low, third]), np.concatenate([high, fourth])
+        if _are_halves(lows, highs):
+            why = f"every second 16-bit number is a high half, at most {int(highs.max())}"
+            return WrittenAs("uint32", why, big)
+    return None
+
+
+def _are_halves(low: Numbers, high: Numbers) -> bool:
+    """Tell whether these can only be the low and the high halves of ids below 2²⁴."""
+    top = int(high.max())
+    if top > 255 or np.count_nonzero(low > top) < LEAST:
+        return False
+    return top == 0 or int(low.max()) >= SPREAD
+
+
+def _find_bytes(rows: Numbers) -> WrittenAs | None:
+    """uint8: bytes of both places of a pair are distributed alike, neither noise nor 0."""
+    first, second = (np.bincount(rows[:, k::2].ravel(), minlength=256) for k in (0, 1))
+    both = first + second
+    if first.sum() < LEAST_BYTES or both[0] > 0.05 * both.sum():
+        return None
+    if _distance(first, second) < 0.15 and 2.0 < _entropy(both) < 7.6:
+        return WrittenAs("uint8", "the bytes of both places of a pair are alike")
+    return None
+
+
+def _find_uint16(rows: Numbers) -> WrittenAs | None:
+    """uint16 of either byte order: low bytes vary more, and lie above all high ones.
+
+    Both numbers of a pair must be alike, else they may be halves of wider ids.
+    """
+    pairs = rows.view("<u2")
+    halves = [np.bincount(rows[:, [k, k + 4]].ravel(), minlength=256) for k in range(4)]
+    if np.count_nonzero(pairs[:, 1::2]) * 2 < np.count_nonzero(pairs[:, 0::2]):
+        return None
+    if max(_distance(halves[0], halves[2]), _distance(halves[1], halves[3])) > 0.4:
+        return None
+    first, second = rows[:, 0::2].ravel(), rows[:, 1::2].ravel()
+    for low, high, big in ((first, second, False), (second, first, True)):
+        if _varies(low, high):
+            why = f"the {'second' if big else 'first'} byte of each pair varies, the other does not"
+            return WrittenAs("uint16", why, big)
+    return None
+
+
+def _varies(low: Numbers, high: Numbers) -> bool:
+    """Tell whether these can only be the low and the high bytes of ids below 2¹⁶."""
+    top = int(high.max())
+    above = low[low > top]
+    if len(above) < LEAST or top == 0:
+        return len(above) >= LEAST
+    entropies = [_entropy(np.bincount(one, minlength=256)) for one in (low, high)]
+    more = entropies[0] - entropies[1]
+    return int(low.max()) >= 192 and (more > 1.0 or (more > 0 and len(np.unique(above)) >= 16))
+
+
+def _distance(first: Numbers, second: Numbers) -> float:
+    """Total variation of two histograms, 0 … 1."""
+    shares = [counts / max(1, counts.sum()) for counts in (first, second)]
+    return float(np.abs(shares[0] - shares[1]).sum() / 2)
+
+
+def _entropy(counts: Numbers) -> float:
+    """Bits."""
+    shares = counts[counts > 0] / max(1, counts.sum())
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def read_sample(path: str) -> bytes:
+    """Read BLOCKS pieces of a file, evenly spread; all of a small one. Errors: OSError."""
+    size = Path(path).stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        if size <= BLOCKS * BLOCK_BYTES:
+            return file.read()
+        pieces = []
+        for number in range(BLOCKS):
+            file.seek(number * (size - BLOCK_BYTES) // (BLOCKS - 1) // 8 * 8)
+            pieces.append(file.read(BLOCK_BYTES))
+        return b"".join(pieces)
+
+
+def check_dtype(path: str, dtype: str, said: str) -> None:
+    """Refuse a raw file whose bytes show that it was written with another dtype.
+
+    Args:
+        path: a file of raw token ids.
+        dtype: as which it would be read.
+        said: who says so: a key, a meta.json, or the default.
+
+    Raises:
+        ConfigError: names what the bytes show, and the key that reads them.
+    """
+    found = find_dtype(read_sample(path))
+    if found is None:
+        return
+    right = SAME_BYTES.get(dtype, dtype)
+    if found.dtype == right and not found.big_endian:
+        return
+    name = f"big-endian {found.dtype}" if found.big_endian else found.dtype
+    code = {"uint8": "u1", "uint16": "u2", "uint32": "u4", "int64": "i8"}.get(found.dtype)
+    hint = f"data.dtype={found.dtype}"
+    if found.dtype in FLOATS.values():
+        read = next(code for code, dtype in FLOATS.items() if dtype == found.dtype)
+        hint = f"numpy.fromfile({path!r}, {read!r}).astype('<u4').tofile(…), data.dtype=uint32"
+    elif found.big_endian:
+        hint = f"numpy.fromfile({path!r}, '>{code}').astype('<{code}').tofile(…)"
+    elif found.dtype == "uint8":
+        hint += f", or data.source=text:{path} if it is text"
+    raise ConfigError(
+        f"{path}: read as {dtype} ({said}), but it was written as {name}: {found.why}; try: {hint}"
+    )
+
+
+def check_header(path: Path) -> None:
+    """Refuse a .bin file that is known not to begin with tokens.
+
+    Raises:
+        ConfigError: names the header of llm.c, an index of Megatron beside the file, or the
+            format that its first bytes have.
+    """
+    with path.open("rb", buffering=0) as file:
+        head = file.read(HEAD_BYTES)
+    magic = int.from_bytes(head[:4], "little")
+    if magic in LLM_C and len(head) >= LLM_C_BYTES:
+        writer, dtype = LLM_C[magic]
+        cut = f"tail -c +{LLM_C_BYTES + 1} {path.name} > elsewhere/{path.name}, data.dtype={dtype}"
+        raise ConfigError(
+            f"{path}: begins with the header of {writer}, magic {magic}: {LLM_C_BYTES} bytes that "
+            f"are no tokens; try: {cut if dtype else 'a file of training tokens'}"
+        )
+    index = path.with_suffix(".idx")
+    if index.is_file():
+        with index.open("rb", buffering=0) as file:
+            about = file.read(len(MEGATRON[0]) + 9)
+        if about.startswith(MEGATRON):
+            code = about[17] if about.startswith(MEGATRON[0]) and len(about) > 17 else 0
+            dtype = MEGATRON_CODES.get(code, "")
+            raise ConfigError(
+                f"{path}: belongs to Megatron-LM's index {index.name}, which is not read; try: "
+                f"the .bin alone in a folder of its own"
+                + (f", with data.dtype={dtype}, as the index says" if dtype else "")
+            )
+    known = find_format(head, LEAST_EVIDENCE)
+    if known is not None:
+        hint = "name it .npy" if known.name.endswith(".npy") else known.hint(str(path))
+        raise ConfigError(f"{path}: is {known.name}, not raw token ids; try: {hint}")

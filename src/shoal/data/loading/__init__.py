@@ -1,0 +1,1 @@
+"""Loaders: order of samples, fetching, worker processes, seeds, samples that fail."""

@@ -1,0 +1,106 @@
+"""Looks at a dataset before and beside training: identity, whether indexed; joins samples.
+
+Nothing here moves a stream or a generator: what is read is read again by whoever trains.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from shoal.base.errors import ClusterError, ShoalError, UserError
+from shoal.data.loading.sample_seeds import seeded_draws
+
+Collate = Callable[[list[Any]], Any]
+
+PERMANENT = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+"""Error numbers that a further attempt meets again; decoders raise OSError without a number."""
+
+
+def load_error(what: str, error: Exception) -> ShoalError:
+    """The one line for an exception in the user's own data code, with its traceback as a note.
+
+    Gives   UserError; ClusterError where a disk, a mount or a connection is at fault, which may
+            work again after a restart
+    """
+    kind: type[ShoalError] = ClusterError if may_pass(error) else UserError
+    wrapped = kind(f"{what}: {type(error).__name__}: {error}")
+    wrapped.add_note("".join(traceback.format_exception(error)))
+    return wrapped
+
+
+def may_pass(error: BaseException) -> bool:
+    """Tell whether a further try may go well: a disk, a mount or a connection failed.
+
+    >>> may_pass(OSError(5, "Input/output error")), may_pass(FileNotFoundError(2, "no such file"))
+    (True, False)
+    """
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return isinstance(error, OSError) and error.errno not in PERMANENT
+
+
+def digest_of(value: Any) -> str:
+    """Hash tensors, arrays, numbers and texts, however nested, to 24 hex digits.
+
+    Values of other kinds (object arrays, sets, most numpy scalars) are passed over.
+    """
+    total = hashlib.blake2b(digest_size=12)
+    _digest_into(total, value)
+    return total.hexdigest()
+
+
+def _digest_into(total: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()
+        total.update(f"{value.dtype} {list(value.shape)}".encode())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        total.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        _digest_into(total, [part for pair in sorted(value.items(), key=repr) for part in pair])
+    elif isinstance(value, list | tuple):
+        total.update(f"{len(value)}".encode())
+        for part in value:
+            _digest_into(total, part)
+    elif value is None or isinstance(value, str | bytes | int | float):
+        total.update(repr(value).encode())
+
+
+def identity_of(dataset: Any) -> list[Any] | None:
+    """Returns a dataset's length and hashes of its first and last sample; None where it raises.
+
+    Both samples are loaded with fixed seeds, and the generators are put back afterwards.
+    """
+    try:
+        with seeded_draws("identity"):
+            count = len(dataset)
+            return [count, digest_of(dataset[0]), digest_of(dataset[count - 1])]
+    except Exception:
+        return None
+
+
+def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
+    """Join a list of samples to one batch; `collate` None is torch's default_collate.
+
+    Errors   UserError that names `where`; ClusterError where a disk or a connection failed
+    """
+    try:
+        return default_collate(samples) if collate is None else collate(samples)
+    except Exception as error:
+        hint = "" if collate else "; unequal samples need data.collate=pkg.mod:function"
+        raise load_error(f"data.collate: joining {where}{hint}", error) from error
+
+
+def is_indexed(dataset: object) -> bool:
+    """Tell whether a dataset is map-style: has `__getitem__` and `__len__`, no IterableDataset."""
+    if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
+        return False
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

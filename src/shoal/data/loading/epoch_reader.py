@@ -1,0 +1,257 @@
+"""Reads one epoch of an iterable step by step, in the main process or in one worker process.
+
+    sample, sample, … ──cut into batches──> ReadStep(this rank's micro-batches, state, ended)
+
+The state is the iterable's own, as JSON text, after the step's last sample and before the one read
+ahead; it travels with the step, so that reading ahead in a worker does not run away with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
+
+from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
+from shoal.base.plans.batches import cut_step
+from shoal.data.loading.dataset_kind import Collate, digest_of, join, load_error, may_pass
+from shoal.data.loading.sample_seeds import draws_nothing, seeded_draws
+from shoal.data.loading.step_samples import LoadedMicroBatch, StepBatch
+from shoal.data.loading.worker_pool import Failure
+
+if TYPE_CHECKING:
+    from shoal.data.loading.read_retries import Misread
+
+END = object()
+"""In the place of a sample, where a stream gives no more."""
+NO_STATE = "; it has no state_dict() and load_state_dict(), by which the read were tried again"
+IN_BUFFER = "; its state leaves out what its shuffle buffer holds, so it is not read again"
+
+
+@dataclass(frozen=True)
+class ReadStep:
+    """One step as read, with the iterable's state after it and whether the epoch ended there.
+
+    misread   samples that could not be read at once
+    """
+
+    batch: StepBatch
+    state: str
+    ended: bool
+    misread: tuple[Misread, ...] = ()
+
+
+def is_resumable(iterable: object) -> bool:
+    """True if the iterable can tell and take back where it stands."""
+    return all(callable(getattr(iterable, n, None)) for n in ("state_dict", "load_state_dict"))
+
+
+def _state_text(iterable: Any) -> str:
+    """The iterable's state as JSON text, a copy that later reading cannot change."""
+    if not is_resumable(iterable):
+        return "null"
+    state = iterable.state_dict()
+    try:
+        return json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"data.source: {type(iterable).__name__}.state_dict() is not JSON ({error}); use "
+            f"numbers, strings, lists and dicts with string keys"
+        ) from error
+
+
+class StepReader(IterableDataset[Any]):
+    """The steps of one epoch of an iterable, from stream position `position` to its end.
+
+    Takes   epoch, and epoch_start, the position at which it began: samples are numbered from there
+            batch, micro_batch, rank, degree, collate, seed: as for Loader · leaves_out: as there
+    Gives   ReadStep after ReadStep; or a Failure, the user's own error, as the last
+    """
+
+    end = END
+
+    def __init__(
+        self,
+        iterable: Any,
+        *,
+        batch: int,
+        micro_batch: int,
+        rank: int,
+        degree: int,
+        seed: int,
+        collate: Collate | None,
+        epoch: int,
+        epoch_start: int,
+        position: int,
+        leaves_out: bool = False,
+    ) -> None:
+        self.iterable = iterable
+        self.batch = batch
+        self.micro_batch = micro_batch
+        self.rank = rank
+        self.degree = degree
+        self.seed = seed
+        self.collate = collate
+        self.epoch = epoch
+        self.epoch_start = epoch_start
+        self.position = position
+        self.leaves_out = leaves_out and degree == 1  # another rank would keep what this one lost
+        self.quiet = draws_nothing(iterable)
+        self._misread: list[Misread] = []
+        self._lose = self._anew = False
+        self.known: tuple[int, Any] = position, "null"
+        self._at = position
+        self.probed: list[str] = []
+        self._probing = degree > 1
+
+    def __iter__(self) -> Iterator[ReadStep | Failure]:
+        """The steps from `position` to the end of the epoch."""
+        try:
+            yield from self._steps()
+        except (UserError, ClusterError) as error:
+            yield Failure.of(error)
+
+    def _steps(self) -> Iterator[ReadStep]:
+        self.known = self.position, self._state_before()
+        self._open()
+        first = self._next()
+        if first is END and self.position == self.epoch_start and is_resumable(self.iterable):
+            # its state was taken at the end of an epoch, and what is left of that one is nothing
+            self._anew = True
+            self._open()
+            first = self._next()
+        while first is not END:
+            start = self.position
+            count, kept, sample = self._read(first)
+            state = _state_text(self.iterable)
+            self.known = self.position, state
+            misread, self._misread = tuple(self._misread), []
+            first = END if sample is END else self._next()
+            batch = self._join(start, count, kept)
+            if self.probed:
+                probe = (f"the first {count} samples", digest_of(self.probed))
+                batch, self.probed = replace(batch, probe=probe), []
+            yield ReadStep(batch, state, first is END, misread)
+
+    def _read(self, sample: Any) -> tuple[int, dict[int, list[Any]], Any]:
+        """One step from `sample` on: samples read, this rank's by micro-batch, END or the last."""
+        kept: dict[int, list[Any]] = {}
+        count = 0
+        probing, self._probing = self._probing, False
+        while True:
+            if probing:  # every rank reads all, and must read the same
+                self.probed.append(digest_of(sample))
+            index = count // self.micro_batch
+            if index % self.degree == self.rank:
+                kept.setdefault(index, []).append(sample)
+            count += 1
+            self.position += 1
+            if count == self.batch:
+                return count, kept, sample
+            sample = self._next()
+            if sample is END:
+                return count, kept, END
+
+    def _drawing(self, what: object, quiet: bool) -> AbstractContextManager[None]:
+        """Random draws inside follow from (seed, epoch, what) alone, and leave none behind."""
+        return nullcontext() if quiet else seeded_draws(self.seed, self.epoch, what)
+
+    def _state_before(self) -> str:
+        """The state at which it is begun, "null" where it has none before it runs."""
+        try:
+            return _state_text(self.iterable)
+        except Exception:  # the user's own; what is wrong with it is said where it is needed
+            return "null"
+
+    def _open(self) -> None:
+        with self._drawing("start", self.quiet):
+            self._source = iter(self.iterable)
+
+    def _next(self) -> Any:
+        """The next sample or END; LEFT_OUT where none of several tries gave it."""
+        self._at = self.position
+        try:
+            return self.once()
+        except Exception as error:
+            if not may_pass(error):
+                raise self.failed(error) from error
+            return self._patiently(error)
+
+    def _patiently(self, error: Exception) -> Any:
+        from shoal.data.loading.hf_layers import is_streaming, shuffle_buffer
+        from shoal.data.loading.read_retries import LEFT_OUT, Late, Misread, pull_again
+
+        if self.known[1] == "null":
+            why = "" if is_resumable(self.iterable) else NO_STATE
+            raise self.failed(error, why) from error
+        if is_streaming(self.iterable) and shuffle_buffer(self.iterable):
+            raise self.failed(error, IN_BUFFER) from error
+        number = self._at - self.epoch_start
+        got = pull_again(self, type(self.iterable).__name__, error)
+        if not isinstance(got, Late):
+            return got
+        gone = got.sample is LEFT_OUT
+        self._lose = self._lose or gone
+        told = Misread(number, self._at, self.epoch, got.failures, got.error, gone)
+        self._misread.append(told)
+        return got.sample
+
+    def once(self) -> Any:
+        """The next sample or END, at one try; its draws are keyed by its number in the epoch."""
+        with self._drawing(self._at - self.epoch_start, self.quiet):
+            return next(self._source, END)
+
+    def stands(self) -> int:
+        """The position in the stream before which it stands."""
+        return self._at
+
+    def stand(self, at: int) -> None:
+        """Begin anew where its state was known, and read up to position `at` of the stream."""
+        self._at, state = self.known
+        self.iterable.load_state_dict(json.loads(state))
+        self._open()
+        if self._anew and self._at == self.epoch_start:
+            next(self._source, END)
+            self._open()
+        while self._at < at and self.once() is not END:
+            self._at += 1
+
+    def place(self) -> Any:
+        """What its state says of where it stands, as JSON text."""
+        return _state_text(self.iterable)
+
+    def pass_over(self, place: Any) -> None:
+        """Go on at a place that lies one sample further."""
+        self.known = self._at + 1, place
+        self.iterable.load_state_dict(json.loads(place))
+        self._open()
+
+    def failed(self, error: Exception, why: str = "") -> ShoalError:
+        """The one line of its next sample, which cannot be read."""
+        where = f"sample {self._at - self.epoch_start} (epoch {self.epoch})"
+        return load_error(f"data.source: {where}{why}", error)
+
+    def _join(self, start: int, count: int, kept: dict[int, list[Any]]) -> StepBatch:
+        cut = cut_step(start, None, count, self.micro_batch)
+        mine = [m for m in cut if m.index in kept]
+        loaded = []
+        for m in mine:
+            where = f"positions {m.start} … {m.stop - 1} (epoch {self.epoch})"
+            with self._drawing(("collate", m.start), self.quiet and self.collate is None):
+                value = self._joined(kept[m.index], where)
+            loaded.append(LoadedMicroBatch(m.index, m.start, m.stop, value))
+        ids = [tuple(range(m.start - self.epoch_start, m.stop - self.epoch_start)) for m in mine]
+        return StepBatch(tuple(loaded), start, start + count, len(cut), self.epoch, tuple(ids))
+
+    def _joined(self, samples: list[Any], where: str) -> Any:
+        if self._lose:
+            from shoal.data.loading.read_retries import LEFT_OUT
+
+            samples = [one for one in samples if one is not LEFT_OUT]
+            if not samples:
+                return None
+        return join(samples, self.collate, where)

@@ -1,0 +1,283 @@
+"""Hands out a dataset step by step, the same samples in the same order whatever the layout.
+
+    position p ──sample_order.py──> (epoch, index)        one endless stream; p is the whole state
+    p, batch, micro_batch ──base/plans/batches.py──> the step's micro-batches 0, 1, 2 …
+    rank, degree ──> those this rank owns (i mod degree) ──fetch.py──> joined samples
+
+Rank, degree and workers decide who fetches, never what. Because the state is one integer, to resume
+on another layout, or in the middle of an epoch, is the same as never to have stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.plans.batches import own_spans, step_stop, steps_per_epoch
+from shoal.data.loading.dataset_kind import Collate, digest_of
+from shoal.data.loading.fetch import Fetcher, Joined, Span
+from shoal.data.loading.step_samples import LoadedMicroBatch, StepBatch
+
+if TYPE_CHECKING:
+    from shoal.data.loading.read_retries import Misread
+
+MESSAGE = 8
+"""Micro-batches that are fetched and joined at once, at most; messages cost by the tensor."""
+
+
+def check_numbers(batch: int, micro_batch: int, rank: int, degree: int, workers: int) -> None:
+    """Errors: ConfigError for the first number that cannot be."""
+    for key, got, least in (
+        ("train.batch", batch, 1),
+        ("train.micro_batch", micro_batch, 1),
+        ("data-parallel degree", degree, 1),
+        ("data.workers", workers, 0),
+    ):
+        if got < least:
+            raise ConfigError(f"{key} = {got}: must be at least {least}; try: {key}={least}")
+    if not -1 <= rank < degree:
+        raise ConfigError(f"rank = {rank}: must be 0 … {degree - 1}, the data-parallel degree")
+
+
+class Loader:
+    """The steps of a map-style dataset (`dataset[index]`, `len(dataset)`) for one data rank.
+
+    Iterating gives one StepBatch per optimizer step to the end of the current epoch, also where
+    this rank owns no micro-batch of the short last step. Iterating again is the next epoch.
+    `position` moves when a step is handed out. Setting it ends a running iteration; the next one
+    starts there, be it in mid-epoch. `under_way` is true while somebody loops over it. `len()` is
+    the steps of an epoch; `restore(loader.state())` goes on there, under any layout. `tell` hears,
+    in one line, of worker processes that were made again, and of samples read at a further try.
+    `leaves_out`: those that fail at all four are left out, and the step names them.
+
+    Takes   batch, samples per optimizer step over all ranks · micro_batch, samples per forward pass
+            turn, samples that a stream of sharded data gives at a time (0: a micro-batch), which
+            decide their order: a restored state has its own
+            seed, of the order and of the samples' own draws · position, samples to begin at
+            rank, degree: this rank's place among those that draw other micro-batches, or −1
+            workers, processes that fetch ahead, at least a step; 0 fetches between steps
+            collate, list of samples -> batch; None: torch's default_collate
+            shuffle, False: dataset order in every epoch
+    Errors  ConfigError for an empty dataset or impossible numbers; while iterating UserError for an
+            exception in the dataset or in collate, ClusterError for a disk or connection that
+            fails four times, and for worker processes that die or hang again and again
+    Limits  one thread in a worker, several in the main process: a dataset that sums large tensors
+            in `__getitem__` may differ between the two in the last bit
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch: int,
+        micro_batch: int,
+        seed: int,
+        rank: int = 0,
+        degree: int = 1,
+        position: int = 0,
+        workers: int = 0,
+        collate: Collate | None = None,
+        shuffle: bool = True,
+        turn: int = 0,
+    ) -> None:
+        check_numbers(batch, micro_batch, rank, degree, workers)
+        self.samples = len(dataset)
+        if self.samples < 1:
+            raise ConfigError(f"data.source: the dataset ({type(dataset).__name__}) has 0 samples")
+        self.dataset = dataset
+        self.batch = batch
+        self.micro_batch = micro_batch
+        self.rank = rank
+        self.degree = degree
+        self.workers = workers
+        self.turn = turn or micro_batch
+        # shards have an order of their own, in which each is read by few ranks
+        self._deal = getattr(dataset, "deal", None) if shuffle else None
+        order = getattr(dataset, "stream_order", None)
+        if self._deal:
+            order = self._deal(self.turn, degree)
+        self._fetcher = Fetcher(dataset, self.samples, seed, shuffle, collate, order)
+        self.tell: Callable[[str], None] | None = None
+        self.leaves_out = False
+        self._misread: list[Misread] = []
+        self._read_again = 0
+        self._moves = 0
+        self.left_out: list[Span] = []
+        self.position = position
+        self.under_way = False
+        self._probed = degree == 1
+
+    @property
+    def position(self) -> int:
+        """Samples handed out so far, over all ranks: where the next step starts in the stream."""
+        return self._position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        if value < 0:
+            raise ConfigError(f"loader position = {value}: must be at least 0 samples")
+        self._position = value
+        self._moves += 1
+
+    def __len__(self) -> int:
+        """Steps per epoch, the short last one included."""
+        return steps_per_epoch(self.samples, self.batch)
+
+    def state(self) -> dict[str, Any]:
+        """The position, and the dataset's length to recognise another dataset; JSON values."""
+        return self._state_at(self._position)
+
+    def _state_at(self, position: int) -> dict[str, Any]:
+        left = {"left_out": [list(one) for one in self.left_out]} if self.left_out else {}
+        dealt = {"turn": self.turn} if self._deal else {}
+        return {"position": position, "samples": self.samples, **dealt, **left}
+
+    def leave_out(self, start: int, stop: int) -> None:
+        """Hand out none of the samples at positions start … stop − 1 of the stream from now on."""
+        self.left_out.append((start, stop))
+        self._moves += 1
+
+    def _past(self, position: int) -> int:
+        """The next position of the stream that is not left out."""
+        while beyond := [stop for start, stop in self.left_out if start <= position < stop]:
+            position = max(beyond)
+        return position
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state()` was taken, under any layout.
+
+        Errors: ConfigError if the dataset's length has changed, because every index would be
+        another sample's; a state without `samples` is taken at its word.
+        """
+        if state.get("samples", self.samples) != self.samples:
+            raise ConfigError(
+                f"data.source: has {self.samples} samples, the checkpoint was made with "
+                f"{state['samples']}: the order would be another; use the same data, or a new run"
+            )
+        if self._deal and state.get("turn", self.turn) != self.turn:
+            self.turn = int(state["turn"])
+            self._fetcher.reorder(self._deal(self.turn, self.degree))
+        self.position = int(state["position"])
+        self.left_out = [(int(start), int(stop)) for start, stop in state.get("left_out", ())]
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        """The steps from `position` to the end of its epoch."""
+        self._position = self._past(self._position)
+        return self._batches(self._steps)
+
+    def over(self, steps: Sequence[Span]) -> Iterator[StepBatch]:
+        """Steps that are given: one for each (start, stop) in the stream, none across an epoch."""
+        return self._batches(lambda: iter(steps))
+
+    def _batches(self, steps: Callable[[], Iterator[Span]]) -> Iterator[StepBatch]:
+        """steps   gives where one step after another starts and stops, over all ranks"""
+        moves, first = self._moves, self._position
+        self._fetcher.leaves_out = self.leaves_out
+        fetched = self._from_workers(steps(), first) if self.workers else iter(())
+        self.under_way = True
+        try:
+            for start, stop in steps():
+                probe = () if self._probed else self._probe(first, fetched)
+                step = self._step(start, stop, fetched, probe)
+                self._position = stop
+                yield step
+                if self._moves != moves:
+                    return
+        finally:
+            self.under_way = False
+
+    def _probe(self, position: int, fetched: Iterator[Joined]) -> tuple[Any, ...]:
+        """What ranks compare of their datasets: the same sample on each, and whether it stays."""
+        self._probed = True
+        sample, again = self._values([(position, position + 1)] * 2, fetched)
+        if lost := self._lost():
+            raise ClusterError(f"{lost[0].text}; ranks compare their data by it")
+        number = self._fetcher.own_ids(position, position + 1)[0]
+        seen = digest_of(sample)
+        told = seen if seen == digest_of(again) else "drawn anew at every reading"
+        return f"{self.samples} samples", f"sample {number}: {told}"
+
+    def _step(
+        self, start: int, stop: int, fetched: Iterator[Joined], probe: tuple[Any, ...]
+    ) -> StepBatch:
+        spans = self._own(start, stop)
+        values = self._values(spans, fetched)
+        total = -(-(stop - start) // self.micro_batch)
+        numbers = range(self.rank, total, self.degree) if spans else ()
+        own = zip(numbers, spans, values, strict=True)
+        micro_batches = [LoadedMicroBatch(n, first, end, value) for n, (first, end), value in own]
+        ids = self._fetcher.ids_of(spans)
+        if lost := self._lost():
+            from shoal.data.loading.read_retries import what_is_left
+
+            places = [one.positions for one in micro_batches]
+            micro_batches, ids = what_is_left(lost, places, micro_batches, ids)
+        return StepBatch(
+            micro_batches=tuple(micro_batches),
+            position=start,
+            next_position=stop,
+            total=total,
+            epoch=start // self.samples,
+            sample_ids=ids,
+            left_out=lost,
+            after=self._state_at(stop),
+            stream=id(self),
+            probe=probe,
+        )
+
+    def _own(self, start: int, stop: int) -> list[Span]:
+        """Micro-batches of this rank, of a step."""
+        return own_spans(start, stop, self.micro_batch, self.rank, self.degree)
+
+    def _values(self, spans: list[Span], fetched: Iterator[Joined]) -> list[Any]:
+        """The joined samples of some micro-batches of this rank, from workers or made here."""
+        if not self.workers:
+            fetched = iter([self._fetcher.values(spans)] if spans else [])
+        values: list[Any] = []
+        while len(values) < len(spans):
+            joined = next(fetched)
+            values += joined.micro_batches()
+            self._misread += joined.misread
+        return values
+
+    def _lost(self) -> tuple[Misread, ...]:
+        """Of what was not read at once: what never was; the rest is told."""
+        if not self._misread:
+            return ()
+        from shoal.data.loading.read_retries import told_and_lost
+
+        misread, self._misread = self._misread, []
+        lost = told_and_lost(misread, self._read_again, self.tell)
+        self._read_again += len(misread) - len(lost)
+        return lost
+
+    def _steps(self) -> Iterator[Span]:
+        """Where each step starts and stops, to the end of the current epoch."""
+        position = self._position
+        end = (position // self.samples + 1) * self.samples
+        while position < end:
+            stop = step_stop(position, self.samples, self.batch)
+            yield position, stop
+            position = self._past(stop)
+
+    def _from_workers(self, steps: Iterator[Span], first: int) -> Iterator[Joined]:
+        """What workers send: first what `_probe` wants, then every micro-batch of this rank."""
+        from shoal.data.loading.worker_pool import (  # torch's, which one may do without
+            FetcherView,
+            from_workers,
+            warn,
+        )
+
+        spans = chain([] if self._probed else [[(first, first + 1)] * 2], self._messages(steps))
+        per_step = -(-self.batch // (self.micro_batch * self.degree * MESSAGE))
+        ahead = max(2, -(-per_step // self.workers))
+        view = FetcherView(self._fetcher, self.workers)
+        return from_workers(view, spans, self.workers, ahead, self.tell or warn)
+
+    def _messages(self, steps: Iterator[Span]) -> Iterator[list[Span]]:
+        """Spans of this rank's micro-batches; those of one message are of one step."""
+        for step in steps:
+            own = self._own(*step)
+            yield from (own[at : at + MESSAGE] for at in range(0, len(own), MESSAGE))

@@ -1,0 +1,92 @@
+"""What a loader hands out: the samples of one optimizer step that one rank runs.
+
+loader ── StepBatch ──> trainer          one per optimizer step, also on a rank with no work
+             └─ LoadedMicroBatch 1, 3, 5 …   those of the step's `total` that this rank owns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.data.loading.read_retries import Misread
+
+
+@dataclass(slots=True)  # frozen, eight of them take three times as long
+class LoadedMicroBatch:
+    """One micro-batch with its samples joined, ready for one forward pass.
+
+    index        its number in the step, over all ranks
+    start, stop  its positions in the stream: start … stop − 1
+    value        what collate made of the samples, e.g. (inputs, targets), samples along dim 0
+    apart        its positions where they lie apart, in turns of several streams; (): none between
+    """
+
+    index: int
+    start: int
+    stop: int
+    value: Any
+    apart: tuple[int, ...] = ()
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The stream positions of its samples."""
+        return self.apart or range(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One optimizer step's share of one rank, to be given to `run.step` whole.
+
+    micro_batches            those this rank runs, in order; empty if the short last step of an
+                             epoch leaves it none (it still joins the collectives, weight 0)
+    position, next_position  where the step starts and ends in the stream, samples over all ranks
+    total                    micro-batches of the whole step, over all ranks
+    epoch                    pass over the data, from 0
+    by_rank                  micro-batches of each data rank; (): dealt in turn, rank 0 first
+    after                    the loader's state once this step is committed; JSON values
+    stream                   which loader made it: the loader's identity
+    probe                    texts on the data that ranks compare, with a loader's first step; else
+                             ()
+    sample_ids               dataset indices of each micro-batch (iterables: numbers in the epoch)
+    left_out                 samples of this rank that could not be read and are in none of them
+    `values` are the joined samples, one per micro-batch, and `len()` their number; iterating or
+    indexing it raises ConfigError
+    """
+
+    micro_batches: tuple[LoadedMicroBatch, ...]
+    position: int
+    next_position: int
+    total: int
+    epoch: int
+    sample_ids: tuple[tuple[int, ...], ...]
+    after: dict[str, Any] = field(default_factory=dict)
+    stream: int = 0
+    probe: tuple[Any, ...] = ()
+    by_rank: tuple[int, ...] = ()
+    left_out: tuple[Misread, ...] = ()
+
+    @property
+    def values(self) -> list[Any]:
+        """The joined samples of each micro-batch, mostly (inputs, targets)."""
+        return [micro_batch.value for micro_batch in self.micro_batches]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Errors: ConfigError: a step is no pair, and parts of it cannot be resumed."""
+        raise ConfigError(
+            "run.loader: a batch is one whole step, several micro-batches, and cannot be taken "
+            "apart; try: for batch in run.loader(data): run.step(batch); what is inside, one "
+            "per micro-batch, is batch.values"
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        """Errors: as iterating."""
+        return iter(self)
+
+    def __len__(self) -> int:
+        """How many micro-batches this rank runs."""
+        return len(self.micro_batches)

@@ -1,0 +1,106 @@
+"""Several datasets as one, by weight: which source sample number p is from, computed from p alone.
+
+    weights 0.7, 0.3      round of 10:  a b a a a b a a b a     (as `turns` deals them)
+    position p ──> round p // 10, turn p mod 10 ──> source s, and that it is s's k-th sample so far
+    s, k ──sample_order.py──> epoch k // n_s of s alone, a permutation of k mod n_s
+
+Of the first n samples a source of weight w has ⌊n·w⌋ or ⌈n·w⌉, for every n: no draw decides. Every
+source is an endless stream of its own, so none of its samples comes again before all have come. An
+epoch of the mixture ends before the first source would begin again; the others then go on where
+they are.
+Source      Tijdeman 1980, "The chairman assignment problem": of k sources the count is never
+            further from n·w than 1 − 1/(2k − 2)
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from shoal.data.loading.sample_order import permute
+from shoal.data.loading.sample_seeds import draws_nothing
+
+
+def turns(parts: Sequence[int]) -> list[int]:
+    """Deal one round: the source of each of sum(parts) samples, source s taking parts[s] of them.
+
+    >>> turns([7, 3])
+    [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    """
+    if len(parts) == 1:
+        return [0] * parts[0]
+    whole, spread = sum(parts), 2 * len(parts) - 2
+    common = math.lcm(*parts)
+    taken = [0] * len(parts)
+    dealt = []
+    for number in range(1, whole + 1):
+        # how far each source would be behind, in samples × whole
+        behind = [number * part - had * whole for part, had in zip(parts, taken, strict=True)]
+        due = [s for s in range(len(parts)) if behind[s] * spread >= whole]
+        # whose last moment comes first: (1 − 1/spread − behind) / weight is least
+        source = min(
+            due, key=lambda s: ((spread - 1) * whole - spread * behind[s]) * (common // parts[s])
+        )
+        taken[source] += 1
+        dealt.append(source)
+    return dealt
+
+
+class Mixture(Dataset[Any]):
+    """Datasets by weight: `Mixture(datasets, parts)`, parts[s] samples of datasets[s] a round.
+
+    `len()` is an epoch: the samples before the first dataset would begin again. Indices run over
+    all datasets, one after another; which of them is sample p, `stream_order` tells the loader.
+    """
+
+    def __init__(self, datasets: Sequence[Any], parts: Sequence[int]) -> None:
+        self.datasets = list(datasets)
+        self.parts = list(parts)
+        self.sizes = [len(dataset) for dataset in self.datasets]
+        self.firsts = list(itertools.accumulate(self.sizes, initial=0))
+        self.draws_nothing = all(draws_nothing(dataset) for dataset in self.datasets)
+        self._turns = np.array(turns(parts), dtype=np.int64)
+        self._had = np.zeros(len(self._turns), dtype=np.int64)
+        ends = []
+        for source, (size, part) in enumerate(zip(self.sizes, self.parts, strict=True)):
+            places = np.flatnonzero(self._turns == source)
+            self._had[places] = np.arange(part)
+            rounds, more = divmod(size, part)
+            ends.append(rounds * len(self._turns) + int(places[more]))
+        self.samples = min(ends)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        """Sample `index` of all datasets, one after another. Errors: IndexError, the dataset's."""
+        if not 0 <= index < self.firsts[-1]:
+            raise IndexError(f"sample {index} of {self.firsts[-1]}")
+        source = bisect.bisect_right(self.firsts, index) - 1
+        return self.datasets[source][index - self.firsts[source]]
+
+    def stream_order(
+        self, start: int, stop: int, seed: int, *, shuffle: bool = True
+    ) -> npt.NDArray[np.int64]:
+        """Indices [stop − start] of stream positions start … stop − 1; no list is kept."""
+        rounds, turn = np.divmod(np.arange(start, stop, dtype=np.int64), len(self._turns))
+        sources = self._turns[turn]
+        indices = np.empty(stop - start, dtype=np.int64)
+        for source, size in enumerate(self.sizes):
+            mine = np.flatnonzero(sources == source)
+            epochs, places = np.divmod(
+                rounds[mine] * self.parts[source] + self._had[turn[mine]], size
+            )
+            if shuffle:
+                for epoch in np.unique(epochs).tolist():
+                    now = epochs == epoch
+                    places[now] = permute(places[now], size, seed + (source << 64), epoch)
+            indices[mine] = self.firsts[source] + places
+        return indices

@@ -1,0 +1,1 @@
+"""Streams without a length: shards dealt to ranks, WebDataset, Hugging Face streams."""

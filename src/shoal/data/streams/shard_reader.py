@@ -1,0 +1,340 @@
+"""Reads one rank's streams of shards, in the main process or in one worker process.
+
+    held, taken (of a Deal), turns ──ShardReader.read──> Answer: micro-batches, and what ended
+
+One sample of each stream is read ahead, so that a shard is known to have ended in the step that
+takes its last sample. A stream that is opened in the midst of a shard, after a resume, goes there
+by the shard's own state, or by reading it from its front.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import IterableDataset
+
+from shoal.base.errors import ClusterError, ConfigError, ShoalError, UserError
+from shoal.data.loading.dataset_kind import Collate, join, load_error, may_pass
+from shoal.data.loading.epoch_reader import END
+from shoal.data.loading.sample_seeds import draws_nothing, kept_draws, seed_draws
+from shoal.data.loading.worker_pool import Failure, from_workers
+from shoal.data.streams.shard_order import Deal, Ended, Turn
+
+NOTHING = object()
+
+
+@dataclass
+class Answer:
+    """What one rank read of a step.
+
+    sizes     samples that each of its turns gave, by the turn's number
+    values    its micro-batches, joined, in their order
+    late      samples that could not be read at once: turn, place in it, and what `Late` says
+    ended     streams in which a shard ended · places  the state of each stream's shard, or None
+    """
+
+    sizes: dict[int, int] = field(default_factory=dict)
+    values: list[Any] = field(default_factory=list)
+    ended: dict[int, Ended] = field(default_factory=dict)
+    places: dict[str, Any] = field(default_factory=dict)
+    late: list[tuple[int, int, int, str, bool]] = field(default_factory=list)
+
+
+class _Opened:
+    """A shard that is being read, from a place in it that is known to its sample `taken`.
+
+    known   a place that its own state said, behind how many samples; (0, None): its front
+    ahead   the sample that was read ahead
+    """
+
+    end = END
+
+    def __init__(self, reader: ShardReader, number: int, known: tuple[int, Any]) -> None:
+        self.reader, self.number, self.known = reader, number, known
+        self.ahead: Any = NOTHING
+        self.leaves_out = reader.leaves_out
+        self.begin()
+
+    def begin(self) -> None:
+        """Open the shard at the place that is known."""
+        reader = self.reader
+        self.shard = reader.shards.open(self.number, reader.seed, reader.epoch, reader.streams)
+        self.taken, place = self.known
+        if place is not None:
+            self.shard.load_state_dict(place)
+        self._source = iter(self.shard)
+
+    def go_to(self, taken: int, pull: Callable[[], Any]) -> None:
+        """Read on until `taken` samples lie before it. Errors: ConfigError if it is shorter."""
+        while self.taken < taken:
+            if pull() is END:
+                raise ConfigError(
+                    f"data.source: shard {self.number} ends after {self.taken} samples, the "
+                    f"checkpoint was made after {taken} of it; use the same data, or a new run"
+                )
+            self.taken += 1
+
+    def next(self) -> Any:
+        """The sample at which it stands, or END; `Late` where it took more than one try."""
+        try:
+            return self.once()
+        except Exception as error:
+            if not may_pass(error):
+                raise self.failed(error) from error
+            from shoal.data.loading.read_retries import pull_again
+
+            self.reader.were_late = True
+            return pull_again(self, f"shard {self.number}, sample {self.taken}", error)
+
+    def once(self) -> Any:
+        """The same, at one try."""
+        self.reader.draw_by((self.number, self.taken))
+        with _no_worker():
+            return next(self._source, END)
+
+    def stands(self) -> int:
+        """How many of its samples lie before it."""
+        return self.taken
+
+    def stand(self, at: int) -> None:
+        """Begin anew, and go to where `at` samples lie before it."""
+        self.begin()
+        self.go_to(at, self.once)
+
+    def place(self) -> Any:
+        """What its state says of where it stands; None where that is not exact."""
+        return self.shard.state_dict() if self.reader.shards.has_places else None
+
+    def pass_over(self, place: Any) -> None:
+        """Go on at a place that lies one sample further; that one counts where it is handed out."""
+        self.known = self.taken + 1, place
+        self.begin()
+        self.taken -= 1
+
+    def failed(self, error: Exception, why: str = "") -> ShoalError:
+        """The one line of its next sample, which cannot be read."""
+        where = f"shard {self.number}, sample {self.taken} (epoch {self.reader.epoch})"
+        return load_error(f"data.source: {where}{why}", error)
+
+
+class ShardReader:
+    """Reads the streams of one epoch that a rank owns.
+
+    shards   has `open(number, seed, epoch, streams)` and `has_places`
+    rank, degree   this rank's place among those with other micro-batches
+    whole    every rank reads all streams, and keeps micro-batches rank, rank + degree, …
+    micro_batch   samples that are joined, of as many turns as hold them; 0: each turn's own
+    leaves_out   a sample that a disk or a connection refuses at every try is left out
+    """
+
+    def __init__(
+        self,
+        shards: Any,
+        *,
+        seed: int,
+        epoch: int,
+        rank: int,
+        degree: int,
+        whole: bool,
+        collate: Collate | None,
+        places: dict[str, Any],
+        leaves_out: bool = False,
+        micro_batch: int = 0,
+    ) -> None:
+        self.shards, self.micro_batch = shards, micro_batch
+        self.leaves_out = leaves_out and not (whole and degree > 1)
+        self.seed, self.epoch = seed, epoch
+        self.rank, self.degree, self.whole = rank, degree, whole
+        self.collate = collate
+        self.places = dict(places)
+        self._is_quiet = draws_nothing(shards) and collate is None
+        self._opened: dict[int, _Opened] = {}
+        self._held: Sequence[Sequence[int]] = ()
+        self.streams = 0
+        self._taken: Sequence[int] = ()
+        self._finished: dict[int, int] = {}
+        self.were_late = False
+
+    def owns(self, stream: int) -> bool:
+        """Whether this rank reads a stream."""
+        return self.whole or stream % self.degree == self.rank
+
+    def read(
+        self, held: Sequence[Sequence[int]], taken: Sequence[int], turns: Sequence[Turn]
+    ) -> Answer:
+        """This rank's part of a step; without turns: whether its streams have a sample.
+
+        held, taken   as in `Deal`, before the step
+
+        Errors   UserError or ClusterError for what the dataset or collate raises, ConfigError for
+                 a shard that is shorter than it was
+        """
+        self._held, self._taken, self._finished = held, taken, {}
+        self.streams = len(held)
+        with nullcontext() if self._is_quiet else kept_draws():
+            return self._read(turns)
+
+    def _read(self, turns: Sequence[Turn]) -> Answer:
+        answer = Answer()
+        taken: list[tuple[int, list[Any]]] = []
+        for turn, (stream, size) in enumerate(turns):
+            if not self.owns(stream):
+                continue
+            samples = self._take(stream, size)
+            answer.sizes[turn] = len(samples)
+            if samples:
+                taken.append((stream, samples))
+            if self.were_late:
+                from shoal.data.loading.read_retries import told_apart
+
+                answer.late += [(turn, *one) for one in told_apart(samples)[1]]
+        for index, (stream, samples) in enumerate(self._cut(taken)):
+            if not self.whole or index % self.degree == self.rank:
+                answer.values.append(self._join(samples, stream))
+        asked = {stream for stream, _ in turns} if turns else range(len(self._held))
+        for stream in filter(self.owns, asked):
+            self._look_ahead(stream, answer)
+        return answer
+
+    def _cut(self, taken: list[tuple[int, list[Any]]]) -> list[tuple[int, list[Any]]]:
+        """The samples of each micro-batch, with the stream that its last one is of."""
+        if not self.micro_batch:
+            return taken
+        flat = [(stream, sample) for stream, samples in taken for sample in samples]
+        firsts = range(0, len(flat), self.micro_batch)
+        cuts = [flat[first : first + self.micro_batch] for first in firsts]
+        return [(cut[-1][0], [sample for _, sample in cut]) for cut in cuts]
+
+    def _look_ahead(self, stream: int, answer: Answer) -> None:
+        opened = self._opened.get(stream)
+        if opened is not None and opened.ahead is not NOTHING:
+            return
+        place = None
+        if opened is not None and opened.taken:
+            place = opened.place()  # before the sample that is read ahead
+            opened.known = opened.known if place is None else (opened.taken, place)
+        sample = self._next(stream)
+        opened = self._opened.get(stream)
+        if opened is not None and sample is not END:
+            opened.ahead, opened.taken = sample, opened.taken - 1
+        finished = self._finished.get(stream, 0)
+        taken = 0 if opened is None else opened.taken
+        if finished:
+            answer.ended[stream] = (finished, taken)
+        answer.places[str(stream)] = place if taken else None
+
+    def _take(self, stream: int, size: int) -> list[Any]:
+        samples: list[Any] = []
+        while len(samples) < size and (sample := self._next(stream)) is not END:
+            samples.append(sample)
+        return samples
+
+    def _next(self, stream: int) -> Any:
+        """The stream's next sample, of the next shard where one ends; END where it holds none."""
+        held = self._held[stream]
+        while self._finished.get(stream, 0) < len(held):
+            opened = self._opened.get(stream)
+            if opened is None:
+                number = held[self._finished.get(stream, 0)]
+                opened = self._opened[stream] = self._open(stream, number)
+            sample, opened.ahead = opened.ahead, NOTHING
+            if sample is NOTHING:
+                sample = opened.next()
+            if sample is not END:
+                opened.taken += 1
+                return sample
+            del self._opened[stream]
+            self._finished[stream] = self._finished.get(stream, 0) + 1
+        return END
+
+    def _open(self, stream: int, number: int) -> _Opened:
+        taken = 0 if self._finished.get(stream) else self._taken[stream]
+        place = self.places.pop(str(stream), None)
+        opened = _Opened(self, number, (taken, place) if taken and place is not None else (0, None))
+        opened.go_to(taken, opened.next)
+        return opened
+
+    def draw_by(self, what: object) -> None:
+        """Let draws follow from (seed, epoch, what) alone; `read` puts the generators back."""
+        if not self._is_quiet:
+            seed_draws(self.seed, self.epoch, what)
+
+    def _join(self, samples: list[Any], stream: int) -> Any:
+        """Join the samples that could be read by collate; None where there are none."""
+        if self.were_late:
+            from shoal.data.loading.read_retries import told_apart
+
+            samples = told_apart(samples)[0]
+        if not samples:
+            return None
+        opened = self._opened.get(stream)
+        at = (opened.number, opened.taken) if opened else self._held[stream][-1:]
+        where = f"samples of stream {stream} (epoch {self.epoch})"
+        self.draw_by(("collate", stream, at))
+        return join(samples, self.collate, where)
+
+
+@contextmanager
+def _no_worker() -> Iterator[None]:
+    """Inside, torch tells of no worker process: `datasets` would deal a shard among them itself."""
+    kept = torch.utils.data.get_worker_info
+    torch.utils.data.get_worker_info = lambda: None
+    try:
+        yield
+    finally:
+        torch.utils.data.get_worker_info = kept
+
+
+class _Served(IterableDataset[Any]):
+    """A reader in a worker process: one answer for each question that comes through a pipe."""
+
+    def __init__(self, reader: ShardReader, requests: Any) -> None:
+        self.reader, self.requests = reader, requests
+
+    def __iter__(self) -> Iterator[Answer | Failure]:
+        while (request := self.requests.recv()) is not None:
+            try:
+                yield self.reader.read(*request)
+            except (UserError, ClusterError) as error:
+                yield Failure.of(error)
+                return
+
+
+class Asked:
+    """A reader that is asked for a step and answers later; where there are workers, from one.
+
+    Errors of `answer()`: those of ShardReader.read; ClusterError if the worker process dies
+    """
+
+    def __init__(self, reader: ShardReader, workers: int) -> None:
+        self.reader = reader
+        self._request: Any = None
+        self._requests: Any = None
+        if workers:
+            receive, self._requests = multiprocessing.Pipe(duplex=False)
+            self._answers = from_workers(_Served(reader, receive), None, 1, 2)
+
+    def ask(self, deal: Deal, turns: Sequence[Turn]) -> None:
+        """Have a step read; a worker begins at once."""
+        self._request = (deal.held, deal.taken, turns)
+        if self._requests is not None:
+            self._requests.send(self._request)
+
+    def answer(self) -> Answer:
+        """The step that was asked for."""
+        if self._requests is None:
+            return self.reader.read(*self._request)
+        answer: Answer = next(self._answers)
+        return answer
+
+    def close(self) -> None:
+        """End the worker process."""
+        if self._requests is not None:
+            with suppress(OSError):  # it died
+                self._requests.send(None)  # it waits for a question, and torch would wait for it
+            self._answers.close()

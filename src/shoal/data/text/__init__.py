@@ -1,0 +1,1 @@
+"""Text as samples: rows, chat, fine-tuning examples, tokenizers and tokens."""

@@ -1,0 +1,136 @@
+"""Reads the files of a text once, though a tokenizer is trained on some of it before it is encoded.
+
+    up to 128 MiB   every text is read and kept for the encoding; the tokenizer's sample is a like
+                    share of every file
+    more            the sample is 64 places, evenly spread over all bytes, 64 KiB each, read
+                    beforehand; of parquet the first rows of some row groups, of HF datasets rows
+
+The sample follows from the files alone, so every rank and every machine trains the same tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from shoal.data.files.documents import Document, spread
+from shoal.data.text.text_rows import Rows, texts_at
+from shoal.wire.phases import counting
+
+TRAIN_CHARACTERS = 2**22
+"""The BPE is trained on about so much text."""
+
+PLACES = 64
+WHOLE_BYTES = 2**27
+"""Files of so many bytes are read whole for the sample; of more some places."""
+
+KEPT_CHARACTERS = 2**28
+"""What unpacks to more is not kept, and read a second time."""
+
+Side = tuple[int, str]
+"""A text and where it belongs: 0 training, 1 held out."""
+
+
+def sample_rule(documents: Sequence[Document], most: int | None = None) -> str:
+    """How a tokenizer's sample is taken: `whole`, up to `most` bytes of files, or `places`."""
+    limit = WHOLE_BYTES if most is None else most
+    return "whole" if sum(d.size_bytes for d in documents) <= limit else "places"
+
+
+def share_of(documents: Sequence[Document]) -> float:
+    """Of all text, how much a tokenizer is trained on."""
+    return min(1.0, TRAIN_CHARACTERS / max(1, sum(d.size_bytes for d in documents)))
+
+
+def by_places(
+    documents: Sequence[Document], of_rows: Callable[..., Iterator[str]] = texts_at
+) -> Iterator[str]:
+    """The text of some places in documents, TRAIN_CHARACTERS in all; each kind has its share.
+
+    of_rows   gives the texts of (documents of one kind, places, bytes)
+    """
+    share = share_of(documents)
+    for kind, some in groupby(documents, _kind):
+        group = list(some)
+        wanted = round(share * sum(d.size_bytes for d in group))
+        if kind:
+            yield from of_rows(group, PLACES, wanted)
+        else:
+            yield from (d.piece(start, stop) for d, start, stop in spread(group, PLACES, wanted))
+
+
+def _kind(document: Document) -> tuple[str, ...]:
+    return (document.kind, document.field) if isinstance(document, Rows) else ()
+
+
+class Texts:
+    """All texts of two groups of documents: first a sample, if that is wanted, then every one.
+
+    `has_text` says of each side, once all were read, whether any of its texts is more than empty.
+    """
+
+    def __init__(self, train: Sequence[Document], validation: Sequence[Document]) -> None:
+        self.train, self.validation = train, validation
+        files, others = ([document.path for document in side] for side in (train, validation))
+        sides = all(document.is_side for document in (*train, *validation))
+        self._is_split = files == others and sides
+        self._kept: list[list[Side]] = []
+        self._room = KEPT_CHARACTERS
+        self._has_all = False
+        self.has_text = [False, False]
+
+    def sample(self) -> Iterator[str]:
+        """Texts of the training side, or parts of them, for a tokenizer to be trained on."""
+        is_empty = True
+        for text in self._sampled():
+            is_empty = is_empty and not text
+            yield text
+        if is_empty:  # rows so long that none of them is the one in so many, or begins at a place
+            texts = (text for document in self.train for text in document.texts() if text)
+            yield next(texts, "")[:TRAIN_CHARACTERS]
+
+    def _sampled(self) -> Iterator[str]:
+        if sample_rule(self.train) == "places":
+            yield from by_places(self.train)
+            return
+        share = share_of(self.train)
+        for document in self.train:
+            yield from document.sampled(self._keeping(document), share)
+        self._has_all = self._room >= 0
+        if not self._has_all:
+            self._kept.clear()  # a part is of no use, and takes memory while all is read again
+
+    def _keeping(self, document: Document) -> Iterator[str]:
+        """The texts of a document that are for training; all of them are kept, if there is room."""
+        kept: list[Side] = []
+        self._kept.append(kept)
+        for side, text in self._read(document):
+            self._room -= len(text)
+            if self._room >= 0:
+                kept.append((side, text))
+            if side == 0:
+                yield text
+
+    def _read(self, document: Document) -> Iterator[Side]:
+        """The texts of a training document; of a file with two sides all of them."""
+        if self._is_split:
+            return ((int(held), text) for held, text in document.sides())
+        return ((0, text) for text in document.texts())
+
+    def all(self) -> Iterator[Side]:
+        """Every text, in the documents' order; of files that have both sides in one reading."""
+        both = [(0, document) for document in self.train]
+        if not self._is_split:
+            both += [(1, document) for document in self.validation]
+        kept = iter(self._kept if self._has_all else ())
+        for side, document in counting("encode", len(both), both):
+            known = None if side else next(kept, None)
+            if known is None:
+                found = ((1, text) for text in document.texts()) if side else self._read(document)
+            else:
+                found = iter(known)
+            for where, text in found:
+                self.has_text[where] |= bool(text)
+                yield where, text
+            if known is not None:
+                known.clear()

@@ -1,0 +1,118 @@
+"""Parts of a world: the ranks that differ along some axes of a layout only, as worlds of their own.
+
+With axes pp 2 × dp 2 × tp 2, rank = (pp · 2 + dp) · 2 + tp: ranks 0 and 1 split layers among
+themselves (tp), 0 and 2 hold the same part of the model (dp), 0 and 4 are two stages of one
+pipeline (pp). A part is a `World`, so whatever works on all ranks works on a part, unchanged.
+
+Every rank must make the same parts in the same order, also those it is not in: that is how process
+groups are made. Parts are kept, so asking twice makes one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shoal.base.errors import BugError
+from shoal.fabric.collectives.json_messages import prove_peers
+from shoal.fabric.rendezvous.process_info import Place
+from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
+
+
+def members(degrees: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]:
+    """List the ranks of every part in which only the named axes differ, ascending within a part.
+
+    degrees   of all axes, outermost first; the last one's neighbours have consecutive ranks
+
+    >>> members({"pp": 2, "dp": 2, "tp": 2}, ["tp"])
+    [(0, 1), (2, 3), (4, 5), (6, 7)]
+    >>> members({"pp": 2, "dp": 2, "tp": 2}, ["pp", "tp"])
+    [(0, 1, 4, 5), (2, 3, 6, 7)]
+    """
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(itertools.product(*(range(n) for n in degrees.values()))):
+        others = tuple(p for p, axis in zip(place, degrees, strict=True) if axis not in names)
+        found.setdefault(others, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def along(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> World:
+    """Returns this rank's part of `world`: the ranks that differ along the named axes only.
+
+    The part is a World. A collective: every rank calls it alike, as it makes process groups; made
+    once, then kept.
+    world     of all processes · degrees  of all axes, outermost first
+    Errors    BugError where the product of the degrees is not `world.size`
+    """
+    if math.prod(degrees.values()) != world.size:
+        raise BugError(f"axes {dict(degrees)} do not make {world.size} ranks")
+    return among(world, members(degrees, names))
+
+
+def among(world: World, parts: Sequence[tuple[int, ...]]) -> World:
+    """Returns, as a World, the part that this rank is in; a rank in none gets itself alone.
+
+    A collective: every rank gives the same `parts` in the same order, as it makes a process group
+    of each; made once, then kept. A part of all ranks is `world` itself.
+    world   of all processes: torch lets a group be made by all of them together only
+    parts   ranks of each part; they do not overlap
+    """
+    own = world
+    for ranks in parts:
+        part = _part(world, tuple(ranks))
+        if world.rank in ranks:
+            own = part
+    if not any(world.rank in ranks for ranks in parts):
+        own = _part(world, (world.rank,))
+    return own
+
+
+def _part(world: World, ranks: tuple[int, ...]) -> World:
+    if len(ranks) == world.size:
+        return world
+    if ranks not in world.parts:
+        group = None
+        if len(ranks) > 1 and world.group is not None:
+            group = dist.new_group(list(ranks), COLLECTIVE_TIMEOUT, world.backend)
+            if world.rank in ranks:
+                prove_peers(group, ranks, world.key)
+        place = ranks.index(world.rank) if world.rank in ranks else 0
+        part = World(
+            Place(place, len(ranks), world.local_rank, world.local_size, world.started_by),
+            world.device,
+            group if world.rank in ranks else None,
+            store=world.store,
+        )
+        part.ranks, part.backend = ranks, world.backend
+        part.traffic, part.key = world.traffic, world.key
+        world.parts[ranks] = part
+    return world.parts[ranks]
+
+
+def mesh(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> DeviceMesh:
+    """Returns torch's DeviceMesh of this rank's part of `world` along the named axes.
+
+    The axes of the mesh are `names`, outermost first. A collective: every rank calls it alike. The
+    mesh and its groups are made once, then kept by `world`.
+    degrees   of all axes, outermost first; their product is `world.size`
+    """
+    key = (tuple(degrees.items()), tuple(names))
+    if key not in world.meshes:
+        parts = [along(world, degrees, [name]) for name in names]
+        # Any: torch's signature wants groups that are there, and of several or of one.
+        groups: Any = [part.group for part in parts]
+        shape = [degrees[name] for name in names]
+        ranks = torch.tensor(along(world, degrees, names).ranks).view(shape)
+        world.meshes[key] = DeviceMesh.from_group(
+            groups if len(names) > 1 else groups[0],
+            world.device.type,
+            mesh=ranks if len(names) > 1 else None,
+            mesh_dim_names=tuple(names),
+        )
+    return world.meshes[key]

@@ -1,0 +1,1 @@
+"""Collectives of gloo and NCCL as Shoal calls them, counted and logged."""

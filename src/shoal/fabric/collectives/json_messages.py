@@ -1,0 +1,285 @@
+"""Short messages between ranks, as JSON: what they cost is what is new in them, not ranks × length.
+
+Most of what ranks tell each other is the same on all of them: a structure, a plan, a "nothing to
+report". So they compare digests before anybody sends a word.
+
+Protocol  1  an all-reduce of the least of (digest, its complement, −length): all messages are the
+             same, or how long the longest is                                     72 bytes
+          2  short ones: an all-gather of padded rows                             72 bytes × ranks
+          3  long ones: an all-gather of (digest, length), then an all-reduce to which the first
+             rank with each message adds it        16 bytes × ranks + the sum of unlike messages
+Cost      300 tensors in 30 KB of JSON that all 4,096 ranks agree on: 72 bytes, in place of 120 MB
+Source    docs/lab-log.md, "A control plane that scales"
+
+At a start ranks also sum numbers whose sum is known (`check_sums`): links and cards that add
+wrongly exist, and vendors' own diagnostics passed beside them (SemiAnalysis, on NVLS).
+
+Before all that members of a group prove who they are. gloo asks nobody: whoever connects while
+ranks do, and says a small number, takes a rank's place there (tests/worlds/test_hijack.py). So
+each pair tells each other what only who was at their store can know: the MAC of "group:i>j", by a
+key of the store's random word. Nobody can pass it on: the true rank's connection is its own, and
+nobody answers there. Where a pair fails, the start does, within PROOF_S, and names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shoal.base.errors import ClusterError
+from shoal.fabric.device import carries_host_tensors
+
+SHORT_BYTES = 64
+"""Messages up to this length are sent as they are."""
+
+WORDS = 4
+"""int64 of a SHA-256 digest."""
+
+PROOF_S, PROOF_BYTES, PROOF_TAG = 60.0, 32, 7401
+
+
+class Talker(Protocol):
+    """What of a `World` messages need: ranks, and a few collectives over them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    messages: torch.device
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Sum in place."""
+
+    def all_reduce_least(self, tensor: torch.Tensor) -> None:
+        """Least value in place."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[...] → [size, ...]."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite with rank `source`'s."""
+
+
+def gather(world: Talker, message: Any) -> list[Any]:
+    """Every rank's JSON value, by rank; equal ones are one object, not to be changed."""
+    text = json.dumps(message).encode()
+    same, longest = _compared(world, text)
+    if same:
+        return [json.loads(text)] * world.size
+    if longest <= SHORT_BYTES:
+        rows = _short(world, text, longest)
+        return [json.loads(row) for row in rows]
+    words = torch.tensor([*_digest(text)[:1], len(text)], device=world.messages)
+    told = [tuple(row) for row in world.all_gather(words).tolist()]
+    unlike = list(dict.fromkeys(told))  # in the order of the first rank that says it
+    starts = _starts([length for _, length in unlike])
+    whole = torch.zeros(starts[-1], dtype=torch.uint8)
+    mine = unlike.index(told[world.rank])
+    if told.index(unlike[mine]) == world.rank:
+        whole[starts[mine] : starts[mine + 1]] = _bytes(text)
+    whole = whole.to(world.messages)
+    world.all_reduce(whole)
+    raw = whole.cpu().numpy().tobytes()
+    values = {
+        one: json.loads(raw[start:stop])
+        for one, start, stop in zip(unlike, starts, starts[1:], strict=False)
+    }
+    return [values[one] for one in told]
+
+
+def broadcast(world: Talker, message: Any, source: int = 0) -> Any:
+    """Rank `source`'s JSON value on every rank; what others give is not looked at."""
+    text = json.dumps(message).encode() if world.rank == source else b""
+    length = torch.tensor([len(text)], device=world.messages)
+    world.broadcast(length, source)
+    raw = torch.zeros(int(length.item()), dtype=torch.uint8)
+    if world.rank == source:
+        raw = _bytes(text)
+    raw = raw.to(world.messages)
+    world.broadcast(raw, source)
+    return json.loads(raw.cpu().numpy().tobytes())
+
+
+def differing(world: Talker, message: Any) -> tuple[int, Any, Any] | None:
+    """The first rank whose JSON value is not rank 0's: (rank, rank 0's value, its own), or None.
+
+    The same on all ranks; costs 72 bytes where all agree, else two messages.
+    """
+    text = json.dumps(message).encode()
+    if _compared(world, text)[0]:
+        return None
+    mine = torch.tensor(_digest(text), device=world.messages)
+    first = mine.clone()
+    world.broadcast(first)
+    unlike = not torch.equal(first, mine)
+    least = torch.tensor([world.rank if unlike else world.size], device=world.messages)
+    world.all_reduce_least(least)
+    rank = int(least.item())
+    return rank, broadcast(world, message), broadcast(world, message, rank)
+
+
+def differing_places(world: Talker, numbers: Sequence[int]) -> list[int]:
+    """Places at which some rank's number is another than other ranks'; as many numbers on each.
+
+    numbers   of 63 bits and a sign; costs 72 bytes where all agree, else 16 bytes a number
+    """
+    if _compared(world, json.dumps(list(numbers)).encode())[0]:
+        return []
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    both = torch.cat([mine, ~mine]).to(world.messages)
+    world.all_reduce_least(both)
+    least, most = both[: len(numbers)].cpu(), ~both[len(numbers) :].cpu()
+    return (least != most).nonzero().flatten().tolist()
+
+
+def _compared(world: Talker, text: bytes) -> tuple[bool, int]:
+    """(whether all ranks have the same text, length of the longest)."""
+    words = _digest(text)
+    both = torch.tensor([*words, *(~word for word in words), -len(text)], device=world.messages)
+    world.all_reduce_least(both)
+    told = both.tolist()
+    same = all(least == ~rest for least, rest in zip(told[:WORDS], told[WORDS:-1], strict=True))
+    return same, -told[-1]
+
+
+def _short(world: Talker, text: bytes, longest: int) -> list[bytes]:
+    """All ranks' texts, each in a row of its own behind its length."""
+    row = torch.zeros(1 + longest, dtype=torch.uint8)
+    row[0] = len(text)
+    row[1 : 1 + len(text)] = _bytes(text)
+    rows = world.all_gather(row.to(world.messages)).cpu().numpy()
+    return [one[1 : 1 + one[0]].tobytes() for one in rows]
+
+
+def _digest(text: bytes) -> list[int]:
+    raw = hashlib.sha256(text).digest()
+    return [int.from_bytes(raw[8 * k : 8 * k + 8], "big", signed=True) for k in range(WORDS)]
+
+
+def _bytes(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    return starts
+
+
+LENGTHS = (3, 5003)
+"""Of the sums: a short message, and one that is cut into pieces; no number of ranks fits."""
+
+NAMED = 8
+"""Ranks that a line names; of more it says how many."""
+
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def check_sums(world: Talker) -> None:
+    """Compare all-reduces with what is known beforehand, once per world; every rank calls it.
+
+    Errors: ClusterError, on all ranks, naming the first rank with another sum, a place and both
+    """
+    if world.size == 1 or world in _checked or _is_fake(world):
+        return
+    _checked.add(world)
+    wrong = wrong_sums(world)
+    also = [str(rank) for rank, found in enumerate(wrong) if found]
+    if also:
+        more = f" and {len(also) - NAMED} more" if len(also) > NAMED else ""
+        place, got, right = wrong[int(also[0])]
+        failure = ClusterError(
+            f"rank {also[0]}: an all-reduce of known numbers gave {got:g} at place {place:g}, "
+            f"{right:g} is right (wrong on ranks {', '.join(also[:NAMED])}{more} of {world.size}): "
+            f"a link, a card or its library adds wrongly; try: leave that machine out, or "
+            f"another version of the library"
+        )
+        failure.here = int(also[0]) == world.rank
+        raise failure
+
+
+def _is_fake(world: Talker) -> bool:
+    """Whether it is torch's group for dry runs, which adds nothing."""
+    group = getattr(world, "group", None)
+    return group is not None and dist.get_backend(group) == "fake"
+
+
+def wrong_sums(world: Talker) -> list[list[float]]:
+    """For every rank the first place where its sum is wrong, what it got, what is right; or [].
+
+    Rank r gives (r mod 64 + 1) · (i mod 13 + 1) at place i: float32 holds the sums of 4,096 ranks
+    exactly, added in any order.
+    """
+    mine: list[float] = []
+    factors = sum(rank % 64 + 1 for rank in range(world.size))
+    for length in LENGTHS:
+        places = (torch.arange(length) % 13 + 1).to(torch.float32)
+        tensor = (places * (world.rank % 64 + 1)).to(world.device)
+        world.all_reduce(tensor)
+        got, right = tensor.cpu(), places * factors
+        for place in (got != right).nonzero().reshape(-1).tolist()[:1]:
+            mine = mine or [place, float(got[place]), float(right[place])]
+    return [[float(one) for one in found] for found in gather(world, mine)]
+
+
+def key_of(token: bytes, word: bytes) -> bytes:
+    """The key of a run's groups, out of its token (may be empty) and its store's random word."""
+    return hmac.digest(token or b"no token", word, "sha256")
+
+
+def prove_peers(group: dist.ProcessGroup | None, ranks: Sequence[int], key: bytes) -> None:
+    """Have every member of a new group prove itself to every other; all of them call it.
+
+    ranks    the members, by their numbers among all processes · key  of `key_of`; empty: no proof
+    Errors   ClusterError naming the pair, after PROOF_S
+    """
+    if group is None or not key or not carries_host_tensors(group):
+        return  # NCCL's connections ask for a random word of their own, which the store carries
+    here = dist.get_rank(group)
+    others = [place for place in range(len(ranks)) if place != here]
+    name = "-".join(map(str, ranks))
+    told = {place: torch.zeros(PROOF_BYTES, dtype=torch.uint8) for place in others}
+    until = timedelta(seconds=PROOF_S)
+    place = here
+    try:
+        heard = {p: dist.irecv(told[p], group=group, group_src=p, tag=PROOF_TAG) for p in others}
+        said = [
+            dist.isend(word(key, name, here, p), group=group, group_dst=p, tag=PROOF_TAG)
+            for p in others
+        ]
+        for place, work in heard.items():
+            _wait(work, until)
+            if not torch.equal(told[place], word(key, name, place, here)):
+                raise RuntimeError("it does not know the word of this run")
+        for work in said:
+            _wait(work, until)
+    except RuntimeError as failure:
+        raise ClusterError(
+            f"rank {ranks[here]}: who is connected in the place of rank {ranks[place]} does not "
+            f"prove to be it (group of ranks {name}): somebody else on this network or machine "
+            f"took it, or the link carries nothing; start again: {failure}"
+        ) from failure
+    if "SHOAL_STORE" not in os.environ:  # members may stand on several machines
+        from shoal.fabric.collectives.link_failures import watch_links
+
+        watch_links()
+
+
+def _wait(work: dist.Work | None, until: timedelta) -> None:
+    if work is not None:
+        work.wait(until)
+
+
+def word(key: bytes, name: str, source: int, target: int) -> torch.Tensor:
+    """What member `source` of the group `name` says to `target`: [PROOF_BYTES] uint8."""
+    said = hmac.digest(key, f"{name}:{source}>{target}".encode(), "sha256")
+    return torch.frombuffer(bytearray(said), dtype=torch.uint8)

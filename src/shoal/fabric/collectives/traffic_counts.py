@@ -1,0 +1,84 @@
+"""Counts what a rank sends: bytes by kind of collective, and the seconds it stood waiting for them.
+
+Bytes follow what gloo and NCCL put on the wire per rank (checked against the kernel's counters in
+`tests/worlds`): all-reduce 2(n−1)/n · M, all-gather (n−1)/n of the gathered whole,
+reduce-scatter (n−1)/n of the whole that is summed, broadcast M, a message to one rank M, all-to-all
+what is for other ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shoal.wire import phases
+
+ALL_REDUCE, ALL_GATHER, BROADCAST = "all_reduce", "all_gather", "broadcast"
+REDUCE_SCATTER = "reduce_scatter"
+SEND, RECEIVE = "send", "receive"
+ALL_TO_ALL = "all_to_all"
+
+
+def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
+    """Bytes one rank sends for a collective over `degree` ranks.
+
+    payload_bytes: the whole tensor that is reduced, scattered, broadcast, or there after gathering;
+    or sent to one rank; of an all-to-all, what this rank has for others.
+
+    >>> wire_bytes("all_reduce", 1000, 4)
+    1500.0
+    """
+    if degree == 1:
+        return 0.0
+    hops = (degree - 1) / degree
+    share = {ALL_REDUCE: 2 * hops, ALL_GATHER: hops, REDUCE_SCATTER: hops}
+    return share.get(kind, 1) * payload_bytes
+
+
+class Traffic:
+    """What one rank sent and how long it waited for it, counted.
+
+    sent_bytes   by kind of collective · exposed_s  seconds spent waiting; `take()` returns both
+                 since the last call, and sets them to zero
+    calls        collectives that were begun, ever
+    `count(kind, payload_bytes, degree)` adds one; `with waiting():` adds the time inside
+    """
+
+    def __init__(self, *, watched: bool = True) -> None:
+        self.page = phases.page if watched else None
+        self.sent_bytes: Counter[str] = Counter()
+        self.exposed_s = 0.0
+        self.calls = 0
+
+    def count(self, kind: str, payload_bytes: int, degree: int) -> None:
+        """Add one collective."""
+        self.calls += 1
+        self.begin(kind, payload_bytes)
+        self.sent_bytes[kind] += round(wire_bytes(kind, payload_bytes, degree))
+
+    def begin(self, kind: str, payload_bytes: int = 0) -> None:
+        """Tell the page of one; also what sends nothing that counts: a barrier, a receive."""
+        if self.page is not None:
+            self.page.begun(kind, payload_bytes)
+
+    @contextmanager
+    def waiting(self, count: int = 1) -> Iterator[None]:
+        """Time inside counts as exposed, nothing else ran; `count` are complete afterwards."""
+        began_s = time.perf_counter()
+        if self.page is not None:
+            self.page.waits()
+        try:
+            yield
+        finally:
+            if self.page is not None:
+                self.page.waited(count)
+            self.exposed_s += time.perf_counter() - began_s
+
+    def take(self) -> tuple[dict[str, int], float]:
+        """(bytes by kind, exposed seconds) since the last call."""
+        totals = dict(self.sent_bytes), self.exposed_s
+        self.sent_bytes = Counter()
+        self.exposed_s = 0.0
+        return totals

@@ -1,0 +1,1 @@
+"""Compressed sums of gradients: codes with error feedback, and PowerSGD."""

@@ -1,0 +1,59 @@
+"""Numbers in few bytes: how tensors are coded while they travel, and what becomes of the rest.
+
+    none      the numbers as they are                      4 or 8 bytes per number
+    bf16      the upper half of fp32                        2
+    int8      multiples of a scale per block                1
+    e3m0      powers of two below a scale per block         ½
+    sign      one bit, and a mean magnitude per block       ⅛
+    top2bit   the largest 64 of 4096, with their places     0.027: 14 bits for each that is sent
+
+A codec is chosen by `find_codec` and codes any vector as a piece of its own. `Feedback` keeps what
+codes leave out and adds it to the next message. `exchange` and `places` serve sums of gradients
+(`compressed_sums.py`); they know no codec.
+
+Source: `base.py` says what all codecs promise, each module where its code comes from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shoal.base.errors import BugError, ConfigError, one_of
+from shoal.fabric.compressed.codecs.base import ALIGNED, BLOCK, Codec
+from shoal.fabric.compressed.codecs.bf16 import Bf16
+from shoal.fabric.compressed.codecs.e3m0 import E3M0
+from shoal.fabric.compressed.codecs.feedback import Feedback
+from shoal.fabric.compressed.codecs.int8 import Int8
+from shoal.fabric.compressed.codecs.plain import Plain
+from shoal.fabric.compressed.codecs.sign import Sign
+from shoal.fabric.compressed.codecs.top2bit import Top2Bit
+
+__all__ = ["ALIGNED", "BLOCK", "CODECS", "Codec", "Feedback", "find_codec"]
+
+CODECS: dict[str, Callable[[torch.dtype], Codec]] = {
+    "none": Plain,
+    "bf16": Bf16,
+    "int8": Int8,
+    "e3m0": E3M0,
+    "top2bit": Top2Bit,
+    "sign": Sign,
+}
+"""Every codec by the name that users write."""
+
+
+def find_codec(name: str, dtype: torch.dtype) -> Codec:
+    """Make the codec of this name, one of CODECS, for numbers of this format.
+
+    dtype    float32 or float64
+    Errors   ConfigError for another name, with the nearest; BugError for another format
+
+    >>> find_codec("int8", torch.float32).size_bytes(65_536)
+    65544
+    """
+    if name not in CODECS:
+        raise ConfigError(one_of("islands.codec", name, CODECS))
+    if dtype not in {torch.float32, torch.float64}:
+        raise BugError(f"codec {name}: numbers travel from float32 or float64, not from {dtype}")
+    return CODECS[name](dtype)

@@ -1,0 +1,59 @@
+"""A number as a multiple of a scale, −127 … 127: one byte, and a scale per block.
+
+    scale   a block's largest magnitude / 127, at least the smallest normal number of the format
+    code    nearest integer to number · (127 / largest magnitude), of two equally near the even one
+    number  code · scale
+
+The quotient 127 / largest is rounded once and then multiplied with; to divide every number by the
+scale would be as exact and twice as slow. The error of a number is at most 0.50002 scales.
+
+Source: Dettmers 2016 (8-bit approximations)
+Limits: the last of float32's numbers, from 3.4028234e38 on, decode to infinity
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shoal.fabric.compressed.codecs.base import ScaledBlocks
+
+LARGEST_CODE = 127
+
+
+class Int8(ScaledBlocks):
+    """The codec `int8`."""
+
+    name = "int8"
+    bits = 8
+
+    def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
+        """One number for each."""
+        return (torch.empty(elements, dtype=self.dtype, device=device),)
+
+    def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
+        """See `ScaledBlocks.pack`."""
+        units = room[0][: numbers.numel()].view_as(numbers)
+        least = LARGEST_CODE * torch.finfo(self.dtype).tiny
+        if len(numbers) == 1 and numbers.device.type == "cpu":
+            # One block: Python's numbers cost less than tensors of one element. The quotient of two
+            # float32 in double precision, rounded once more, is their quotient in float32.
+            low, high = (end.item() for end in torch.aminmax(numbers))
+            finite = math.isfinite(low) and math.isfinite(high)
+            largest = max(high, -low, least) if finite else math.nan
+            scale.fill_(largest / LARGEST_CODE)
+            torch.mul(numbers, LARGEST_CODE / largest, out=units).round_()
+        else:
+            ends = torch.maximum(numbers.amax(1, keepdim=True), -numbers.amin(1, keepdim=True))
+            ends.clamp_(min=least)
+            # A tensor, not a number: by a number some devices divide with a rounded reciprocal.
+            most = torch.full_like(ends, LARGEST_CODE)
+            torch.div(ends, most, out=scale)
+            torch.mul(numbers, most.div_(ends), out=units).round_()
+        codes.view(torch.int8).copy_(units.view(-1))
+
+    def unpack(self, codes: Tensor, units: Tensor) -> None:
+        """See `ScaledBlocks.unpack`."""
+        units.copy_(codes.view(torch.int8))

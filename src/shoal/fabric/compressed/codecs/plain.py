@@ -1,0 +1,51 @@
+"""Numbers in a format of their own, one by one: as they are, or narrower.
+
+Source: none needed
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.fabric.compressed.codecs.base import RUN, aligned, longest_run, runs
+
+
+class Plain:
+    """The codec `none`: the format is that of the numbers, and nothing is left out.
+
+    wire    the format in which they travel
+    """
+
+    name = "none"
+    gathers = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.wire = dtype
+
+    def size_bytes(self, elements: int) -> int:
+        """See `Codec.size_bytes`."""
+        return aligned(elements * self.wire.itemsize)
+
+    def encode(self, numbers: Tensor, out: Tensor) -> None:
+        """See `Codec.encode`."""
+        end = numbers.numel() * self.wire.itemsize
+        out[:end].view(self.wire).copy_(numbers)
+        out[end:] = 0
+
+    def decode(
+        self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
+    ) -> None:
+        """See `Codec.decode`."""
+        elements = out.numel()
+        coded = packed[: elements * self.wire.itemsize].view(self.wire)
+        room = out.new_empty(longest_run(elements, out.device) if add else 0)
+        for start, stop, _ in runs(elements, RUN, out.device):
+            numbers = room[: stop - start] if add else out[start:stop]
+            numbers.copy_(coded[start:stop])
+            # Not `add_(numbers, alpha=weight)`: it rounds once or twice, as the processor has it.
+            if weight != 1:
+                numbers.mul_(weight)
+            if add:
+                out[start:stop].add_(numbers)

@@ -1,0 +1,57 @@
+"""A number as its sign: one bit, and per block the mean magnitude. Made for error feedback.
+
+    scale   mean of the block's magnitudes, summed in float64
+    bit     1 for a number below 0
+    number  +scale or −scale
+    byte i  numbers 8i … 8i + 7, the first in the lowest bit
+
+Alone it is wrong by as much as a number itself; what it leaves out must come later (`Feedback`).
+
+Source: Seide et al. 2014 (1-bit SGD); Bernstein et al. 2018; Karimireddy et al. 2019 (the mean
+magnitude makes sign compression contract, so error feedback converges)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.fabric.compressed.codecs.base import ScaledBlocks, aligned
+
+FOLDS = ((7, 0x0003000300030003), (14, 0x0000000F0000000F), (28, 0xFF))
+"""Eight bytes of one bit become one byte of eight: shift right, or, and keep what is right."""
+UNFOLDS = ((28, 0x0000000F0000000F), (14, 0x0003000300030003), (7, 0x0101010101010101))
+"""And back, shifting left."""
+
+
+class Sign(ScaledBlocks):
+    """The codec `sign`."""
+
+    name = "sign"
+    bits = 1
+
+    def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
+        """A magnitude and a byte for each, bytes of a multiple of eight."""
+        return (
+            torch.empty(elements, dtype=self.dtype, device=device),
+            torch.empty(aligned(elements), dtype=torch.bool, device=device),
+        )
+
+    def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
+        """See `ScaledBlocks.pack`."""
+        count = numbers.numel()
+        magnitudes = torch.abs(numbers, out=room[0][:count].view_as(numbers))
+        scale.copy_(magnitudes.sum(1, keepdim=True, dtype=torch.float64) / numbers.shape[1])
+        torch.lt(numbers, 0, out=room[1][:count].view_as(numbers))
+        room[1][count : aligned(count)] = False
+        eights = room[1][: aligned(count)].view(torch.int64)
+        for shift, kept in FOLDS:
+            eights.bitwise_or_(eights >> shift).bitwise_and_(kept)
+        codes.copy_(eights)
+
+    def unpack(self, codes: Tensor, units: Tensor) -> None:
+        """See `ScaledBlocks.unpack`."""
+        eights = codes.long()
+        for shift, kept in UNFOLDS:
+            eights.bitwise_or_(eights << shift).bitwise_and_(kept)
+        units.copy_(eights.view(torch.uint8)).mul_(-2).add_(1)

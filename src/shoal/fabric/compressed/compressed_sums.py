@@ -1,0 +1,456 @@
+"""Sums over ranks whose addends travel as short codes, each rank keeping what its codes leave out.
+
+A sender serves one tensor that is summed again and again, and knows three moments: `begin` of a
+step, `send`, which gives a flight that a later `result` brings home, and `commit`, when the step
+counted. What it keeps goes into checkpoints (`kept`) and comes back from them (`take`). Why errors
+are kept, and what that promises, is in `data_parallel/compress.py`.
+
+Source: pairwise all-to-all, Thakur et al. 2005
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.base.errors import BugError
+from shoal.fabric.collectives.sharded_collectives import ScatterGradients
+from shoal.fabric.collectives.traffic_counts import REDUCE_SCATTER
+from shoal.fabric.collectives.uneven_collectives import let_go
+from shoal.fabric.compressed.codecs.base import Codec, Pieces
+from shoal.fabric.compressed.codecs.feedback import Residual, encode_rest
+from shoal.fabric.compressed.codecs.int8 import Int8
+from shoal.fabric.compressed.codecs.sign import Sign
+from shoal.fabric.device import is_accelerator
+from shoal.fabric.world import World
+
+BLOCK = 1024
+"""Gradients that share a scale. A bucket holds many layers, and their sizes differ by magnitudes,
+so blocks are short; scales are 0.4 % of the bytes."""
+BIT_BLOCK = 64
+"""The same for one bit, where a number's size is nothing but its block's: within a row of a layer,
+whose numbers are alike. Scales are a third of the bytes; in blocks of 1024 a small Llama was three
+times as far behind."""
+
+CODES: dict[str, Callable[[torch.dtype], Codec]] = {
+    "int8": lambda dtype: Int8(dtype, BLOCK),
+    "one-bit": lambda dtype: Sign(dtype, BIT_BLOCK),
+}
+"""Codes of gradients number by number, by the name that users write."""
+
+
+@dataclass
+class PendingRows:
+    """An exchange under way; `source` is held until it is done."""
+
+    work: dist.Work | None
+    received: Tensor
+    source: Tensor | None
+
+    def result(self) -> Tensor:
+        """Wait, then give what every rank had for this one: [ranks, own bytes], in their order."""
+        if self.work is not None:
+            self.work.wait()
+        # A work that is kept would keep its process group alive beyond `destroy`.
+        self.work = self.source = None
+        return self.received
+
+
+def exchange(world: World, packed: Tensor, sizes: Sequence[int]) -> PendingRows:
+    """Begin to give every rank its part of everybody's bytes: the sending half of a sum.
+
+    packed   [bytes], the parts for rank 0, 1, … one after another, each `sizes[rank]` long
+    Counted as a reduce-scatter, which it is for those who then add up what they decode.
+    """
+    if world.group is None:
+        return PendingRows(None, packed.unsqueeze(0), packed)
+    world.traffic.count(REDUCE_SCATTER, packed.numel(), world.size)
+    own = sizes[world.rank]
+    received = packed.new_empty(world.size * own)
+    work = dist.all_to_all_single(
+        received, packed, [own] * world.size, list(sizes), world.group, async_op=True
+    )
+    return PendingRows(work, received.view(world.size, own), packed)
+
+
+class Flight(Protocol):
+    """A sum under way, as `Sender.send` gives it; every rank calls `turn` once, then `result(out)`.
+
+    turn      wait for the first half and send the second, if the code has one
+    result    wait, and overwrite `out` with the sum, or with this rank's part of it
+    """
+
+    def turn(self) -> None:
+        """The first half is there: send the second, if the code has one."""
+
+    def result(self, out: torch.Tensor) -> None:
+        """Wait, then write the sum, or this rank's part of it, over `out`."""
+
+
+class Sender(Protocol):
+    """Sums one flat tensor over ranks in every step, as codes, and keeps what these leave out.
+
+    send(flat)  begin to sum [elements] over all ranks, which all call it; gives a Flight. `flat`
+                may change as soon as it returns
+    begin()     a step begins: what an uncommitted one left behind is forgotten
+    commit()    the step counted: what its codes left out is added to the next message (error
+                feedback)
+    kept()      what a checkpoint needs to go on alike, by name, as of the last commit; not copies
+    take(kept)  go on from that
+    nothing()   the same as of a run that begins
+    """
+
+    def send(self, flat: torch.Tensor) -> Flight:
+        """Begin to sum [elements] over all ranks; `flat` may change as soon as this returns."""
+
+    def begin(self) -> None:
+        """A step begins: what an uncommitted one left behind is forgotten."""
+
+    def commit(self) -> None:
+        """The step counted: what was kept is valid."""
+
+    def kept(self) -> dict[str, Tensor]:
+        """What a checkpoint needs to go on alike, by name; not copies."""
+
+    def take(self, kept: Mapping[str, Tensor]) -> None:
+        """Go on from what `kept` gave."""
+
+    def nothing(self) -> dict[str, Tensor]:
+        """What `kept` gives where nothing is left."""
+
+
+class Keeping:
+    """The moments of a Sender whose memory is residuals only: `rests`, by name.
+
+    starts   of each rank's part the places where blocks begin anew (`Pieces`); (): none
+    """
+
+    rests: Mapping[str, Residual]
+    codec: Codec
+    starts: Sequence[Sequence[int]] = ()
+
+    def by(self, code: str) -> None:
+        """Send in another of CODES from now on; what was left out stays."""
+        self.codec = CODES[code](self.codec.dtype)
+
+    def codec_of(self, rank: int) -> Codec:
+        """What codes the part of this rank."""
+        starts = self.starts[rank] if self.starts else ()
+        return Pieces(self.codec, starts) if starts else self.codec
+
+    def sizes(self, lengths: Sequence[int]) -> list[int]:
+        """Bytes of the codes of parts of such lengths; of equal ones equal, whatever their starts.
+
+        Collectives of equal parts are cheaper; what is too long by that is zeros.
+        """
+        found = [self.codec_of(rank).size_bytes(one) for rank, one in enumerate(lengths)]
+        return found if len(set(lengths)) > 1 else [max(found)] * len(found)
+
+    def begin(self) -> None:
+        """See `Sender.begin`."""
+        for rest in self.rests.values():
+            rest.begin()
+
+    def commit(self) -> None:
+        """See `Sender.commit`."""
+        for rest in self.rests.values():
+            rest.commit()
+
+    def kept(self) -> dict[str, Tensor]:
+        """See `Sender.kept`."""
+        return {name: rest.standing for name, rest in self.rests.items()}
+
+    def take(self, kept: Mapping[str, Tensor]) -> None:
+        """See `Sender.take`."""
+        for name, rest in self.rests.items():
+            rest.standing.copy_(kept[name])
+            rest.begin()
+
+    def nothing(self) -> dict[str, Tensor]:
+        """See `Sender.nothing`; where no residual is, as it is now."""
+        zeros = {name: torch.zeros_like(rest.standing) for name, rest in self.rests.items()}
+        return {**self.kept(), **zeros}
+
+
+class CodedSum(Keeping):
+    """A Sender: an all-reduce (sum) in codes; `CodedSum(elements, codec, world, starts)`.
+
+    Codes of each part go to the rank that owns it, which adds up and sends a code of the sum to
+    all; every rank ends with the same bits. Parts are equal, so the buffer is padded to a multiple
+    of the ranks. Each rank keeps what its codes left out, the owner also that of the second code.
+    """
+
+    def __init__(
+        self, elements: int, codec: Codec, world: World, starts: Sequence[Sequence[int]] = ()
+    ) -> None:
+        self.world, self.codec, self.starts = world, codec, starts
+        self.part = -(-elements // world.size)
+        self.left = Residual(self.part * world.size, codec.dtype, world.device)
+        self.left_of_sum = Residual(self.part, codec.dtype, world.device)
+        self.rests = {"left": self.left, "left_of_sum": self.left_of_sum}
+
+    def send(self, flat: torch.Tensor) -> Flight:
+        """Send every owner the codes of its part."""
+        parts = self.left.add(flat).view(self.world.size, self.part)
+        return _CodedFlight(self, _send_parts(self, parts.unbind(), self.world))
+
+
+class _CodedFlight:
+    def __init__(self, sender: CodedSum, rows: PendingRows) -> None:
+        self.sender, self.rows = sender, rows
+        ranks = range(sender.world.size)
+        self.codecs = [sender.codec_of(rank) for rank in ranks]
+        self.cuts = [0, *accumulate(sender.sizes([sender.part for _ in ranks]))]
+        self.gathered = torch.empty(0, dtype=torch.uint8)
+
+    def turn(self) -> None:
+        """Add up what came, in the order of the ranks, and send a code of it to all."""
+        sender, world = self.sender, self.sender.world
+        received = self.rows.result()
+        total = torch.empty(sender.part, dtype=sender.codec.dtype, device=received.device)
+        own_codec = self.codecs[world.rank]
+        _add_up(own_codec, received, total)
+        self.gathered = received.new_empty(self.cuts[-1])
+        own = self.gathered[self.cuts[world.rank] : self.cuts[world.rank + 1]]
+        encode_rest(own_codec, sender.left_of_sum.add(total), own)
+        self.work = world.all_gather_parts(self.gathered, self.cuts)
+
+    def result(self, out: torch.Tensor) -> None:
+        """Decode all parts; the own one too, so that all ranks have the same bits."""
+        if self.work is not None:
+            self.work.wait()
+        sender = self.sender
+        elements, dtype = sender.part * sender.world.size, sender.codec.dtype
+        fits = out.numel() == elements and out.dtype == dtype
+        total = out if fits else torch.empty(elements, dtype=dtype, device=out.device)
+        for rank, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
+            part = total[sender.part * rank : sender.part * (rank + 1)]
+            self.codecs[rank].decode(self.gathered[start:stop], part)
+        if total is not out:
+            out.copy_(total[: out.numel()])
+
+
+class ScatteredSum(Keeping):
+    """A Sender: a reduce-scatter in codes; `ScatteredSum(cuts, codec, world, starts)`.
+
+    Rank r gets the sum of elements cuts[r] to cuts[r + 1] only, which is added up in the codec's
+    format; the others' parts travel to their owners. Each rank keeps what its codes left out.
+    """
+
+    def __init__(
+        self,
+        cuts: Sequence[int],
+        codec: Codec,
+        world: World,
+        starts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.world, self.codec, self.cuts, self.starts = world, codec, cuts, starts
+        self.left = Residual(cuts[-1], codec.dtype, world.device)
+        self.rests = {"left": self.left}
+
+    def send(self, flat: torch.Tensor) -> Flight:
+        """Send every owner the codes of its part."""
+        numbers = self.left.add(flat[: self.cuts[-1]])
+        parts = [numbers[a:b] for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
+        return _ScatteredFlight(self, _send_parts(self, parts, self.world))
+
+
+class _ScatteredFlight:
+    def __init__(self, sender: ScatteredSum, rows: PendingRows) -> None:
+        self.sender, self.rows = sender, rows
+
+    def turn(self) -> None:
+        """One half is all."""
+
+    def result(self, out: torch.Tensor) -> None:
+        """Add up what came, in the order of the ranks."""
+        wide = self.sender.codec.dtype
+        total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+        own = self.sender.codec_of(self.sender.world.rank)
+        _add_up(own, self.rows.result(), total)
+        if total is not out:
+            out.copy_(total)
+
+
+class CodedScatter:
+    """A reduce-scatter in codes for one unit of `fully_shard`; made of a `ScatterGradients`.
+
+    plain   its traffic and norms are used, and its buffers · code  one of CODES
+    world   the ranks of the unit · sizes  of a rank's rows of each parameter, one after another
+    It is a Sender's memory too: what there is to keep it knows from its first call on.
+    """
+
+    def __init__(
+        self, plain: ScatterGradients, code: str, world: World, sizes: Sequence[int] = ()
+    ) -> None:
+        self.plain, self.code, self.world, self.sizes = plain, code, world, sizes
+        self.allocate = plain.allocate
+        self.sum: ScatteredSum | None = None
+        self.held: Mapping[str, Tensor] = {}
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Sum over the ranks of the unit, as codes; waits for it."""
+        self.plain.norms.append(torch.linalg.vector_norm(input_tensor))
+        if self.sum is None:
+            part = output_tensor.numel()
+            wide = torch.float64 if input_tensor.dtype == torch.float64 else torch.float32
+            cuts = [part * rank for rank in range(self.world.size + 1)]
+            starts = block_starts(self.sizes) if sum(self.sizes) == part else []
+            codec = CODES[self.code](wide)
+            self.sum = ScatteredSum(cuts, codec, self.world, [starts] * self.world.size)
+            if self.held:
+                self.sum.take(self.held)
+            self.held = {}
+        if input_tensor.numel() != self.sum.cuts[-1] or group.size() != self.world.size:
+            raise BugError(
+                f"a unit sends {input_tensor.numel()} gradients to {group.size()} ranks, and sent "
+                f"{self.sum.cuts[-1]} to {self.world.size}: what codes left out fits no more"
+            )
+        with self.plain.traffic.waiting():
+            flight = self.sum.send(input_tensor)
+            flight.turn()
+            flight.result(output_tensor)
+        if not is_accelerator(input_tensor.device):
+            let_go(input_tensor)  # as `ScatterGradients` does
+
+    def by(self, code: str) -> None:
+        """See `Keeping.by`."""
+        self.code = code
+        if self.sum is not None:
+            self.sum.by(code)
+
+    def begin(self) -> None:
+        """See `Sender.begin`."""
+        if self.sum is not None:
+            self.sum.begin()
+
+    def commit(self) -> None:
+        """See `Sender.commit`."""
+        if self.sum is not None:
+            self.sum.commit()
+
+    def kept(self) -> dict[str, Tensor]:
+        """See `Sender.kept`."""
+        return dict(self.held) if self.sum is None else self.sum.kept()
+
+    def take(self, kept: Mapping[str, Tensor]) -> None:
+        """See `Sender.take`."""
+        if self.sum is None:
+            self.held = kept
+        else:
+            self.sum.take(kept)
+
+    def nothing(self) -> dict[str, Tensor]:
+        """See `Sender.nothing`."""
+        return {} if self.sum is None else self.sum.nothing()
+
+
+def block_starts(sizes: Sequence[int]) -> list[int]:
+    """Where blocks begin anew in tensors of such sizes: where one begins inside of a block.
+
+    >>> block_starts([32, 128, 64, 5, 64])
+    [32, 229]
+    """
+    found, last = [], 0
+    for place in list(accumulate(sizes))[:-1]:
+        if (place - last) % BIT_BLOCK:
+            found.append(place)
+            last = place
+    return found
+
+
+def _send_parts(sender: Keeping, parts: Sequence[torch.Tensor], world: World) -> PendingRows:
+    """Begin to send every rank the codes of its part; the parts keep what those leave out."""
+    sizes = sender.sizes([part.numel() for part in parts])
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
+    for rank, (part, row) in enumerate(zip(parts, packed.split(sizes), strict=True)):
+        encode_rest(sender.codec_of(rank), part, row)
+    return exchange(world, packed, sizes)
+
+
+def _add_up(codec: Codec, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of what all rows [rows, bytes] hold over `out` [elements], in their order."""
+    for place, packed in enumerate(rows):
+        codec.decode(packed, out, add=place > 0)
+
+
+class LargestSum(Keeping):
+    """A Sender: an all-reduce (sum) of each rank's largest magnitudes only (top-k).
+
+    Takes   elements, dtype, world · share  of the elements that a rank sends, at least one of them;
+            it keeps the others for the next message
+    Gives   every rank the same sum, 0 where no rank sent anything
+    """
+
+    def __init__(self, elements: int, dtype: torch.dtype, world: World, share: float) -> None:
+        self.world, self.dtype = world, dtype
+        self.count = max(1, math.ceil(share * elements))
+        self.left = Residual(elements, dtype, world.device)
+        self.rests = {"left": self.left}
+
+    def send(self, flat: torch.Tensor) -> Flight:
+        """Send the largest with their places to all."""
+        numbers, world = self.left.add(flat), self.world
+        chosen = largest(numbers, self.count)
+        own = pack_places(numbers, chosen)
+        numbers[chosen] = 0
+        cuts = [own.numel() * rank for rank in range(world.size + 1)]
+        gathered = own.new_empty(cuts[-1])
+        gathered[cuts[world.rank] : cuts[world.rank + 1]] = own
+        return _LargestFlight(self, gathered, world.all_gather_parts(gathered, cuts))
+
+
+class _LargestFlight:
+    def __init__(self, sender: LargestSum, gathered: torch.Tensor, work: dist.Work | None) -> None:
+        self.sender, self.gathered, self.work = sender, gathered, work
+
+    def turn(self) -> None:
+        """One half is all."""
+
+    def result(self, out: torch.Tensor) -> None:
+        """Add up what came, in the order of the ranks; a rank's places are all different."""
+        if self.work is not None:
+            self.work.wait()
+        wide = self.sender.dtype
+        total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+        total.zero_()
+        for packed in self.gathered.view(self.sender.world.size, -1):
+            values, at = unpack_places(packed, wide)
+            total.index_add_(0, at, values)
+        if total is not out:
+            out.copy_(total)
+
+
+def largest(numbers: Tensor, count: int) -> Tensor:
+    """Places of the `count` largest magnitudes of [elements], int64; NaN is larger than any."""
+    return numbers.abs().topk(count, sorted=False).indices
+
+
+def pack_places(numbers: Tensor, places: Tensor) -> Tensor:
+    """The numbers at some places, and the places: [count · (itemsize + 4)] uint8 (top-k).
+
+    Source: Aji and Heafield 2017
+    """
+    values = numbers[places].view(torch.uint8)
+    return torch.cat([values, places.to(torch.int32).view(torch.uint8)])
+
+
+def unpack_places(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(values [count] in `dtype`, places [count] int64) of what `pack_places` packed."""
+    count = packed.numel() // (dtype.itemsize + 4)
+    values, places = packed.clone().split([count * dtype.itemsize, count * 4])
+    return values.view(dtype), places.clone().view(torch.int32).long()

@@ -1,0 +1,184 @@
+"""PowerSGD: a matrix is summed over ranks as the product of two thin ones.
+
+With M the sum over ranks of the matrices Mᵣ [m, k], and Q [k, r] where the last step ended:
+
+    P = Σ Mᵣ·Q   all-reduce of m · r numbers     made orthonormal, the same on every rank
+    Q = Σ Mᵣᵀ·P  all-reduce of k · r numbers     the sum that all ranks use is P·Qᵀ
+
+which is one step of power iteration: over steps P·Qᵀ becomes the best approximation of rank r of
+what is summed. A rank keeps Mᵣ − P·(Mᵣᵀ·P)ᵀ, what of its own matrix did not travel. All matrices of
+a bucket share the two all-reduces; vectors ride in the first, whole.
+
+Source: Vogels et al. 2019 (PowerSGD), algorithms 1 and 2; the orthonormal basis by Householder's QR
+instead of Gram and Schmidt, since it also completes a basis that zeros leave without directions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shoal.fabric.compressed.compressed_sums import Flight, Keeping, Residual
+from shoal.fabric.world import World
+
+FIRST_SEED = 0x5A0A1
+"""All ranks begin at the same random Q."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The elements start … stop − 1 of a flat tensor, summed as a matrix [rows, columns].
+
+    stride          of the matrix in memory, in elements
+    `of(flat)` gives the matrix as a view; `rank(asked)` the rank it can have; `pays(asked)` whether
+    its two thin matrices of that rank are smaller than it
+    """
+
+    start: int
+    stop: int
+    rows: int
+    columns: int
+    stride: tuple[int, int]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The matrix [rows, columns], a view."""
+        part = flat[self.start : self.stop]
+        return part.as_strided((self.rows, self.columns), self.stride)
+
+    def rank(self, asked: int) -> int:
+        """The rank it can have: at most the asked one."""
+        return min(asked, self.rows, self.columns)
+
+    def pays(self, asked: int) -> bool:
+        """Whether the two thin matrices are smaller than this one.
+
+        >>> Matrix(0, 64, 8, 8, (8, 1)).pays(3), Matrix(0, 64, 8, 8, (8, 1)).pays(4)
+        (True, False)
+        """
+        return self.rank(asked) * (self.rows + self.columns) < self.rows * self.columns
+
+
+class LowRankSum(Keeping):
+    """A Sender: an all-reduce (sum) of matrices as products of two thin ones (PowerSGD).
+
+    Takes   elements, dtype, world · rank  columns of the thin matrices, at most
+            matrices  parts of [elements]; those worth it are sent as two thin ones, and all other
+            elements as they are
+    Gives   every rank the same sum; what a rank's thin matrices left out comes with its next
+            message, once `commit` said that this one counts
+    """
+
+    def __init__(
+        self,
+        elements: int,
+        dtype: torch.dtype,
+        world: World,
+        matrices: Sequence[Matrix],
+        rank: int,
+    ) -> None:
+        self.world, self.dtype = world, dtype
+        self.matrices = [one for one in matrices if one.pays(rank)]
+        self.ranks = [one.rank(rank) for one in self.matrices]
+        self.left = Residual(elements, dtype, world.device)
+        self.rests = {"left": self.left}
+        self.whole = _gaps(elements, self.matrices)
+        generator = torch.Generator().manual_seed(FIRST_SEED)
+        total = sum(r * one.columns for one, r in zip(self.matrices, self.ranks, strict=True))
+        first = torch.randn(total, generator=generator, dtype=torch.float64)
+        self.start = first.to(device=world.device, dtype=dtype)
+        self.next_start: torch.Tensor | None = None
+
+    def send(self, flat: torch.Tensor) -> Flight:
+        """Sum the first thin matrices, and with them what travels as it is."""
+        numbers = self.left.add(flat)
+        message = [
+            (matrix.of(numbers) @ q).reshape(-1)
+            for matrix, q in zip(self.matrices, self.columns_of(self.start), strict=True)
+        ]
+        for start, stop in self.whole:
+            message.append(numbers[start:stop].clone())
+            numbers[start:stop] = 0
+        first = torch.cat(message) if message else numbers.new_empty(0)
+        return _LowRankFlight(self, first, self.world.all_reduce(first, wait=False))
+
+    def begin(self) -> None:
+        """See `Sender.begin`."""
+        super().begin()
+        self.next_start = None
+
+    def commit(self) -> None:
+        """See `Sender.commit`."""
+        super().commit()
+        if self.next_start is not None:
+            self.start, self.next_start = self.next_start, None
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """See `Sender.kept`: where the next power iteration starts, too."""
+        return {**super().kept(), "start": self.start}
+
+    def take(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """See `Sender.take`."""
+        super().take(kept)
+        self.start, self.next_start = kept["start"].to(self.start, copy=True), None
+
+    def columns_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The Q [columns, rank] of every matrix, views of one flat tensor."""
+        sizes = [r * one.columns for one, r in zip(self.matrices, self.ranks, strict=True)]
+        parts = flat.split(sizes) if sizes else ()
+        return [p.view(-1, r) for p, r in zip(parts, self.ranks, strict=True)]
+
+
+class _LowRankFlight:
+    def __init__(self, sender: LowRankSum, first: torch.Tensor, work: dist.Work | None) -> None:
+        self.sender, self.first, self.work = sender, first, work
+        self.bases: list[torch.Tensor] = []
+        self.second = first[:0]
+
+    def turn(self) -> None:
+        """Sum the second thin matrices against the basis that all ranks share now."""
+        sender = self.sender
+        if self.work is not None:
+            self.work.wait()
+        own, place = [], 0
+        for matrix, rank in zip(sender.matrices, sender.ranks, strict=True):
+            thin = self.first[place : place + matrix.rows * rank].view(matrix.rows, rank)
+            place += matrix.rows * rank
+            basis = torch.linalg.qr(thin).Q
+            left = matrix.of(sender.left.coming)
+            q = left.T @ basis
+            left.addmm_(basis, q.T, alpha=-1)
+            self.bases.append(basis)
+            own.append(q.reshape(-1))
+        self.first = self.first[place:]
+        self.second = torch.cat(own) if own else self.first[:0]
+        self.work = sender.world.all_reduce(self.second, wait=False) if own else None
+
+    def result(self, out: torch.Tensor) -> None:
+        """Multiply out; what travelled whole is put back in its places."""
+        sender = self.sender
+        if self.work is not None:
+            self.work.wait()
+        sender.next_start = self.second
+        total = out if out.dtype == sender.dtype else torch.empty_like(sender.left.coming)
+        thin = sender.columns_of(self.second)
+        for matrix, basis, q in zip(sender.matrices, self.bases, thin, strict=True):
+            torch.mm(basis, q.T, out=matrix.of(total))
+        place = 0
+        for start, stop in sender.whole:
+            total[start:stop] = self.first[place : place + stop - start]
+            place += stop - start
+        if total is not out:
+            out.copy_(total)
+
+
+def _gaps(elements: int, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
+    """Where the elements lie that belong to no matrix."""
+    edges = [0]
+    for matrix in sorted(matrices, key=lambda one: one.start):
+        edges += [matrix.start, matrix.stop]
+    edges.append(elements)
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return [(start, stop) for start, stop in pairs if start < stop]

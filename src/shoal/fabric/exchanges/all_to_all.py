@@ -1,0 +1,58 @@
+"""Every rank has rows for every other rank, as many as the data says: one exchange of all of them.
+
+Protocol  rows lie in order of their rank: the first `sent[0]` are for rank 0, and so on. What
+          arrives lies in order of where it came from. How many rows come is told by `counts_for`
+          first, as both sides must know.
+Source    torch.distributed.all_to_all_single with split sizes; gloo and NCCL have it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shoal.fabric.collectives.traffic_counts import ALL_TO_ALL
+from shoal.fabric.world import World
+
+
+def counts_for(world: World, counts: torch.Tensor) -> torch.Tensor:
+    """Exchange integers all-to-all: row r of `counts` goes to rank r; gives the rows that came.
+
+    Every rank must call it.
+    counts   [size, …] integers, one row for each rank
+    Gives    [size, …], row r as rank r sent it here; of one process a copy of `counts`
+    """
+    if world.group is None:
+        return counts.clone()
+    arriving, counts = torch.empty_like(counts), counts.contiguous()
+    _count(world, counts, [1] * world.size)
+    with world.traffic.waiting():
+        dist.all_to_all_single(arriving, counts, group=world.group)
+    return arriving
+
+
+def to_each(
+    world: World, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    """Exchange rows all-to-all: send `sent[r]` rows to each rank r; gives [sum of received, …].
+
+    Every rank must call it, and waits until its rows have come.
+    rows       [sum of sent, …]: those for rank 0 first, then rank 1, …
+    received   how many come from each rank (`counts_for` tells)
+    Gives      what came, rank 0's first; of one process `rows` itself
+    """
+    if world.group is None:
+        return rows
+    arriving = rows.new_empty(sum(received), *rows.shape[1:])
+    rows = rows.contiguous()
+    _count(world, rows, sent)
+    with world.traffic.waiting():
+        dist.all_to_all_single(arriving, rows, list(received), list(sent), group=world.group)
+    return arriving
+
+
+def _count(world: World, rows: torch.Tensor, sent: Sequence[int]) -> None:
+    row_bytes = rows.element_size() * rows[:1].numel()
+    world.traffic.count(ALL_TO_ALL, (sum(sent) - sent[world.rank]) * row_bytes, world.size)

@@ -1,0 +1,1 @@
+"""Links between islands: rendezvous, heartbeats, groups of sockets, compressed sums."""

@@ -1,0 +1,218 @@
+"""The two halves of a sum between islands: coded parts go to their owners, coded sums to all.
+
+    first half    island i codes part j of its numbers and sends that to j, who decodes all of them
+    between       the owners know whether messages are finite, and the inner products of all pairs,
+                  [R, R]; who must not count is decided with these, before anything is summed
+    second half   owner j decodes again, adds up Σ wᵢ·mᵢ in the order of the islands, divides, codes
+                  that once and sends the same bytes to all, who decode them, the owner too
+
+Bytes sent by an island: (R−1)/R of the coded whole in each half, 2(R−1)/R in sum. All islands end
+with the same bits, since what is decoded has one source. A sum that is coded at every hop of a ring
+(prime) drifts apart instead.
+
+A codec that `gathers` has sums that are larger than its messages: those travel whole, all islands
+do all sums, each finds the products of its share, and there is no second half.
+
+Numbers are coded in chunks, each sent over its own exchange: chunk k + 1 is coded while chunk k
+travels, and decoded chunks are still in the cache when they are added up.
+
+Source: reduce-scatter and all-gather as in Rabenseifner 2004; coded twice, by senders and owner,
+as in 1-bit Adam's compressed all-reduce (Tang et al. 2021)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shoal.base.errors import BugError
+from shoal.fabric.islands.inter_island_links import Deadline, Flight, Links
+
+if TYPE_CHECKING:
+    from shoal.fabric.compressed.codecs import Codec, Feedback
+
+COARSE, FINE = 65_536, 4096
+"""Parts are multiples of the first, a codec's block; of the second where parts are a few blocks."""
+PRODUCT_BLOCK = 8192
+"""Of so many numbers the doubles of all islands stay in the cache: a fifth of the time."""
+CHUNK_BYTES, MOST_BLOCKS = 131_072, 4
+"""About so many bytes are coded and sent at a time, unless those are too many numbers."""
+
+SUM = "sum"
+"""Stands in tags of sums where an owner's number stands in those of messages."""
+
+
+def is_of_sum(tag: str) -> bool:
+    """Tell whether a tag of error feedback stands for a sum that this island sent, not a message.
+
+    >>> is_of_sum("0/sum/3"), is_of_sum("0/1/3")
+    (True, False)
+    """
+    return tag.split("/")[-2] == SUM
+
+
+def chunk_elements(codec: Codec) -> int:
+    """Elements that are coded and sent at a time, whole blocks."""
+    blocks = round(CHUNK_BYTES / codec.size_bytes(COARSE))
+    return COARSE * min(max(blocks, 1), MOST_BLOCKS)
+
+
+class Cut:
+    """How a vector is dealt to owners, and each part is cut into chunks.
+
+    chunk   elements of a chunk
+
+    >>> cut = Cut(100_001, 4)
+    >>> [cut.piece(owner, 0) for owner in range(4)], cut.chunks
+    ([(0, 28672), (28672, 57344), (57344, 86016), (86016, 100001)], 1)
+    >>> [Cut(3, 2).piece(owner, 0) for owner in range(2)]
+    [(0, 3), (3, 3)]
+    """
+
+    def __init__(self, elements: int, owners: int, chunk: int = COARSE) -> None:
+        self.elements, self.chunk = elements, chunk
+        unit = COARSE if elements >= 16 * COARSE * owners else FINE
+        self.part = -(-elements // (owners * unit)) * unit
+        self.chunks = -(-min(self.part, elements) // chunk)
+
+    def piece(self, owner: int, chunk: int) -> tuple[int, int]:
+        """(start, stop) of a chunk of an owner's part; empty where the part has fewer chunks."""
+        end = min(self.part * (owner + 1), self.elements)
+        start = min(self.part * owner + chunk * self.chunk, end)
+        return start, min(start + self.chunk, end)
+
+
+class Arrived:
+    """The first half is over: what this island knows of everybody's numbers, and the second half.
+
+    finite   [R]: whether no NaN or infinity (nor a number whose square is one) is among what this
+             island decoded of each island's message
+    gram     [R][R]: inner products of the decoded messages over the same numbers, summed up in
+             float64 in a fixed order. The sum of all islands' matrices is that of whole messages
+    """
+
+    def __init__(
+        self, links: Links, codec: Codec, feedback: Feedback | None, tag: str, elements: int
+    ) -> None:
+        self.links, self.codec, self.feedback, self.tag = links, codec, feedback, tag
+        owners = 1 if codec.gathers else links.count
+        self.cut = Cut(elements, owners, chunk_elements(codec))
+        self.own = 0 if codec.gathers else links.index
+        self.codes: list[Tensor] = []
+        self._products = torch.zeros(links.count, links.count, dtype=torch.float64)
+
+    @property
+    def gram(self) -> list[list[float]]:
+        """See the class."""
+        return self._products.tolist()
+
+    @property
+    def finite(self) -> list[bool]:
+        """See the class."""
+        return self._products.diagonal().isfinite().tolist()
+
+    def receive(self, flat: Tensor, deadline: Deadline) -> None:
+        """The first half; see `Plane.begin`."""
+
+        def start(chunk: int) -> Flight:
+            owners = [0] if self.codec.gathers else range(self.links.count)
+            sizes = [self._size(owner, chunk) for owner in owners]
+            packed = torch.empty(sum(sizes), dtype=torch.uint8)
+            for owner, out in zip(owners, packed.split(sizes), strict=True):
+                first, last = self.cut.piece(owner, chunk)
+                self._encode(f"{self.tag}/{owner}/{chunk}", flat[first:last], out)
+            if self.codec.gathers:
+                return self.links.exchange_all(packed, deadline)
+            coming = [self._size(self.own, chunk)] * self.links.count
+            return self.links.exchange(packed, sizes, coming, deadline)
+
+        def end(chunk: int, received: Tensor) -> None:
+            self.codes.append(received.view(self.links.count, self._size(self.own, chunk)))
+            if not self.codec.gathers or chunk % self.links.count == self.links.index:
+                self._multiply(chunk)
+
+        self.links.stream(self.cut.chunks, start, end, deadline)
+
+    def finish(self, weights: Sequence[float], divisor: float, *, deadline_s: float) -> Tensor:
+        """The second half: Σ weights[i] · decoded message i / divisor, the same bits everywhere.
+
+        weights   [R], the same on every island; of weight 0 nothing is touched, NaN neither
+        divisor   not 0, the same on every island
+
+        Gives   [elements] in the codec's dtype
+        Errors  IslandLost
+        """
+        if len(weights) != self.links.count or not divisor:
+            raise BugError(f"weights {list(weights)} / {divisor} for {self.links.count} islands")
+        total = torch.empty(self.cut.elements, dtype=self.codec.dtype)
+        if self.codec.gathers:
+            for chunk in range(self.cut.chunks):
+                first, last = self.cut.piece(0, chunk)
+                self._sum(chunk, weights, divisor, total[first:last])
+        else:
+            with self.links.watched("the second half of an exchange", deadline_s) as deadline:
+                self._share(weights, divisor, total, deadline)
+        return total
+
+    def _share(
+        self, weights: Sequence[float], divisor: float, total: Tensor, deadline: Deadline
+    ) -> None:
+        """Send all islands the sum of the own part, and decode everybody's, in place."""
+        islands = range(self.links.count)
+
+        def start(chunk: int) -> Flight:
+            first, last = self.cut.piece(self.own, chunk)
+            part = torch.empty(last - first, dtype=self.codec.dtype)
+            self._sum(chunk, weights, divisor, part)
+            code = torch.empty(self._size(self.own, chunk), dtype=torch.uint8)
+            self._encode(f"{self.tag}/{SUM}/{chunk}", part, code)
+            coming = [self._size(owner, chunk) for owner in islands]
+            return self.links.exchange_all(code, deadline, coming)
+
+        def end(chunk: int, received: Tensor) -> None:
+            sizes = [self._size(owner, chunk) for owner in islands]
+            for owner, code in zip(islands, received.split(sizes), strict=True):
+                first, last = self.cut.piece(owner, chunk)
+                if last > first:
+                    self.codec.decode(code, total[first:last])
+
+        self.links.stream(self.cut.chunks, start, end, deadline)
+
+    def _size(self, owner: int, chunk: int) -> int:
+        first, last = self.cut.piece(owner, chunk)
+        return self.codec.size_bytes(last - first) if last > first else 0
+
+    def _encode(self, tag: str, numbers: Tensor, out: Tensor) -> None:
+        if not numbers.numel():
+            return
+        if self.feedback is None:
+            self.codec.encode(numbers, out)
+        else:
+            self.feedback.encode(tag, self.codec, numbers, out)
+
+    def _multiply(self, chunk: int) -> None:
+        """Add the inner products of what came of one chunk."""
+        first, last = self.cut.piece(self.own, chunk)
+        if first == last:
+            return
+        decoded = torch.empty(self.links.count, last - first, dtype=self.codec.dtype)
+        for code, row in zip(self.codes[chunk], decoded, strict=True):
+            self.codec.decode(code, row)
+        for block in decoded.split(PRODUCT_BLOCK, dim=1):
+            wide = block.double()
+            self._products += wide @ wide.T
+
+    def _sum(self, chunk: int, weights: Sequence[float], divisor: float, out: Tensor) -> None:
+        """Add up one chunk of the own part over `out`, in the order of the islands."""
+        if not out.numel():
+            return
+        admitted = [island for island, weight in enumerate(weights) if weight]
+        if not admitted:
+            out.zero_()
+        for place, island in enumerate(admitted):
+            code = self.codes[chunk][island]
+            self.codec.decode(code, out, weight=weights[island], add=place > 0)
+        out.div_(divisor)

@@ -1,0 +1,227 @@
+"""Who is alive: every island beats at the store, and tells from the beats who is to blame.
+
+A transfer that fails does not say whose fault it was: all islands that took part see their
+connections close, or wait until a deadline. So each island says every BEAT_S that it lives, what it
+has begun and whom it gave up, and hears what the others say. That happens in a thread of its own
+over a connection of its own, since a question to a store that is gone may never be answered; who
+fails, reads what was heard. First match wins:
+
+    given up   others already gave up on an island: that one, however it looks from here
+    silent     an island was not heard for SILENT_S; a store that does not answer is island 0
+    late       all are alive, but some have not begun what this island waits in
+    cut off    all are alive and have begun: the link between some of them carries nothing
+
+Clocks are monotonic and local: no time of another machine is ever compared.
+Whoever reaches the store may write there. What is no beat (no JSON, other types, a megabyte) is
+passed over, as if nothing had been said, and told once; the listening goes on.
+
+Source: failure detectors by heartbeat, Chandra and Toueg 1996. Beats accuse; only deadlines decide.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from shoal.base.errors import ClusterError
+from shoal.fabric._torch import own_connection
+
+BEAT_S, SILENT_S, LOOK_S = 0.5, 2.5, 0.02
+STORE_ISLAND = 0
+MOST_BYTES = 64 * 1024
+"""Of a beat; a real one has a few hundred."""
+MOST_WORDS = 200
+
+
+class IslandLost(ClusterError):
+    """An exchange between islands failed.
+
+    islands   who is to blame, in order; this island itself where the others gave up on it
+    after_s   seconds from the beginning of the exchange until it was given up
+    """
+
+    def __init__(self, message: str, islands: tuple[int, ...], after_s: float) -> None:
+        super().__init__(message)
+        self.islands, self.after_s = islands, after_s
+
+
+class Beat(NamedTuple):
+    """What an island said last: calls it has begun by plane, and whom it gave up, in what words."""
+
+    begun: dict[str, int]
+    given_up: tuple[tuple[int, ...], str] = ((), "")
+
+
+def read_beat(raw: bytes, count: int) -> Beat:
+    """A beat out of bytes that anybody may have written.
+
+    count    how many islands there are
+    Errors   ValueError that says what is wrong
+
+    >>> read_beat(b'[7, {"all": 3}, [1], "silent"]', 2)
+    Beat(begun={'all': 3}, given_up=((1,), 'silent'))
+    """
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"{len(raw)} bytes, at most {MOST_BYTES} are read")
+    try:
+        said = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ValueError("no JSON") from None
+    if not isinstance(said, list) or len(said) != 4:
+        raise ValueError("not the four things that a beat says")
+    beats, begun, islands, words = said
+    if not _is_count(beats) or not isinstance(begun, dict) or not isinstance(words, str):
+        raise ValueError("other types than a beat has")
+    if not all(_is_count(calls) for calls in begun.values()):
+        raise ValueError("other types than a beat has")
+    if not isinstance(islands, list) or not all(_is_count(i) and i < count for i in islands):
+        raise ValueError(f"it gives up on islands that are none of 0 … {count - 1}")
+    return Beat(begun, (tuple(islands), words[:MOST_WORDS]))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+class Pulse:
+    """This island's beat and what it heard of the others'.
+
+    begun   how many calls this island has begun, by the name of the plane
+    tell    is given one line of the first beat of each island that is none
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        index: int,
+        count: int,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.store = own_connection(store)
+        self.tell = tell
+        self.index, self.count = index, count
+        self.begun: dict[str, int] = {}
+        self._given_up: tuple[tuple[int, ...], str] = ((), "")
+        self._beats = 0
+        self._heard_s = [time.monotonic()] * count
+        self._told = [Beat({}) for _ in range(count)]
+        self._raw = [b""] * count
+        self._strange: set[int] = set()
+        self._answered_s = time.monotonic()
+        self._ended = threading.Event()
+        self._soon = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="islands-pulse", daemon=True)
+        self._beat()
+
+    def start(self, deadline_s: float) -> None:
+        """Wait for everybody's first beat, then beat and listen in the background.
+
+        Errors  ClusterError where one does not come; those who met (`island_rendezvous.py`) have
+                set out
+        """
+        keys = [f"beat/{index}" for index in range(self.count)]
+        try:
+            self.store.wait(keys, timedelta(seconds=deadline_s))
+            self._listen()
+        except (dist.DistError, RuntimeError) as failure:
+            raise ClusterError(
+                f"islands: not all {self.count} came within {deadline_s:g} s: {failure}"
+            ) from failure
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say the last words, then be silent."""
+        if self._thread.is_alive():
+            self._ended.set()
+            self._soon.set()
+            self._thread.join(2 * BEAT_S)
+            if self._given_up[0] and self.index == STORE_ISLAND:
+                time.sleep(2 * BEAT_S)  # else the store is gone before the others hear of whom
+
+    def give_up(self, islands: tuple[int, ...], words: str) -> None:
+        """Tell the others whom this island gave up on, and why."""
+        self._given_up = islands, words
+        self._soon.set()
+
+    def missing(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Which of the members, this island apart, missed a beat: not yet silent, but suspect."""
+        now_s = time.monotonic()
+        others = (member for member in members if member != self.index)
+        return tuple(other for other in others if now_s - self._heard_s[other] > 2 * BEAT_S)
+
+    def blame(self, members: Sequence[int], plane: str) -> tuple[tuple[int, ...], str]:
+        """Who is to blame for a failure just now, and in what words; takes up to SILENT_S + 1 s.
+
+        members   the islands of the plane that failed, this one among them
+        """
+        failed_s = time.monotonic()
+        others = [member for member in members if member != self.index]
+        while True:
+            for islands, words in (self._told[other].given_up for other in others):
+                if self.index in islands:
+                    return (self.index,), "the others gave up on this island"
+                if islands:
+                    return islands, words
+            if silent := self._silent(others):
+                return silent, "silent"
+            # What was heard within a beat of the failure may have been said before it.
+            if all(self._heard_s[other] > failed_s + 2 * BEAT_S for other in others):
+                break
+            time.sleep(LOOK_S)
+        begun = self.begun.get(plane, 0)
+        late = [other for other in others if self._told[other].begun.get(plane, 0) < begun]
+        if late:
+            return tuple(late), "alive, but did not come"
+        return tuple(others), "alive, but the link to it carries nothing"
+
+    def _silent(self, others: Sequence[int]) -> tuple[int, ...]:
+        answered_s = self._answered_s
+        if time.monotonic() - answered_s > SILENT_S:
+            return (STORE_ISLAND,) if self.index != STORE_ISLAND else tuple(others)
+        # Up to the last answer: a store that is gone says nothing of those who still live.
+        return tuple(other for other in others if answered_s - self._heard_s[other] > SILENT_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._beat()
+                self._listen()
+                self._soon.wait(BEAT_S)
+                self._soon.clear()
+            self._beat()
+        except (dist.DistError, RuntimeError):
+            return  # the store is gone: `_silent` sees that it no longer answers
+
+    def _beat(self) -> None:
+        self._beats += 1
+        # A copy in one go: the thread that exchanges adds to it meanwhile.
+        said = [self._beats, dict(self.begun), *self._given_up]
+        self.store.set(f"beat/{self.index}", json.dumps(said))
+
+    def _listen(self) -> None:
+        answers = self.store.multi_get([f"beat/{index}" for index in range(self.count)])
+        self._answered_s = time.monotonic()
+        for index, raw in enumerate(answers):
+            if raw == self._raw[index]:
+                continue
+            self._raw[index] = raw
+            try:
+                self._told[index] = read_beat(raw, self.count)
+            except ValueError as problem:
+                self._pass_over(index, str(problem))
+            else:
+                self._heard_s[index] = self._answered_s
+
+    def _pass_over(self, index: int, problem: str) -> None:
+        if index not in self._strange:
+            self._strange.add(index)
+            self.tell(
+                f"islands: a beat of island {index} was passed over: {problem}; somebody else "
+                f"writes to the store at islands.at, use a network that only the islands reach"
+            )

@@ -1,0 +1,188 @@
+"""A plane joins islands: what one process of each island says to its peers on the other islands.
+
+    store = meet("10.0.0.1:29400", index, count, deadline_s=120)
+    plane = open_plane(store, lane, index, count, connections=2, host="10.0.0.1", deadline_s=120)
+    arrived = plane.begin(message, codec, feedback=None, tag="0", deadline_s=60)     # first half
+    mean = arrived.finish(weights, sum(weights), deadline_s=60)                      # second half
+
+Inner rank r of every island is lane r, with a plane of its own, so islands exchange what each rank
+owns. All members call the same things in the same order, from one thread at a time; the thread may
+be another than the one that trains. A plane lives beside the process groups of its island and uses
+none of them. Any failure raises `IslandLost`, which says who is to blame; the plane is broken then.
+
+gloo and the store neither encrypt nor authenticate anything: whoever reaches their ports may read
+and alter what islands send. They listen on the address that leads to `host` and on no other; use a
+private network or a tunnel. Peers' bytes are numbers and lengths, never objects.
+
+Source: `meeting` (store), `pulse` (who is alive), `links` (groups), `halves` (sums)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.base.errors import BugError, ClusterError
+from shoal.fabric.islands.compressed_all_reduce import Arrived
+from shoal.fabric.islands.heartbeat import IslandLost, Pulse
+from shoal.fabric.islands.inter_island_links import Links
+from shoal.fabric.islands.island_rendezvous import local_address, meet
+
+if TYPE_CHECKING:
+    from shoal.fabric.compressed.codecs import Codec, Feedback
+
+__all__ = ["Arrived", "IslandLost", "Plane", "meet", "open_plane"]
+
+_planes: weakref.WeakSet[Plane] = weakref.WeakSet()
+
+
+def open_plane(
+    store: dist.Store,
+    lane: str,
+    index: int,
+    count: int,
+    *,
+    connections: int,
+    host: str,
+    deadline_s: float,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Plane:
+    """Connect this process with the same lane of all other islands; every one of them calls it.
+
+    lane          the inner rank · store  of `meet` · host  that of the address where islands meet
+    index, count  this island's number, and how many there are
+    connections   TCP connections to each other island: one alone may not fill a long link
+    deadline_s    for connecting; also of sub-planes (`Plane.among`)
+    tell          is called with a line on what somebody else wrote into the store, in another
+                  thread
+
+    Gives   the Plane; of one island one without connections
+    Errors  ClusterError where an island does not come, IslandLost where one is lost meanwhile
+    """
+    own = dist.PrefixStore(f"lane/{lane}", store)
+    address = local_address(host) if count > 1 else ""
+    pulse = Pulse(own, index, count, tell) if count > 1 else None
+    links = Links(own, pulse, range(count), index, "all")
+    plane = Plane(links, address, connections, deadline_s)
+    try:
+        if pulse is not None:
+            pulse.start(deadline_s)
+        links.open(address, connections, deadline_s)
+    except ClusterError:
+        plane.close()
+        raise
+    _planes.add(plane)
+    return plane
+
+
+class Plane:
+    """The same lane (inner rank) of all islands, as one process of one of them sees it.
+
+    Members call the same methods in the same order; any failure is IslandLost, and the plane is
+    broken then. Made by `open_plane`.
+    index, count    this island's place among the members, and how many there are
+    sent_bytes, received_bytes   payload handed to and got from the groups so far, sub-planes too
+    gather(message, *, deadline_s)   every member's bytes, in order, on every member
+    begin(flat, codec, *, feedback, tag, deadline_s)   first half of a coded sum: an Arrived, whose
+                    `finish(weights, divisor, deadline_s=…)` is the second
+    among(indices)  the plane of some members · close()  leave, so that others fail at once
+    """
+
+    def __init__(self, links: Links, address: str, connections: int, deadline_s: float) -> None:
+        self.links, self.address = links, address
+        self.connections, self.deadline_s = connections, deadline_s
+        self.index, self.count = links.index, links.count
+        self._parts: dict[tuple[int, ...], Plane] = {}
+
+    @property
+    def sent_bytes(self) -> int:
+        """See the class."""
+        return self.links.sent_bytes + sum(part.sent_bytes for part in self._parts.values())
+
+    @property
+    def received_bytes(self) -> int:
+        """See the class."""
+        return self.links.received_bytes + sum(p.received_bytes for p in self._parts.values())
+
+    def gather(self, message: bytes, *, deadline_s: float) -> list[bytes]:
+        """Every member's message, in their order, on every member. For small ones.
+
+        Errors  IslandLost
+        """
+        own = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else _nothing()
+        size = torch.tensor([own.numel()]).view(torch.uint8)
+        with self.links.watched("a gathering", deadline_s) as deadline:
+            told = self.links.wait(self.links.exchange_all(size, deadline), deadline)
+            sizes = told.view(torch.int64).tolist()
+            flight = self.links.exchange_all(own, deadline, sizes)
+            received = self.links.wait(flight, deadline)
+        return [part.numpy().tobytes() for part in received.split(sizes)]
+
+    def begin(
+        self, flat: Tensor, codec: Codec, *, feedback: Feedback | None, tag: str, deadline_s: float
+    ) -> Arrived:
+        """The first half of a sum: everybody's coded part of the numbers that this island owns.
+
+        flat       [elements] in the codec's dtype, on the CPU, without gaps; as many on each
+                   island; left as it is
+        feedback   keeps what codes leave out, of messages as TAG/OWNER/CHUNK, of sums as
+                   TAG/sum/CHUNK
+
+        Errors  IslandLost; BugError for numbers of another format
+        """
+        if flat.dtype != codec.dtype or flat.dim() != 1 or not flat.is_contiguous():
+            raise BugError(
+                f"exchange {tag}: {flat.dtype} {tuple(flat.shape)} for codec {codec.name} of "
+                f"{codec.dtype}; a flat tensor of that is needed"
+            )
+        arrived = Arrived(self.links, codec, feedback, tag, flat.numel())
+        with self.links.watched("the first half of an exchange", deadline_s) as deadline:
+            arrived.receive(flat, deadline)
+        return arrived
+
+    def among(self, indices: tuple[int, ...]) -> Plane:
+        """The plane of some members, which all of them ask for; made once and kept.
+
+        indices   places in this plane, rising, this island's among them
+        Errors    IslandLost where one of them does not come
+        """
+        if self.index not in indices or list(indices) != sorted(set(indices)):
+            raise BugError(f"island {self.index} asks for a plane among {indices}")
+        if len(indices) == self.count:
+            return self
+        if indices not in self._parts:
+            members = [self.links.members[place] for place in indices]
+            name = "among-" + "-".join(map(str, members))
+            links = Links(
+                self.links.store, self.links.pulse, members, indices.index(self.index), name
+            )
+            links.open(self.address, self.connections, self.deadline_s)
+            self._parts[indices] = Plane(links, self.address, self.connections, self.deadline_s)
+        return self._parts[indices]
+
+    def close(self) -> None:
+        """Leave: connections end, and others that still wait for this island fail at once."""
+        for part in self._parts.values():
+            part.links.close()
+        self.links.close()
+        if self.links.pulse is not None:
+            self.links.pulse.close()
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """For runs that die of an exception: gloo's threads must end before the interpreter does."""
+    for plane in list(_planes):
+        with contextlib.suppress(Exception):
+            plane.close()

@@ -1,0 +1,204 @@
+"""Where islands meet: a small store at one address, which island 0 serves and the others ask.
+
+    HOST:PORT    island 0 listens there, and on that address only: torch alone would listen on all
+                 interfaces of the machine, so the socket is bound before torch gets it
+    host/NAME    how many islands there are, and which have joined: a second island of the same
+                 index, or one that counts otherwise, is refused by name
+
+With a token (wire/run_token.py) the store is open to those alone who know it, so islands of another
+run are refused by name. Without one whoever reaches the port may read and write keys, which one
+line says. Nothing is encrypted, and gloo groups that are made over the store carry numbers as they
+are: meet at an address that only the islands reach, in a private network or a tunnel (WireGuard,
+ssh).
+
+Source: torch.distributed.TCPStore, `master_listen_fd`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shoal.base.errors import ClusterError, ConfigError
+from shoal.fabric.rendezvous.rendezvous_store import is_loopback
+from shoal.wire.run_token import TOKEN
+
+BACKLOG = 1024
+TRY_S = 0.1
+ANY_PORT = 9
+"""A datagram socket sends nothing on connecting, so any port will do."""
+
+
+def meet(
+    at: str,
+    index: int,
+    count: int,
+    *,
+    deadline_s: float,
+    lane: str = "0",
+    token: bytes = b"",
+    tell: Callable[[str], None] = lambda line: None,
+) -> dist.Store:
+    """Join the store of all islands; gives it once every island has joined this lane.
+
+    at      HOST:PORT, the same on every island; HOST is an address of island 0's machine
+    index, count   this island's number, and how many there are; of one island `at` is not used
+    lane    the inner rank whose processes meet: that of island 0's lane "0" serves the store
+    deadline_s     how long island 0 is waited for, and then the others
+    token          by which islands know each other; empty: they do not, and `tell` is given a line
+
+    Errors  ConfigError for an address that is none, or where the islands were told different things
+            ClusterError when island 0 cannot listen, is not reached, or an island stays away
+    """
+    if count == 1:
+        return dist.HashStore()
+    host, port = address_of(at)
+    hosts = index == 0 and lane == "0"
+    listener = _listen(at, host, port) if hosts else None
+    if hosts and not token and not is_loopback(host):
+        tell(
+            f"islands.at = {at}: without a token whoever reaches that port can end this run; "
+            f"try: the same {TOKEN} for all islands"
+        )
+    try:
+        if token:
+            store = _guarded(at, index, listener, token, deadline_s, tell)
+        else:
+            store = _open(at, index, listener, deadline_s)
+        _join(store, at, lane, index, count)
+        _await(store, at, lane, count, deadline_s)
+    except (dist.DistError, RuntimeError) as failure:
+        raise ClusterError(
+            f"islands.at = {at}: island {index} lost the store of island 0: {failure}"
+        ) from failure
+    return store
+
+
+def _open(at: str, index: int, listener: socket.socket | None, deadline_s: float) -> dist.Store:
+    """A store that whoever reaches it may use."""
+    host, port = address_of(at)
+    _await_host(at, host, port, index, deadline_s)
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=deadline_s),
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _guarded(
+    at: str,
+    index: int,
+    listener: socket.socket | None,
+    token: bytes,
+    deadline_s: float,
+    tell: Callable[[str], None],
+) -> dist.Store:
+    """A store for those who know the token."""
+    from shoal.fabric.rendezvous.authenticated_store import GuardedStore
+    from shoal.fabric.rendezvous.store_server import Server
+
+    if listener is not None:
+        Server(listener, token, tell)
+    try:
+        return GuardedStore(*address_of(at), token, timedelta(seconds=deadline_s))
+    except ClusterError as failure:
+        raise ClusterError(
+            f"islands.at = {at}: island {index} does not reach island 0 there within "
+            f"{deadline_s:g} s: {failure}; is island 0 running, with the same {TOKEN}?"
+        ) from failure
+
+
+def address_of(at: str) -> tuple[str, int]:
+    """HOST and PORT of an address; an IPv6 host stands in brackets.
+
+    >>> address_of("10.0.0.1:29400"), address_of("[fd00::1]:29400")
+    (('10.0.0.1', 29400), ('fd00::1', 29400))
+    """
+    host, _, port = at.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"islands.at = {at}: not HOST:PORT; try: {host or at}:29400")
+    return host, int(port)
+
+
+def local_address(host: str) -> str:
+    """The address of this machine from which `host` is reached, in digits.
+
+    host    as in HOST:PORT; an IPv6 address may stand in brackets
+    Errors  ClusterError where no route leads there
+
+    >>> local_address("127.0.0.1")
+    '127.0.0.1'
+    """
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as failure:
+        raise ClusterError(f"islands.at: no route to {host}: {failure.strerror}") from failure
+
+
+def _listen(at: str, host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as failure:
+        raise ClusterError(
+            f"islands.at = {at}: island 0 cannot listen there: {failure.strerror}; it must be a "
+            "free port on an address of island 0's own machine"
+        ) from failure
+
+
+def _await_host(at: str, host: str, port: int, index: int, deadline_s: float) -> None:
+    """Wait until island 0 listens; torch would wait too, but tell the user's screen of each try."""
+    until_s = time.monotonic() + deadline_s
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=deadline_s):
+                return
+        except OSError as failure:
+            if time.monotonic() > until_s:
+                raise ClusterError(
+                    f"islands.at = {at}: island {index} does not reach island 0 there within "
+                    f"{deadline_s:g} s: {failure}; is island 0 running, and does its machine "
+                    "accept connections to this port?"
+                ) from failure
+        time.sleep(TRY_S)
+
+
+def _join(store: dist.Store, at: str, lane: str, index: int, count: int) -> None:
+    """Say that this island is here; see the module for what is refused."""
+    if index == 0:  # its word counts: else whoever came first would be right
+        store.set("meeting/count", str(count))
+    agreed = int(store.get("meeting/count"))
+    if agreed != count:
+        raise ConfigError(
+            f"islands.count = {count} on island {index}: the islands at {at} are {agreed}; "
+            f"try: islands.count={agreed}"
+        )
+    if store.add(f"meeting/{lane}/{index}", 1) > 1:
+        raise ConfigError(
+            f"islands.index = {index}: another island with this index has joined at {at}; every "
+            f"island needs its own of 0 … {count - 1}"
+        )
+
+
+def _await(store: dist.Store, at: str, lane: str, count: int, deadline_s: float) -> None:
+    keys = [f"meeting/{lane}/{index}" for index in range(count)]
+    until_s = time.monotonic() + deadline_s
+    while away := [str(index) for index, key in enumerate(keys) if not store.check([key])]:
+        if time.monotonic() > until_s:
+            raise ClusterError(
+                f"islands.at = {at}: island{'s' * (len(away) > 1)} {', '.join(away)} of {count} "
+                f"did not come within {deadline_s:g} s"
+            )
+        time.sleep(TRY_S)

@@ -1,0 +1,1 @@
+"""Peak memory at each instant of a run, and whether it fits."""

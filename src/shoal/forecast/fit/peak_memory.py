@@ -1,0 +1,379 @@
+"""The most memory that one rank needs in a step, with what fills it.
+
+    peak = (states + most that is alive at an instant + idle pools) · allocator + context
+
+    loss      saved activations of every micro-batch in flight + the loss + gathered weights
+    backward  the same without the loss, + what the backward of one block holds: recomputed
+              activations, gradients on their way, gathered weights and inputs
+    update    states + what the optimizer's step holds
+
+The fullest of the first, second and last stage counts: in between, fewer micro-batches are kept and
+neither embedding nor head is there. Sources: Korthikanti et al. 2022 (2205.05198); Narayanan et al.
+2021 (2104.04473); Rajbhandari et al. 2020 (1910.02054); of each framework: `frameworks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from shoal.base.errors import PlanError, one_of
+from shoal.base.estimates.estimate import Case, MemoryEstimate
+from shoal.base.layouts.policies import RECOMPUTE
+from shoal.forecast.memory.activations import Activations, activations, shares, waiting_head_bytes
+from shoal.forecast.memory.bytes_in_flight import (
+    arriving_bytes,
+    gathers_on_gloo,
+    goes_in_turn,
+    on_way,
+    sharded_in_turn,
+    sharded_on_gloo,
+)
+from shoal.forecast.memory.framework_memory import Framework, framework
+from shoal.forecast.memory.model_states import WIDTHS, Elements, States, state_bytes
+from shoal.forecast.memory.offloaded_bytes import acts, elsewhere, on_device, streams_parameters
+from shoal.forecast.memory.placed_bytes import states
+from shoal.forecast.memory.transient_memory import (
+    CHUNK_BYTES,
+    Sharded,
+    block_share,
+    carried_bytes,
+    frozen_bytes,
+    head_share,
+    idle_bytes,
+    local_elements,
+    loss_bytes,
+    rank_sum,
+    segment_bytes,
+    sharded_bytes,
+    wide_elements,
+    workspace_bytes,
+)
+from shoal.planning.pipeline_bubble import in_flight
+from shoal.planning.pipeline_stages import Stage, cut, is_block
+
+LOSSES = ("full", "chunked", "parallel")
+UNSURE = 0.09
+"""Half-width of the interval as a share of the peak: every error of the published runs is inside
+(docs/planner-memory.md)."""
+
+
+class _Instant(NamedTuple):
+    """What is alive at one moment beside weights and optimizer state; made: share of gradients."""
+
+    when: str
+    made: float
+    gathered: float = 0.0
+    buckets: float = 0.0
+    activations: float = 0.0
+    loss: float = 0.0
+    working: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """All but the gradients."""
+        return self.gathered + self.buckets + self.activations + self.loss + self.working
+
+
+def predict_memory(
+    case: Case, stage: int | None = None, habits: Framework | None = None
+) -> MemoryEstimate:
+    """Predict the peak memory of the fullest rank in a step, or of pipeline rank `stage`.
+
+    stage    −1: the last; None: the fullest of first, second and last, and where blocks change
+    habits   what the framework's step keeps; None: as `frameworks` has it for case.framework
+    Errors   PlanError for a policy, schedule or framework that is not known, or more stages than
+             blocks
+    Gives    parts that sum to the peak, those of 0 left out; interval [low, high] of it. Weights,
+             gradients, optimizer, gathered, buckets, activations, loss and working are allocated;
+             allocator is what is reserved beside them, context what the device needs outside
+             torch's allocator. What a run holds at other instants: `instants.predict_run`
+
+    >>> from shoal.base.estimates.cluster import Cluster, Device, Link
+    >>> from shoal.base.layouts.layout import Layout
+    >>> from shoal.base.plans.plan import Plan
+    >>> from shoal.forecast.models.published_models import published
+    >>> from shoal.forecast.models.transformer_costs import model_facts
+    >>> link = Link("wire", 1e-6, 1e11)
+    >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 8, link, link)
+    >>> model = model_facts(published("llama-3-8b"), 8192, 2)
+    >>> plan = Plan(Layout(dp_shard=8, zero=3), 8, 1, compute="bf16")
+    >>> found = predict_memory(Case(model, node, plan))
+    >>> round(found.parts["weights"] / 2**30, 2), found.when
+    (3.74, 'loss')
+    """
+    _check(case)
+    if case.layout.threads > 1 and case.cluster.device.kind != "cpu":
+        from shoal.forecast.time.replica_costs import first_of, of_first_device
+
+        return of_first_device(case, predict_memory(first_of(case), stage, habits))
+    habits = habits or framework(case.framework)
+    found = [_estimate(case, habits, cut(case, i)) for i in _candidates(case, stage)]
+    fullest = max(found, key=lambda estimate: estimate.peak_bytes)
+    waits = elsewhere(case, local_elements(case, _largest(case, fullest.stage)))
+    return replace(fullest, host_bytes=waits.host_bytes, disk_bytes=waits.disk_bytes)
+
+
+def _largest(case: Case, rank: int) -> Elements:
+    stage = cut(case, rank)
+    return rank_sum(case, stage.units, stage.tied)
+
+
+def _check(case: Case) -> None:
+    for where, got, allowed in (
+        ("memory.recompute", case.plan.recompute, RECOMPUTE),
+        ("loss", case.loss, LOSSES),
+        ("precision.compute", case.plan.compute, WIDTHS),
+        ("memory.offload", case.plan.offload, ("none", "optimizer", "parameters", "activations")),
+    ):
+        if got not in allowed:
+            raise PlanError(one_of(where, got, allowed))
+
+
+def _candidates(case: Case, stage: int | None) -> list[int]:
+    """Ranks one of which is the fullest: both ends, and where another kind of block begins."""
+    ranks = case.layout.pp
+    if stage is not None:
+        return [stage % ranks]
+    found = {0, min(1, ranks - 1), ranks - 1}
+    blocks = [unit for unit in case.model.units if is_block(unit)]
+    if len(blocks) > 1 and ranks > 1:
+        total, before = sum(unit.count for unit in blocks), 0
+        for unit in blocks[:-1]:
+            before += unit.count
+            place = before * ranks // total
+            found |= {r for r in range(place - 1, place + 3) if 0 <= r < ranks}
+    return sorted(found)
+
+
+def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
+    elements = rank_sum(case, stage.units, stage.tied)
+    weights, gradients, optimizer = _states(case, stage, elements)
+    sharded = sharded_bytes(case, stage)
+    streamed = on_device(case, stage, elements)
+    optimizer += streamed.staying
+    if streams_parameters(case):
+        weights, sharded = streamed.weights, Sharded(streamed.gathered, block=streamed.gradients)
+    if gathers_on_gloo(case):
+        instants = _instants_on_gloo(case, habits, stage, elements)
+    else:
+        instants = _instants(case, habits, stage, elements, sharded, streamed.pieces)
+    best = max(instants, key=lambda instant: instant.size + instant.made * gradients)
+    parts = {
+        "weights": weights,
+        "gradients": best.made * gradients,
+        "optimizer": optimizer,
+        "gathered": best.gathered,
+        "buckets": best.buckets,
+        "activations": best.activations,
+        "loss": best.loss,
+        "working": best.working,
+    }
+    allocated = sum(parts.values())
+    idle = idle_bytes(case, habits, stage, best.when, sharded)
+    if case.layout.zero == 3 and case.cluster.device.kind != "cpu":
+        # made on a stream of their own, whose pool stays reserved
+        idle += (1 - best.made) * gradients
+    parts["allocator"] = idle + (_slack(case, habits) - 1) * (allocated + idle)
+    parts["context"] = case.cluster.device.reserved_bytes
+    return _finish(parts, allocated, best.when, stage.rank, segment_bytes(case))
+
+
+def _states(case: Case, stage: Stage, elements: Elements) -> States:
+    """What stays from step to step: by the plan's rows where it is placed, else by units."""
+    plan, layout = case.plan, case.layout
+    if plan.placements and not acts(case) and case.framework == "shoal":
+        ranks = {stage.rank * (layout.processes // layout.pp)}
+        ranks |= {layout.processes - 1} if layout.serves else set()  # the one of most tables
+        return max((states(plan, rank, case.optimizer_bytes) for rank in ranks), key=sum)
+    wide = wide_elements(case, stage)
+    if layout.serves:
+        from shoal.forecast.time.server_costs import table_elements
+
+        tables = table_elements(case)  # a worker's part is the rest, a server's its columns
+        there = tables / layout.servers
+        on_server = state_bytes(case, Elements(there, 0.0), there)
+        rest = elements._replace(dense=elements.dense - tables)
+        on_worker = state_bytes(case, rest, max(0.0, wide - tables))
+        found = max(on_server, on_worker, key=sum)
+    else:
+        found = state_bytes(case, elements, wide)
+    return found._replace(weights=found.weights + frozen_bytes(case, stage))
+
+
+def _instants(
+    case: Case,
+    habits: Framework,
+    stage: Stage,
+    elements: Elements,
+    sharded: Sharded,
+    pieces: float,
+) -> list[_Instant]:
+    """The moments that can be the peak; pieces: bytes of offloaded state that the update brings."""
+    held = activations(case, habits, stage)
+    way = on_way(case, elements)
+    carried = carried_bytes(case, habits)
+    fresh = _fresh(case)
+    begun, ended = (head_share(case, stage, elements), 1 - block_share(case, stage, elements))
+    sent = sharded.block + sharded.head
+    # A tied head's gradient waits for the embedding's; others are added to what is kept.
+    tied = stage.head is not None and stage.head.tied_to and case.layout.zero < 3
+    waiting = waiting_head_bytes(case, stage) if tied else 0.0
+    working = carried + held.working + waiting + (0.0 if fresh else arriving_bytes(case, stage))
+    workspace = workspace_bytes(case, habits)
+    updating = workspace + habits.update_bytes * local_elements(case, elements)
+    first = held.kept - held.head + held.waiting + held.again
+    last = _last(case, held, stage)
+    loss = loss_bytes(case, habits, stage)
+    made = 0.0 if fresh else 1.0
+    begun, ended = max(made, begun), max(made, ended)
+    in_turn = goes_in_turn(case)
+    gathered = sharded.gathered
+    if in_turn:  # blocks were cut again
+        gathered = sharded.stays + (sharded.last if habits.keeps_last else 0.0)
+    instants = [
+        _Instant("loss", made, gathered, way.before, held.kept, loss, carried),
+        _Instant("backward", 1.0, buckets=way.sent),
+        _Instant("backward", 1.0, buckets=sharded.root, working=workspace),
+        _Instant("update", 1.0, working=updating + pieces),
+        _Instant("update", 1.0, way.published),
+    ]
+    if not in_turn:
+        return [
+            *instants,
+            _Instant("backward", begun, gathered, sent + way.first, first, 0.0, working),
+            _Instant("backward", ended, gathered, sent + way.last, last, 0.0, working),
+        ]
+    for begun, passing in _passes(case, stage, made):
+        for turn in sharded_in_turn(case, habits, stage, sharded):
+            share = max(begun, turn.made)
+            again = held.again if turn.again else 0.0
+            kept = max(0.0, (first - held.again) * passing - turn.freed) + again
+            beside = working if turn.works else carried
+            instants.append(
+                _Instant("backward", share, turn.gathered, turn.sent, kept, 0.0, beside)
+            )
+    return instants
+
+
+def _passes(case: Case, stage: Stage, made: float) -> list[tuple[float, float]]:
+    """Gradients that are there as a backward begins, and shares of the activations in flight.
+
+    Where a pipeline has all micro-batches in flight, none has had its backward.
+    """
+    flying = 1.0
+    if case.layout.pp > 1:
+        flying = in_flight(case.schedule, case.layout.pp, case.accumulate, stage.rank)
+    if flying == 1 or flying < case.accumulate:
+        return [(made, 1.0)]
+    return [(0.0, 1.0), (1.0, 1 - 1 / flying)]
+
+
+def _instants_on_gloo(
+    case: Case, habits: Framework, stage: Stage, elements: Elements
+) -> list[_Instant]:
+    """The same where zero 3 gathers and sends through gloo."""
+    held = activations(case, habits, stage)
+    way = sharded_on_gloo(case, stage)
+    made = 0.0 if _fresh(case) else 1.0
+    instants = [
+        _Instant("loss", made, way.loss, 0.0, held.kept, loss_bytes(case, habits, stage)),
+        _Instant("backward", 1.0, buckets=way.root),
+        _Instant("update", 1.0, working=habits.update_bytes * local_elements(case, elements)),
+    ]
+    for moment in way.blocks:
+        kept = max(0.0, held.kept - held.head - moment.through * held.block)
+        again, working = (held.again, held.working) if moment.works else (0.0, 0.0)
+        instants.append(
+            _Instant("backward", made, moment.gathered, moment.sent, kept + again, 0.0, working)
+        )
+    return instants
+
+
+def _fresh(case: Case) -> bool:
+    """Whether a step begins without gradients: one micro-batch, and no buffers kept for them.
+
+    Such are kept by the reducer of several processes, and where narrow ones are added to fp32 ones.
+    """
+    alone = case.layout.processes == 1 and WIDTHS[case.plan.compute] >= 4
+    return case.accumulate == 1 and (case.layout.zero == 3 or alone)
+
+
+def _finish(
+    parts: dict[str, float], allocated: float, when: str, stage: int, unused: float
+) -> MemoryEstimate:
+    peak = sum(parts.values())
+    return MemoryEstimate(
+        parts={name: size for name, size in parts.items() if size},
+        peak_bytes=peak,
+        allocated_bytes=allocated,
+        when=when,
+        stage=stage,
+        low_bytes=peak * (1 - UNSURE),
+        high_bytes=peak * (1 + UNSURE) + unused,
+    )
+
+
+def _last(case: Case, held: Activations, stage: Stage) -> float:
+    """Activations while the first block's backward runs: its own, and what came before it."""
+    by = shares(case)
+    first = stage.units[0][0]
+    before = 0.0 if is_block(first) else first.saved_plain_bytes * by.plain
+    return held.block + before
+
+
+def _slack(case: Case, habits: Framework) -> float:
+    """Reserved over allocated: as measured on the machine, else as the framework's runs have it."""
+    measured = case.cluster.calibration.allocator
+    if measured != 1.0 or case.cluster.device.kind == "cpu":
+        return measured
+    return habits.allocator
+
+
+MOST_AT_ONCE = 16
+"""Training micro-batches that a validation runs at once: beyond, single operations cost little."""
+
+
+def validation_micro_batch(case: Case, estimate: MemoryEstimate) -> int:
+    """Choose the samples per forward pass of a validation that fit a training step's peak.
+
+    A multiple of the training micro-batch, 1 to 16 times it; once where the room is not known (of
+    zero 3 at a peak that holds no gathered weights).
+
+        room    = a step's peak − weights − gradients − optimizer state − gathered weights
+        sample  = what the largest unit would keep for a backward, its input and its output: without
+                  gradients only one unit's activations are alive at a time, and nothing is kept
+        at once = room ÷ sample, in whole micro-batches of training
+
+    What a unit keeps for a backward is more than what its forward holds, and so errs to the safe
+    side, as does counting it whole where tensor parallelism splits it.
+
+    estimate   `predict_memory(case)`
+
+    >>> from shoal.base.estimates.cluster import Cluster, Device, Link
+    >>> from shoal.base.layouts.layout import Layout
+    >>> from shoal.base.plans.plan import Plan
+    >>> from shoal.forecast.models.published_models import published
+    >>> from shoal.forecast.models.transformer_costs import model_facts
+    >>> link = Link("wire", 1e-6, 1e11)
+    >>> node = Cluster(Device("d", 80e9, {}, 1e12), 1, 8, link, link)
+    >>> plan = Plan(Layout(tp=8), 16, 2, compute="bf16")
+    >>> case = Case(model_facts(published("llama-3-8b"), 8192, 2), node, plan)
+    >>> validation_micro_batch(case, predict_memory(case))
+    12
+    """
+    states = ("weights", "gradients", "optimizer", "gathered")
+    room = estimate.allocated_bytes - sum(estimate.parts.get(name, 0.0) for name in states)
+    units = case.model.units
+    sample = max(u.saved_split_bytes + u.saved_plain_bytes + 2 * u.input_bytes for u in units)
+    loss = max(u.loss_bytes for u in units)
+    # Where parameters are gathered, the peak of an update says nothing of what a forward gathers.
+    blind = case.layout.zero == 3 and not estimate.parts.get("gathered")
+    if blind or sample <= 0:
+        return case.micro_batch
+    fit = room / (sample + loss)
+    if case.loss == "chunked":  # its logits are never more than a chunk of them
+        chunk = CHUNK_BYTES["cpu" if case.cluster.device.kind == "cpu" else "gpu"]
+        fit = max(fit, (room - chunk) / sample)
+    times = int(fit // case.micro_batch)
+    return case.micro_batch * min(max(times, 1), MOST_AT_ONCE)

@@ -1,0 +1,1 @@
+"""Machines as numbers: accelerators, links, what was measured here."""

@@ -1,0 +1,1 @@
+"""Bytes of one rank, kind by kind: states, activations, buffers, what offload moves."""

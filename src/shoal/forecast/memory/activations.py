@@ -1,0 +1,200 @@
+"""What a rank keeps from forward to backward, and what one block's backward holds beside it.
+
+    kept      micro-batches in flight × Σ over the rank's units of what recompute leaves
+    halved    gradients of products' outputs between the two halves of a split backward
+    loss      its backward follows at once, unless the schedule puts it off (gpipe, zero-bubble):
+              then every micro-batch in flight keeps what the loss keeps too; under dualpipe one
+              loss waits while the rank's other stage runs backward
+    working   of the heaviest block: gradients on their way, gathered inputs, and with recompute all
+              that it computes again
+    split     tensor parallelism divides what lies between its two products; the rest only with
+              sequence parallelism; context parallelism divides everything
+
+Source: Korthikanti et al. 2022 (2205.05198) §4; which bytes are of which kind: `transformer`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.base.estimates.estimate import Case, ModelFacts, UnitFacts
+from shoal.base.layouts.schedule_names import canonical
+from shoal.forecast.memory.framework_memory import Framework
+from shoal.forecast.memory.model_states import WIDTHS
+from shoal.planning.pipeline_bubble import in_flight
+from shoal.planning.pipeline_stages import Stage, is_block, put_off, repeated
+
+PUT_OFF = ("gpipe", "zero-bubble")
+"""Schedules in which other passes come between the last stage's forward and its whole backward."""
+
+
+class Shares(NamedTuple):
+    """By what a rank multiplies bytes of one sample: split ones, plain ones, whole ones."""
+
+    split: float
+    plain: float
+    whole: float
+    tp: int
+
+
+class Activations(NamedTuple):
+    """Bytes of a stage: kept in all · of its head · of its heaviest block, whole · beside it.
+
+    waiting   of a head and its loss while another stage of the rank runs backward
+    """
+
+    kept: float
+    head: float
+    block: float
+    again: float
+    working: float
+    waiting: float = 0.0
+
+
+def shares(case: Case) -> Shares:
+    """How a case divides one sample's bytes over ranks, times its micro-batch."""
+    layout = case.layout
+    whole = case.micro_batch / layout.cp
+    split = whole / layout.tp
+    return Shares(split, split if case.plan.sequence_parallel != "off" else whole, whole, layout.tp)
+
+
+def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
+    """All activation bytes of one pipeline rank."""
+    by = shares(case)
+    flying, halved = 1.0, 0.0
+    if case.layout.pp > 1:
+        place = (case.schedule, case.layout.pp, case.accumulate, stage.rank)
+        flying, halved = in_flight(*place, case.chunks), put_off(*place)
+    kept = head = block = again = working = 0.0
+    around: dict[str, float] = {}
+    for (unit, count), (saved, one) in zip(
+        stage.units, kept_by_unit(case, habits, stage), strict=True
+    ):
+        if is_block(unit):
+            if unit.block not in ("", "-") and case.plan.recompute == "full":
+                around[unit.block] = around.get(unit.block, 0.0) + count * saved
+            block, again = max(block, saved), max(again, saved - one)
+            working = max(working, _working(case, unit, by))
+            if case.plan.offload == "activations":
+                kept = max(kept, 2 * one)
+            else:  # copies of a block take turns
+                kept += flying * count / stage.copies * one
+                kept += halved * count / stage.copies * _products(unit, by)
+        elif unit.loss_bytes:
+            head = one
+            kept += (_losses_in_flight(case, flying) - 1) * (one + kept_by_loss(case, stage))
+        else:
+            kept += flying * count * one
+    again = max([again, *around.values()])
+    waiting = head + kept_by_loss(case, stage) if stage.head and stage.copies > 1 else 0.0
+    return Activations(kept + head, head, block, again, working + _context(case, by), waiting)
+
+
+def kept_by_unit(case: Case, habits: Framework, stage: Stage) -> list[tuple[float, float]]:
+    """Bytes that one of each unit saves in one micro-batch, and what recompute leaves of them."""
+    by = shares(case)
+    found: list[tuple[float, float]] = []
+    around: set[str] = set()
+    for unit, count in stage.units:
+        one = saved = _saved(case, habits, unit, by)
+        if is_block(unit):
+            one = saved if unit.block == "-" else _kept(case, unit, by, saved)
+            if unit.block not in ("", "-") and case.plan.recompute == "full":
+                # Of a larger block, the first unit's input is kept and all of it is run again.
+                one = 0.0 if unit.block in around else one / count
+                around.add(unit.block)
+        found.append((saved, one))
+    return found
+
+
+def _losses_in_flight(case: Case, flying: float) -> float:
+    """Micro-batches whose loss waits for its backward, on the rank that has it."""
+    return flying if canonical(case.schedule) in PUT_OFF and case.layout.pp > 1 else 1.0
+
+
+def kept_by_loss(case: Case, stage: Stage) -> float:
+    """Bytes of one micro-batch from the loss's forward to its backward.
+
+    Of a chunked loss the gradients that it made in its forward pass: of hidden states, and of the
+    head's weight; else the normalised logits.
+    """
+    head = stage.head
+    if head is None:
+        return 0.0
+    by = shares(case)
+    if case.loss != "chunked":
+        return head.loss_bytes / 3 * (by.split if case.loss == "parallel" else by.whole)
+    return boundary_bytes(case.model) * by.whole + waiting_head_bytes(case, stage)
+
+
+def boundary_bytes(model: ModelFacts) -> float:
+    """Bytes of one sample between two blocks: what a pipeline sends, and what the head reads."""
+    blocks = repeated(model)
+    return max((unit.input_bytes for unit in blocks), default=model.units[-1].input_bytes)
+
+
+def head_elements(case: Case, stage: Stage) -> float:
+    """Elements of the matrix that makes logits, on this rank."""
+    head = stage.head
+    if head is None:
+        return 0.0
+    if head.tied_to:
+        head = next(unit for unit in case.model.units if unit.name == head.tied_to)
+    return (head.parameters - head.plain_parameters) / case.layout.tp
+
+
+def waiting_head_bytes(case: Case, stage: Stage) -> float:
+    """Gradient of the head's weight that a chunked loss makes in its forward pass.
+
+    It waits there until the backward reaches the weight: of a tied one, the embedding's.
+    """
+    if case.loss != "chunked":
+        return 0.0
+    return head_elements(case, stage) * max(4, WIDTHS[case.plan.compute])
+
+
+def _products(unit: UnitFacts, by: Shares) -> float:
+    """Outputs of one unit's products, and so their gradients."""
+    split, plain = unit.selective_bytes
+    return split * by.split + plain * by.plain
+
+
+def _kept(case: Case, unit: UnitFacts, by: Shares, saved: float) -> float:
+    """Kept of one block and micro-batch under the case's recompute."""
+    if case.plan.recompute == "none":
+        return saved
+    if case.plan.recompute == "full":
+        return unit.input_bytes * by.plain
+    return _products(unit, by)
+
+
+def _saved(case: Case, habits: Framework, unit: UnitFacts, by: Shares) -> float:
+    """Saved by one unit and micro-batch without recompute."""
+    total = unit.saved_split_bytes * by.split + unit.saved_plain_bytes * by.plain
+    if unit.routed_bytes and by.tp > 1 and case.one_expert > 1:
+        # experts split over tp see the tokens of all its ranks: their inputs are not split
+        total += unit.routed_bytes * (by.whole - by.split)
+    if unit.routed_saved_bytes and case.layout.ep > 1:
+        total += (habits.imbalance - 1) * unit.routed_saved_bytes * by.split
+    if by.tp > 1 and case.plan.sequence_parallel != "off" and not habits.gathers_again:
+        gathered = 2 if is_block(unit) else 1 if unit.loss_bytes else 0  # inputs of its products
+        model = case.model
+        one = model.hidden * model.element_bytes * model.sequence
+        total += gathered * one * (by.whole - by.plain)
+    return total
+
+
+def _working(case: Case, unit: UnitFacts, by: Shares) -> float:
+    held = unit.working_bytes * by.split
+    if by.tp > 1 and case.plan.sequence_parallel != "off":  # a gathered input and its gradient
+        held += 2 * unit.input_bytes * by.whole
+    return held
+
+
+def _context(case: Case, by: Shares) -> float:
+    """Keys and values of a neighbour on the ring, and their gradients."""
+    model = case.model
+    if case.layout.cp == 1 or not model.heads:
+        return 0.0
+    return 4 * model.units[-1].input_bytes * model.kv_heads / model.heads * by.split

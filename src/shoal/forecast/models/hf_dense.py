@@ -1,0 +1,297 @@
+"""Types of transformers without experts: what each builds, one row per model_type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.base.estimates.transformer_shape import Transformer
+from shoal.forecast.models.hf_types import (
+    ATTENTION,
+    DEEPSEEK,
+    LLAMA,
+    OLMO,
+    TIED,
+    USE_BIAS,
+    Decoder,
+    Keys,
+    sinks,
+)
+
+
+def _falcon_norms(keys: Keys) -> int:
+    usual = 2 if keys.get("new_decoder_architecture") else 1
+    parallel = keys.get("num_ln_in_parallel_attn") or usual
+    return 2 if parallel == 2 or not keys["parallel_attn"] else 1
+
+
+def _falcon_kv(keys: Keys, heads: int) -> int:
+    if keys.get("new_decoder_architecture"):
+        return keys.get("num_kv_heads") or heads
+    return 1 if keys.get("multi_query") else heads
+
+
+def _all_heads(keys: Keys, heads: int) -> int:
+    """Return the number of heads: the class does not read num_key_value_heads."""
+    return heads
+
+
+def _two_vectors(shape: Transformer, keys: Keys) -> int:
+    """Return two vectors: a norm of the embedding, or two positions that no token uses."""
+    return 2 * shape.hidden
+
+
+GEMMA: dict[str, Any] = {**ATTENTION, "usual": {**TIED, "head_dim": 256}}
+GLM: dict[str, Any] = {
+    "qkv": "attention_bias",
+    "usual": {"attention_bias": True, "head_dim": 128},
+}
+PLAIN: dict[str, Any] = {
+    "norm": "layer", "qkv": True, "o": True, "ffn": True, "gated": False,
+    "kv_heads": _all_heads, "head_dim": False,
+}  # fmt: skip
+"""LayerNorm, a plain ffn, biases everywhere; the class reads no head_dim or num_key_value_heads."""
+GPT: dict[str, Any] = {
+    **PLAIN, "wide": True, "width": "n_inner",
+    "names": {"hidden_size": ("n_embd",), "num_attention_heads": ("n_head",),
+              "num_hidden_layers": ("n_layer",), "n_positions": ("max_position_embeddings",)},
+}  # fmt: skip
+"""PLAIN with the names of GPT-2; without n_inner the ffn is four times as wide as the model."""
+GPTJ: dict[str, Any] = {**GPT, "qkv": False, "o": False, "norms": 1, "head": True}
+"""GPT with one norm in a block, and a bias of the head in place of attention's."""
+BERT: dict[str, Any] = {
+    **PLAIN,
+    "usual": {**TIED, "type_vocab_size": 2},
+    "fixed": {"add_cross_attention": False},
+    "last": False,
+    "positions": "max_position_embeddings",
+    "encoder": True,
+    "embedding": lambda shape, keys: (keys["type_vocab_size"] + 2) * shape.hidden,
+    "head": True,
+    "top": lambda shape, keys: (
+        shape.hidden * (shape.hidden + 3) + (0 if shape.tied else shape.vocabulary)
+    ),  # two biases, which are one where weights are tied
+}
+
+DENSE: dict[str, Decoder] = {
+    "apertus": Decoder(
+        "ApertusForCausalLM",
+        mha=True,
+        **ATTENTION,
+        gated=False,
+        qk_norm="head",
+        block_ffn=lambda shape, keys: 2 * (keys["hidden_act"] == "xielu"),
+    ),
+    "arcee": Decoder("ArceeForCausalLM", mha=True, **LLAMA, gated=False),
+    "bert": Decoder("BertForMaskedLM BertLMHeadModel", **BERT),
+    "biogpt": Decoder(
+        "BioGptForCausalLM",
+        **PLAIN,
+        usual=TIED,
+        positions="max_position_embeddings",
+        embedding=_two_vectors,
+    ),
+    "bitnet": Decoder(
+        "BitNetForCausalLM",
+        **ATTENTION,
+        attention=lambda shape, keys: shape.hidden + shape.ffn,
+    ),
+    "bloom": Decoder(
+        "BloomForCausalLM", **{**GPT, "width": ""}, usual=TIED, embedding=_two_vectors
+    ),
+    "camembert": Decoder("CamembertForMaskedLM CamembertForCausalLM", **BERT),
+    "codegen": Decoder("CodeGenForCausalLM", **GPTJ),
+    "cohere": Decoder(
+        "CohereForCausalLM",
+        mha=True,
+        **ATTENTION,
+        norms=1,
+        usual=TIED,
+        qk_norm="width",
+        qk_key="use_qk_norm",
+    ),
+    "cohere2": Decoder("Cohere2ForCausalLM", mha=True, **ATTENTION, norms=1, usual=TIED),
+    "cwm": Decoder("CwmForCausalLM", ffn="mlp_bias", usual={"head_dim": 128}),
+    "diffllama": Decoder(
+        "DiffLlamaForCausalLM",
+        mha=True,
+        **ATTENTION,
+        attention=lambda shape, keys: 4 * shape.head_width,
+    ),
+    "ernie4_5": Decoder(
+        "Ernie4_5ForCausalLM",
+        **USE_BIAS,
+        usual={**TIED, "head_dim": 128},
+    ),
+    "exaone4": Decoder("Exaone4ForCausalLM", qk_norm="head"),
+    "falcon": Decoder(
+        "FalconForCausalLM",
+        norm="layer",
+        gated=False,
+        qkv="bias",
+        o="bias",
+        ffn="bias",
+        wide=True,
+        width="ffn_hidden_size",
+        norms=_falcon_norms,
+        kv_heads=_falcon_kv,
+        usual={**TIED, "multi_query": True, "parallel_attn": True},
+    ),
+    "gemma": Decoder("GemmaForCausalLM", **GEMMA),
+    "gemma2": Decoder("Gemma2ForCausalLM", **GEMMA, norms=4),
+    "gemma3_text": Decoder("Gemma3ForCausalLM", **GEMMA, norms=4, qk_norm="head"),
+    "glm": Decoder("GlmForCausalLM", **GLM),
+    "glm4": Decoder("Glm4ForCausalLM", **GLM, norms=4),
+    "gpt2": Decoder(
+        "GPT2LMHeadModel",
+        **GPT,
+        usual=TIED,
+        positions="n_positions",
+        fixed={"add_cross_attention": False},
+    ),
+    "gpt_bigcode": Decoder(
+        "GPTBigCodeForCausalLM",
+        **{**GPT, "kv_heads": lambda keys, heads: 1 if keys["multi_query"] else heads},
+        positions="n_positions",
+        usual={**TIED, "multi_query": True},
+        fixed={"add_cross_attention": False},
+    ),
+    "gpt_neo": Decoder(
+        "GPTNeoForCausalLM",
+        **{**PLAIN, "qkv": False},
+        wide=True,
+        names={"num_attention_heads": ("num_heads",), "num_hidden_layers": ("num_layers",)},
+        usual=TIED,
+        positions="max_position_embeddings",
+    ),
+    "gpt_neox": Decoder(
+        "GPTNeoXForCausalLM",
+        **{**PLAIN, **ATTENTION},
+        usual={"attention_bias": True},
+    ),
+    "gptj": Decoder("GPTJForCausalLM", **GPTJ),
+    "granite": Decoder("GraniteForCausalLM", mha=True, **LLAMA),
+    "granite_swa": Decoder("GraniteSWAForCausalLM", **LLAMA, usual=TIED, attention=sinks),
+    "helium": Decoder(
+        "HeliumForCausalLM",
+        qkv="attention_bias",
+        ffn="mlp_bias",
+        usual={"head_dim": 128},
+        attention=lambda shape, keys: (
+            shape.hidden * (shape.hidden - shape.heads * shape.head_width)
+        ),
+    ),
+    "hunyuan_v1_dense": Decoder("HunYuanDenseV1ForCausalLM", mha=True, **ATTENTION, qk_norm="head"),
+    "hyperclovax": Decoder(
+        "HyperCLOVAXForCausalLM",
+        mha=True,
+        **LLAMA,
+        usual={"use_post_norm": True},
+        norms=lambda keys: 4 if keys["use_post_norm"] else 2,
+    ),
+    "jais2": Decoder(
+        "Jais2ForCausalLM",
+        mha=True,
+        **LLAMA,
+        norm="layer",
+        gated=False,
+        usual={"attention_bias": True, "mlp_bias": True},
+    ),
+    "llama": Decoder("LlamaForCausalLM", mha=True, **LLAMA),
+    "minicpm3": Decoder("MiniCPM3ForCausalLM", **DEEPSEEK, ffn="mlp_bias", usual=TIED),
+    "ministral": Decoder("MinistralForCausalLM"),
+    "ministral3": Decoder("Ministral3ForCausalLM", usual={"head_dim": 128}),
+    "mistral": Decoder("MistralForCausalLM"),
+    "mpt": Decoder(
+        "MptForCausalLM",
+        names={
+            "hidden_size": ("d_model",),
+            "num_attention_heads": ("n_heads",),
+            "num_hidden_layers": ("n_layers",),
+        },
+        kv_heads=_all_heads,
+        head_dim=False,
+        gated=False,
+        width="",
+        wide=True,
+        usual=TIED,
+    ),
+    "nanochat": Decoder("NanoChatForCausalLM", mha=True, **ATTENTION, norm="none", gated=False),
+    "nemotron": Decoder("NemotronForCausalLM", mha=True, **LLAMA, norm="layer", gated=False),
+    "olmo": Decoder("OlmoForCausalLM", mha=True, **ATTENTION, norm="none"),
+    "olmo2": Decoder("Olmo2ForCausalLM", **OLMO),
+    "olmo3": Decoder("Olmo3ForCausalLM", **OLMO),
+    "opt": Decoder(
+        "OPTForCausalLM",
+        **{**PLAIN, "qkv": "enable_bias", "o": "enable_bias", "ffn": "enable_bias"},
+        width="ffn_dim",
+        usual={**TIED, "enable_bias": True},
+        positions="max_position_embeddings",
+        embedding=_two_vectors,
+        fixed={
+            "do_layer_norm_before": True,
+            "layer_norm_elementwise_affine": True,
+            "_remove_final_layer_norm": False,
+            "word_embed_proj_dim": "hidden_size",
+        },
+    ),
+    "persimmon": Decoder(
+        "PersimmonForCausalLM",
+        **PLAIN,
+        qk_norm="head",
+        qk_key="qk_layernorm",
+        usual={"qk_layernorm": True},
+    ),
+    "phi": Decoder(
+        "PhiForCausalLM",
+        **{**PLAIN, "kv_heads": None, "head_dim": True},
+        mha=True,
+        norms=1,
+        head=True,
+        qk_norm="head",
+        qk_key="qk_layernorm",
+    ),
+    "phi3": Decoder("Phi3ForCausalLM", mha=True),
+    "qwen2": Decoder("Qwen2ForCausalLM", qkv=True),
+    "qwen3": Decoder("Qwen3ForCausalLM", **ATTENTION, qk_norm="head", usual={"head_dim": 128}),
+    "roberta": Decoder("RobertaForMaskedLM RobertaForCausalLM", **BERT),
+    "seed_oss": Decoder(
+        "SeedOssForCausalLM",
+        **GLM,
+        o="attention_out_bias",
+        ffn="mlp_bias",
+    ),
+    "smollm3": Decoder("SmolLM3ForCausalLM", **LLAMA, usual=TIED),
+    "stablelm": Decoder(
+        "StableLmForCausalLM",
+        head_dim=False,
+        norm="layer",
+        qkv="use_qkv_bias",
+        norms=lambda keys: 1 if keys.get("use_parallel_residual") else 2,
+        attention=lambda shape, keys: (
+            (shape.heads + shape.kv_heads) * shape.head_width if keys.get("qk_layernorm") else 0
+        ),
+    ),
+    "starcoder2": Decoder(
+        "Starcoder2ForCausalLM",
+        norm="layer",
+        gated=False,
+        **USE_BIAS,
+        usual={**TIED, "use_bias": True},
+    ),
+    "vaultgemma": Decoder("VaultGemmaForCausalLM", **GEMMA),
+    "xglm": Decoder(
+        "XGLMForCausalLM",
+        **PLAIN,
+        width="ffn_dim",
+        names={
+            "hidden_size": ("d_model",),
+            "num_attention_heads": ("attention_heads",),
+            "num_hidden_layers": ("num_layers",),
+        },
+        usual=TIED,
+        fixed={"add_cross_attention": False},
+    ),
+    "xlm-roberta": Decoder("XLMRobertaForMaskedLM XLMRobertaForCausalLM", **BERT),
+    "youtu": Decoder("YoutuForCausalLM", **DEEPSEEK, usual=TIED),
+}
+"""model_type → what it builds."""

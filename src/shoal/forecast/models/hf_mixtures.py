@@ -1,0 +1,267 @@
+"""Types of transformers with routed experts: what each builds, one row per model_type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from shoal.base.estimates.transformer_shape import Transformer
+from shoal.forecast.models.hf_types import (
+    ATTENTION,
+    DEEPSEEK,
+    LLAMA,
+    OLMO,
+    TIED,
+    USE_BIAS,
+    Decoder,
+    Keys,
+    Mixture,
+    sinks,
+)
+
+
+def _first_dense(keys: Keys, layers: int) -> int:
+    """Blocks before the first of experts, and those that the frequency leaves out."""
+    first, every = keys["first_k_dense_replace"] or 0, keys.get("moe_layer_freq") or 1
+    return sum(not (i >= first and i % every == 0) for i in range(layers))
+
+
+def _sparse_step(keys: Keys, layers: int) -> int:
+    """Qwen's: every n-th block has experts, but for those that are named."""
+    plain, step = keys.get("mlp_only_layers") or (), keys.get("decoder_sparse_step") or 1
+    return sum(i in plain or (i + 1) % step != 0 for i in range(layers))
+
+
+def _named_layers(keys: Keys, layers: int) -> int:
+    """Blocks that mlp_layer_types calls dense, of which every file of these types has a list."""
+    return list(keys["mlp_layer_types"] or ())[:layers].count("dense")
+
+
+def _llama4_dense(keys: Keys, layers: int) -> int:
+    step, named = keys.get("interleave_moe_layer_step") or 1, keys.get("moe_layers")
+    return layers - len(range(step - 1, layers, step) if named is None else named)
+
+
+def _ernie_dense(keys: Keys, layers: int) -> int:
+    first, last = keys["moe_layer_start_index"] or 0, keys.get("moe_layer_end_index", -1)
+    every, last = keys.get("moe_layer_interval") or 1, layers - 1 if last == -1 else last
+    return sum(not ((i + 1) % every == 0 and first <= i <= last) for i in range(layers))
+
+
+def _times(number: str, width: str) -> Callable[[Keys], int]:
+    """Return the width of all shared experts: their number times the width of one."""
+    return lambda keys: (keys[number] or 0) * keys[width]
+
+
+def _width(key: str) -> Callable[[Keys], int]:
+    """Return the width of the one shared expert."""
+    return lambda keys: keys[key]
+
+
+def _olmoe_norms(shape: Transformer, keys: Keys) -> int:
+    """Return the norms of queries and keys, whose width does not follow head_dim."""
+    return (shape.heads + shape.kv_heads) * (shape.hidden // shape.heads)
+
+
+def _router_bias(shape: Transformer, keys: Keys) -> int:
+    return shape.experts
+
+
+def _shared_gate(shape: Transformer, keys: Keys) -> int:
+    """Return one vector: the gate of the shared expert, or a norm of the block's output."""
+    return shape.hidden
+
+
+SHARED_EXPERT = _width("shared_expert_intermediate_size")
+SHARED = _times("n_shared_experts", "moe_intermediate_size")
+ROUTED = Mixture("n_routed_experts num_local_experts", shared=SHARED, dense=_first_dense)
+NAMED = replace(ROUTED, dense=_named_layers)
+NUMBERED = Mixture(
+    "num_experts",
+    dense=_named_layers,
+    shared=_times("num_shared_experts", "moe_intermediate_size"),
+)
+BOTH = "num_local_experts num_experts"
+"""The two names that the number of experts has in these files; transformers writes the first."""
+LOCAL = Mixture(BOTH, width="")
+GRANITE = Mixture("num_local_experts", width="", shared=_width("shared_intermediate_size"))
+
+
+MIXTURES: dict[str, Decoder] = {
+    "aria_text": Decoder(
+        "AriaTextForCausalLM",
+        mha=True,
+        **LLAMA,
+        mixture=Mixture(
+            "moe_num_experts",
+            "moe_topk",
+            "",
+            shared=_times("moe_num_shared_experts", "intermediate_size"),
+        ),
+    ),
+    "axk1": Decoder(
+        "AXK1ForCausalLM",
+        **DEEPSEEK,
+        mixture=replace(NAMED, router=_shared_gate),
+    ),
+    "cohere2_moe": Decoder(
+        "Cohere2MoeForCausalLM",
+        mha=True,
+        **ATTENTION,
+        norms=1,
+        usual={**TIED, "head_dim": 128},
+        mixture=Mixture(
+            width="", shared=_times("num_shared_experts", "intermediate_size"), dense=_named_layers
+        ),
+    ),
+    "deepseek_v2": Decoder(
+        "DeepseekV2ForCausalLM",
+        **DEEPSEEK,
+        ffn="mlp_bias",
+        mixture=replace(ROUTED, experts="n_routed_experts num_experts"),
+    ),
+    "deepseek_v3": Decoder("DeepseekV3ForCausalLM", **DEEPSEEK, mixture=ROUTED),
+    "dots1": Decoder("Dots1ForCausalLM", **ATTENTION, qk_norm="head", mixture=ROUTED),
+    "ernie4_5_moe": Decoder(
+        "Ernie4_5_MoeForCausalLM",
+        **USE_BIAS,
+        head="use_bias",
+        usual={**TIED},
+        mixture=Mixture(
+            "moe_num_experts num_experts",
+            "moe_k",
+            dense=_ernie_dense,
+            shared=_times("moe_num_shared_experts", "moe_intermediate_size"),
+            router=_router_bias,
+        ),
+    ),
+    "exaone_moe": Decoder(
+        "ExaoneMoeForCausalLM",
+        qk_norm="head",
+        mixture=NUMBERED,
+    ),
+    "flex_olmo": Decoder("FlexOlmoForCausalLM", **OLMO, mixture=LOCAL),
+    "glm4_moe": Decoder(
+        "Glm4MoeForCausalLM",
+        qkv="attention_bias",
+        qk_norm="head",
+        qk_key="use_qk_norm",
+        mixture=ROUTED,
+    ),
+    "glm4_moe_lite": Decoder(
+        "Glm4MoeLiteForCausalLM",
+        **DEEPSEEK,
+        names={"qk_rope_head_dim": ("head_dim",)},
+        mixture=NAMED,
+    ),
+    "gpt_oss": Decoder(
+        "GptOssForCausalLM",
+        **ATTENTION,
+        usual={"attention_bias": True, "head_dim": 64},
+        attention=sinks,
+        mixture=Mixture(
+            BOTH,
+            width="",
+            router=_router_bias,
+            each=lambda shape, keys: 2 * shape.ffn + shape.hidden,
+        ),
+    ),
+    "granitemoe": Decoder(
+        "GraniteMoeForCausalLM",
+        mha=True,
+        **ATTENTION,
+        mixture=Mixture("num_local_experts", width=""),
+    ),
+    "granitemoe_swa": Decoder(
+        "GraniteMoeSWAForCausalLM",
+        mha=True,
+        **ATTENTION,
+        attention=sinks,
+        mixture=GRANITE,
+    ),
+    "granitemoeshared": Decoder(
+        "GraniteMoeSharedForCausalLM", mha=True, **ATTENTION, mixture=GRANITE
+    ),
+    "hunyuan_v1_moe": Decoder(
+        "HunYuanMoEV1ForCausalLM",
+        mha=True,
+        **ATTENTION,
+        qk_norm="head",
+        mixture=(
+            Mixture(
+                BOTH,
+                "moe_topk",
+                "",
+                shared=_width("intermediate_size"),
+            )
+        ),
+    ),
+    "hy_v3": Decoder(
+        "HYV3ForCausalLM",
+        **LLAMA,
+        qk_norm="head",
+        usual={"head_dim": 128},
+        mixture=replace(NUMBERED, experts=BOTH),
+    ),
+    "kolibri1": Decoder(
+        "Kolibri1ForCausalLM",
+        width="moe_intermediate_size",
+        usual={"head_dim": 128},
+        qk_norm="head",
+        norms=4,
+        mixture=Mixture(BOTH, shared=SHARED_EXPERT),
+    ),
+    "llama4_text": Decoder(
+        "Llama4ForCausalLM",
+        **ATTENTION,
+        usual={"head_dim": 128},
+        width="intermediate_size_mlp",
+        mixture=Mixture(
+            "num_local_experts",
+            width="intermediate_size",
+            dense=_llama4_dense,
+            shared=_width("intermediate_size"),
+        ),
+    ),
+    "mellum": Decoder(
+        "MellumForCausalLM",
+        **ATTENTION,
+        qk_norm="head",
+        usual={"head_dim": 128},
+        mixture=Mixture(BOTH, dense=_named_layers),
+    ),
+    "minimax_m2": Decoder(
+        "MiniMaxM2ForCausalLM", qk_norm="width", usual={"head_dim": 128}, mixture=LOCAL
+    ),
+    "mixtral": Decoder("MixtralForCausalLM", mixture=LOCAL),
+    "olmoe": Decoder(
+        "OlmoeForCausalLM", **{**OLMO, "qk_norm": ""}, attention=_olmoe_norms, mixture=LOCAL
+    ),
+    "phimoe": Decoder(
+        "PhimoeForCausalLM",
+        **ATTENTION,
+        norm="layer",
+        head="lm_head_bias",
+        mixture=replace(LOCAL, experts="num_local_experts"),
+    ),
+    "qwen2_moe": Decoder(
+        "Qwen2MoeForCausalLM",
+        qkv="qkv_bias",
+        usual={"qkv_bias": True},
+        mixture=Mixture(shared=SHARED_EXPERT, dense=_sparse_step, router=_shared_gate),
+    ),
+    "qwen3_moe": Decoder(
+        "Qwen3MoeForCausalLM",
+        **ATTENTION,
+        qk_norm="head",
+        mixture=Mixture(BOTH, dense=_sparse_step),
+    ),
+    "solar_open": Decoder(
+        "SolarOpenForCausalLM",
+        qkv="attention_bias",
+        usual={"head_dim": 128},
+        width="moe_intermediate_size",
+        mixture=Mixture("n_routed_experts num_local_experts", shared=SHARED),
+    ),
+}
+"""model_type → what it builds."""

@@ -1,0 +1,78 @@
+"""Shoal's own transformers as shapes: from the keys of [model] to what the planner counts with.
+
+llama, gpt, moe and vit are described by the same numbers as any published transformer, so sizes,
+work and memory follow from `shoal.forecast.models.transformer_costs` by arithmetic. Other families
+are traced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.base.errors import PlanError
+from shoal.base.estimates.transformer_shape import Transformer
+from shoal.forecast.models.model_facts import resolve
+
+
+def own_family(name: str, arguments: dict[str, Any] | None = None, **known: int) -> Transformer:
+    """Derive the shape of one of Shoal's transformers (llama, gpt, moe, vit) from [model]'s keys.
+
+    arguments  keys of [model] · known  `vocabulary` and `sequence` of the data; both as in
+               `model_facts.resolve`
+    Errors     ConfigError as there; PlanError for a family that is no transformer
+
+    >>> own_family("llama", {"dim": 64, "layers": 2}, vocabulary=512, sequence=32).ffn
+    192
+    >>> own_family("moe", {"dim": 64, "experts": 4}).experts_per_token
+    2
+    """
+    found = resolve(name, arguments, **known)
+    given = found.arguments
+    if found.family not in _SHAPES:
+        raise PlanError(
+            f"model.name = {name}: is no transformer, its facts are traced; try: model.name=llama"
+        )
+    shared = {
+        "name": name,
+        "layers": given["layers"],
+        "hidden": given["dim"],
+        "heads": given["heads"],
+        "kv_heads": given.get("kv_heads", given["heads"]),
+        "ffn": given["hidden"],
+        "dropout": given["dropout"],
+    }
+    return Transformer(**shared, **_SHAPES[found.family](given))
+
+
+def _llama(given: dict[str, Any]) -> dict[str, Any]:
+    return {"vocabulary": given["vocabulary"], "tied": given["tied"]}
+
+
+def _moe(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_llama(given),
+        "experts": given["experts"],
+        "experts_per_token": given["top_k"],
+        "expert_ffn": given["hidden"],
+    }
+
+
+_PLAIN = {"gated": False, "norm": "layer", "biases": True}
+
+
+def _gpt(given: dict[str, Any]) -> dict[str, Any]:
+    return {**_llama(given), **_PLAIN, "positions": given["sequence"]}
+
+
+def _vit(given: dict[str, Any]) -> dict[str, Any]:
+    """An encoder on patches; its sequence is their number and one: the class token."""
+    return {
+        **_PLAIN,
+        "vocabulary": given["classes"],
+        "patch": given["image_channels"] * given["patch"] ** 2,
+        "positions": (given["image_size"] // given["patch"]) ** 2 + 1,
+        "causal": False,
+    }
+
+
+_SHAPES = {"llama": _llama, "gpt": _gpt, "moe": _moe, "vit": _vit}

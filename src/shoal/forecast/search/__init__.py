@@ -1,0 +1,1 @@
+"""Search for the fastest layouts that fit, and explain the choice."""

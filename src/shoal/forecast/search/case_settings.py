@@ -1,0 +1,110 @@
+"""What a configuration says of a step beside its plan, in the words of a `Case`.
+
+`shoal plan`, `auto` and the prediction of a run that has begun all read the sections of run.toml
+here, so that they foresee the same step: a key that one of them left out would give one run two
+predictions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.base.errors import PlanError
+from shoal.base.estimates.cluster import Cluster
+from shoal.base.layouts.policies import CompressPolicy, OptimizerPolicy
+from shoal.base.plans.plan import Plan
+from shoal.config.sections import Config, ModelSection
+from shoal.forecast.memory.model_states import STATE_BYTES, WIDTHS
+from shoal.forecast.models.model_facts import LANGUAGE, family_of
+from shoal.forecast.models.published_models import find
+
+
+def beside(config: Config) -> dict[str, Any]:
+    """Derive `loss`, `optimizer_bytes` and `proves` of a `Case` from [model] and [optimizer].
+
+    loss             chunked for Shoal's own and published language models, full for all others and
+                     under model.build or model.loss
+    optimizer_bytes  as `state_bytes_of` says
+    proves           whether `train.prove` asks for a proof before the run
+
+    >>> beside(Config())
+    {'loss': 'chunked', 'optimizer_bytes': 8, 'proves': True}
+    """
+    return {
+        "loss": loss_form(config.model),
+        "optimizer_bytes": state_bytes_of(config.optimizer),
+        "proves": config.train.prove != "off",
+    }
+
+
+def left_out(plan: Plan) -> list[str]:
+    """List what a plan asks for that predictions ignore: a line on `compress`, [] without it."""
+    if not plan.asks(CompressPolicy):
+        return []
+    return [
+        f"layout.compress = {plan.compress} is left out of the figures; what it keeps takes 8 "
+        f"bytes per trainable element on every rank"
+    ]
+
+
+def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
+    """Choose the format of matrix products: `plan.compute`, or for "auto" the devices' own.
+
+    auto    on a CPU fp32; on GPUs bf16 where its rate is above fp32's, else fp16. Of a mixed
+            cluster each format has the rate of the part that is slowest in it
+    notes   gets a line, in place, where a GPU is over twice as fast in the other 16-bit format
+    Errors  PlanError for a cluster with CPUs and GPUs, on a CPU for fp16, on GPUs for files
+    """
+    asked, parts = plan.compute, (cluster, *cluster.groups)
+    if any(part.device.kind != cluster.device.kind for part in parts):
+        raise PlanError("--on: devices and cores cannot share one run; try: leave cpu out")
+    if cluster.device.kind != "gpu":
+        if asked == "fp16":
+            raise PlanError(
+                "precision.compute = fp16: a CPU has no fast fp16 and no rate for it; try: "
+                "precision.compute=bf16"
+            )
+        return "fp32" if asked == "auto" else asked
+    if plan.states_in_files:
+        raise PlanError(
+            "memory.offload_to = files: states in files are stepped by the CPU, and these are "
+            "devices; try: memory.offload_to=host"
+        )
+    every = [part.device.matrix_flops_per_s for part in parts]
+    rates = {name: min(rate.get(name, 0.0) for rate in every) for name in WIDTHS}
+    if asked == "auto":
+        return "bf16" if rates["bf16"] > rates["fp32"] else "fp16"
+    narrow = {"bf16": "fp16", "fp16": "bf16"}.get(asked, "")
+    if narrow and rates[narrow] > 2 * rates[asked]:
+        slowest = min(parts, key=lambda part: part.device.matrix_flops_per_s.get(asked, 0.0))
+        times = rates[narrow] / max(rates[asked], 1.0)
+        notes.append(f"{slowest.device.name} multiplies {narrow} {times:.0f} times as fast")
+    return asked
+
+
+def state_bytes_of(optimizer: OptimizerPolicy) -> int:
+    """Look up an optimizer's bytes of state per fp32 parameter element, by its name.
+
+    Whatever its case: 8 for adam and its like, 4 for sgd with momentum, rmsprop and other rules of
+    one moment, 0 for sgd without (`STATE_BYTES`); 8 for a name that is not there.
+    """
+    name = optimizer.name.lower()
+    return 0 if name == "sgd" and not optimizer.momentum else STATE_BYTES.get(name, 8)
+
+
+def loss_form(section: ModelSection) -> str:
+    """Returns how the loss meets the vocabulary: `chunked` for Shoal's own language models.
+
+    They hand over hidden states, of which the loss makes logits chunk by chunk; so would a
+    published shape that is planned by its name. A user's model, a transformers model, and a loss of
+    the user's own work on all logits at once.
+
+    >>> [loss_form(ModelSection(name=name)) for name in ("gpt", "gpt-3-13b", "hf:mine", "vit")]
+    ['chunked', 'chunked', 'full', 'full']
+    """
+    if section.build or section.loss:
+        return "full"
+    if family_of(section.name) in LANGUAGE:
+        return "chunked"
+    shape = find(section.name)
+    return "chunked" if shape is not None and not shape.patch else "full"

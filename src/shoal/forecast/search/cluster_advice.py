@@ -1,0 +1,93 @@
+"""What a plan adds for clusters that are not even: mixed devices, and islands on slow links.
+
+mixed     every step waits for the slowest part. Giving each device samples in proportion to its
+          speed would make the step Σ devices / Σ (devices · speed) long, as far as samples cut
+islands   one island is planned; between islands, summing gradients every step is held against
+          averaging weights every H steps (the smallest H for 95 % of the time in compute)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.base.estimates.cluster import Cluster
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.base.text.units import bytes_text, seconds_text
+from shoal.forecast.search.island_choice import smallest_period
+from shoal.forecast.search.layout_search import Candidate
+from shoal.forecast.time.collective_time import ring_all_reduce_s
+from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
+from shoal.forecast.time.step_time import predict_time
+
+UTILISATION = 0.95
+GRADIENT_BYTES = 4.0
+
+
+def parts(cluster: Cluster) -> list[Cluster]:
+    """The even parts of a cluster, the first one first.
+
+    >>> from shoal.forecast.machines.cluster_syntax import parse_machines
+    >>> [part.device.name for part in parts(parse_machines("8xV100-32GB + 8xA100-40GB"))]
+    ['V100-32GB', 'A100-40GB']
+    """
+    return [replace(cluster, groups=()), *cluster.groups]
+
+
+def advice(best: Candidate) -> list[tuple[str, str]]:
+    """(label, sentence) for what is uneven about the cluster; [] for an even one."""
+    cluster = best.case.cluster
+    found = []
+    if cluster.groups:
+        found.append(("mixed", _mixed(best)))
+    if cluster.islands > 1:
+        found.append(("islands", _islands(best)))
+    return found
+
+
+def _mixed(best: Candidate) -> str:
+    cluster = best.case.cluster
+    times = {
+        part.device.name: (part.devices, predict_time(replace(best.case, cluster=part)).step_s)
+        for part in parts(cluster)
+    }
+    slowest = max(times, key=lambda name: times[name][1])
+    even_s = times[slowest][1]
+    devices = sum(count for count, _ in times.values())
+    balanced_s = devices / sum(count / step_s for count, step_s in times.values())
+    smallest = min(parts(cluster), key=lambda part: part.device.memory_bytes).device
+    shares = ", ".join(
+        f"{name} {count * balanced_s / step_s / devices:.0%}"
+        for name, (count, step_s) in times.items()
+    )
+    return (
+        f"every step waits for {slowest}, and {smallest.name} has the least memory; samples in "
+        f"proportion to speed ({shares}) would make a step of {seconds_text(balanced_s)} instead "
+        f"of {seconds_text(even_s)}; this version gives every device as many"
+    )
+
+
+def _islands(best: Candidate) -> str:
+    cluster, model = best.case.cluster, best.case.model
+    between = cluster.between
+    if between is None:
+        return ""
+    step_s, parameters = best.time.step_s, float(model.trainable)
+    every_s = ring_all_reduce_s(cluster.islands, parameters * GRADIENT_BYTES, between)
+    policy = IslandsPolicy("diloco", count=cluster.islands)
+    facts = IslandsFacts(
+        parameters=parameters,
+        step_s=step_s,
+        bytes_per_s=between.bytes_per_s,
+        latency_s=between.latency_s,
+        ranks=cluster.devices,
+    )
+    sent = islands_cost(policy, facts).sent_bytes
+    period = smallest_period(policy, facts, UTILISATION)
+    if period is None:
+        return f"over {between.name} no period keeps {UTILISATION:.0%} of the time in compute"
+    return (
+        f"{cluster.islands} of these: over {between.name} gradients of every step would take "
+        f"{seconds_text(every_s)} beside {seconds_text(step_s)} of compute; averaging weights "
+        f"every {period} steps (DiLoCo) keeps {UTILISATION:.0%} of the time in compute, "
+        f"{bytes_text(sent)} per island and round"
+    )

@@ -1,0 +1,187 @@
+"""Which period, link or setting lets islands compute for a given share of the time.
+
+Everything asks `islands_cost` again and again: utilisation grows with the period H and with the
+link, so the smallest of either is found by halving; what one other setting would give is tried.
+Source: the formulas and their sources are in `forecast/time/island_costs.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.base.errors import PlanError
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.forecast.time.island_costs import IslandsCost, IslandsFacts, islands_cost
+
+RATES_BYTES_PER_S = tuple(mbit * 1e6 / 8 for mbit in (10, 50, 200, 1000))
+"""Links of a table: a home's uplink to a good line between two sites."""
+
+LONGEST_PERIOD = 10**8
+FASTEST_BYTES_PER_S = 1e15
+LEAST_STREAMED = 8
+"""Inner steps of a period that its four fragments, each with a step of overlap, need."""
+
+
+def smallest_period(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> int | None:
+    """Find the smallest period H, in inner steps, at which utilisation reaches `target`.
+
+    None if it does not even at H = 10^8. What is waited for per round hardly depends on H, so H
+    grows with target / (1 − target).
+
+    policy   its period is only used to settle what else is open
+    target   share of the time in inner steps
+    Errors   PlanError for a target that is not between 0 and 1; else as `islands_cost`
+
+    >>> from shoal.forecast.time.island_costs import IslandsFacts
+    >>> smallest_period(IslandsPolicy("diloco", count=3), IslandsFacts(20e6, 0.5, 50e6 / 8))
+    667
+    """
+    _check_target(target)
+    policy = policy.settled()
+    least = policy.fragments * (policy.overlap + 1)
+
+    def enough(period: int) -> bool:
+        return islands_cost(replace(policy, period=period), facts).utilisation >= target
+
+    high = least
+    while not enough(high):
+        if high > LONGEST_PERIOD:
+            return None
+        high *= 2
+    return _halved(least, high, enough)
+
+
+def needed_bytes_per_s(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> float:
+    """Find the slowest link, in bytes/s, on which utilisation reaches `target`.
+
+    facts    whose own bytes_per_s is not read
+    target   share of the time in inner steps
+    Gives    inf where no link is fast enough: latency, coding or slow islands cost more
+    Errors   PlanError for a target that is not between 0 and 1; else as `islands_cost`
+
+    >>> facts = IslandsFacts(20e6, 0.5, 1.0)
+    >>> link = needed_bytes_per_s(IslandsPolicy("streaming-diloco", count=3), facts)
+    >>> round(link * 8 / 1e6, 1)
+    37.6
+    """
+    _check_target(target)
+
+    def utilisation(bytes_per_s: float) -> float:
+        return islands_cost(policy, replace(facts, bytes_per_s=bytes_per_s)).utilisation
+
+    if utilisation(FASTEST_BYTES_PER_S) < target:
+        return math.inf
+    low, high = 1e-3, FASTEST_BYTES_PER_S
+    while high / low > 1 + 1e-9:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if utilisation(middle) >= target else (middle, high)
+    return high
+
+
+def by_link(
+    policy: IslandsPolicy,
+    facts: IslandsFacts,
+    rates_bytes_per_s: Sequence[float] = RATES_BYTES_PER_S,
+) -> list[IslandsCost]:
+    """Predict `islands_cost` on each of several links: one cost per rate, in their order.
+
+    rates_bytes_per_s   each stands in the place of facts.bytes_per_s; else 10, 50, 200, 1000 Mbit/s
+    Errors   as `islands_cost`
+    """
+    return [islands_cost(policy, replace(facts, bytes_per_s=rate)) for rate in rates_bytes_per_s]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Settings that change what is waited for: keys of `[islands]` and what they give."""
+
+    keys: tuple[tuple[str, str], ...]
+    utilisation: float
+
+    @property
+    def typed(self) -> str:
+        """As on the command line.
+
+        >>> Way((("codec", "int8"), ("period", "100")), 0.9).typed
+        'islands.codec=int8 islands.period=100'
+        """
+        return " ".join(f"islands.{key}={value}" for key, value in self.keys)
+
+
+def ways(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> list[Way]:
+    """Propose settings for more utilisation, the gentlest first, up to the first that is enough.
+
+    int8, then streaming in 4 bits beside more and more inner steps, then a longer period: in the
+    order in which papers report what they cost in quality. Each is a choice by itself, none builds
+    on another, and each gives more than `policy` does, and than those before it.
+
+    target   utilisation that is enough: a share of the time in inner steps
+    Gives    [] where `policy` is enough as it is; the last one may fall short where none is enough
+    Errors   PlanError for a target that is not between 0 and 1; else as `islands_cost`
+
+    >>> facts = IslandsFacts(20e6, 0.5, 50e6 / 8)
+    >>> [(way.typed, round(way.utilisation, 2)) for way in
+    ...     ways(IslandsPolicy("diloco", count=3), facts)]
+    [('islands.codec=int8', 0.84), ('islands.method=streaming-diloco', 0.98)]
+    """
+    _check_target(target)
+    policy = policy.settled()
+    now = islands_cost(policy, facts).utilisation
+    if now >= target:
+        return []
+    found: list[Way] = []
+    for keys, changed in _changes(policy, smallest_period(policy, facts, target)):
+        used = islands_cost(changed, facts).utilisation
+        if used > max((way.utilisation for way in found), default=now):
+            found.append(Way(tuple(keys.items()), used))
+        if used >= target:
+            break
+    return found
+
+
+def _changes(
+    policy: IslandsPolicy, longer: int | None
+) -> list[tuple[dict[str, str], IslandsPolicy]]:
+    """(what one types, the policy that it makes), the gentlest first."""
+    found: list[tuple[dict[str, str], IslandsPolicy]] = []
+    if policy.method == "streaming-diloco":
+        if policy.codec in ("none", "bf16", "int8"):
+            found.append(({"codec": "e3m0"}, replace(policy, codec="e3m0")))
+        found += _overlaps({}, policy)
+    elif policy.codec in ("none", "bf16"):
+        found.append(({"codec": "int8"}, replace(policy, codec="int8")))
+    whole = policy.regions > 1  # two tiers merge the whole model at once
+    if policy.method == "diloco" and policy.period >= LEAST_STREAMED and not whole:
+        streaming = replace(policy, method="streaming-diloco", codec="", fragments=0, overlap=-1)
+        keys = {"method": "streaming-diloco"}
+        found += [(keys, streaming), *_overlaps(keys, streaming.settled())]
+    if longer is not None:
+        found.append(({"period": str(longer)}, replace(policy, period=longer)))
+    return found
+
+
+def _overlaps(
+    keys: dict[str, str], policy: IslandsPolicy
+) -> list[tuple[dict[str, str], IslandsPolicy]]:
+    """More and more inner steps beside a fragment."""
+    most = policy.period // policy.fragments - 1
+    return [
+        ({**keys, "overlap": str(steps)}, replace(policy, overlap=steps))
+        for steps in sorted({2, 5, 10, most})
+        if policy.overlap < steps <= most
+    ]
+
+
+def _halved(low: int, high: int, enough: Callable[[int], bool]) -> int:
+    """The smallest number from low to high that is enough; high is."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle + 1, high)
+    return high
+
+
+def _check_target(target: float) -> None:
+    if not 0 < target < 1:
+        raise PlanError(f"target = {target:g}: a share between 0 and 1, both out; try: target=0.95")

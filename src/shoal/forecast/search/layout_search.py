@@ -1,0 +1,449 @@
+"""Looks for the fastest layouts that fit: every legal combination is asked for memory, then time.
+
+The loop is over degrees (tp inside a node, pp by the depth of the model, cp where sequences are
+long, the rest data-parallel, of which ep borrows), what the data-parallel ranks split, the samples
+of a micro-batch, and what is recomputed. Memory is asked first, because it is cheap and ends most
+candidates. What a cut cannot do (heads that do not divide, more stages than blocks, a block
+gathered or recomputed again in every half of a split backward) is never proposed.
+
+Source: the legality rules are those of docs/plan.md, each with its measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shoal.base.errors import PlanError
+from shoal.base.estimates.cluster import Cluster
+from shoal.base.estimates.estimate import Case, MemoryEstimate, ModelFacts, TimeEstimate
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.policies import RECOMPUTE
+from shoal.base.layouts.schedule_names import (
+    DEFAULT,
+    SPLIT_BACKWARD,
+    check_recompute,
+    settle_schedule,
+)
+from shoal.base.plans.batches import divisors, turn_of
+from shoal.base.plans.plan import Plan
+from shoal.forecast.fit.memory_fit import Verdict, verdict
+from shoal.forecast.fit.memory_instants import predict_run
+from shoal.forecast.search.search_space import SearchSpace
+from shoal.forecast.time.step_time import predict_time
+from shoal.planning.layout_guide import AUTO_AXES
+from shoal.planning.micro_batch_sizes import micro_batch_sizes, usual_micro_batch, with_micro_batch
+from shoal.planning.pipeline_schedules import check_micro_batches, runs
+
+LONG_SEQUENCE = 16384
+"""Positions from which splitting a sequence is looked at: below it attention is a small share."""
+
+DEEPEST_PIPELINE = 64
+APART = 1.5
+"""Micro-batches that are looked at differ by this factor at least."""
+
+SIZES_APART = 1.15
+"""A micro-batch is taken before a larger one if it is foreseen faster by this factor on a GPU, as
+much as forecasts err there (`calibrations.py`)."""
+
+SAME = 0.02
+"""Step times closer than this share are one: the plainer layout then goes first."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One case (a layout with its policies) that a search tried, and what is predicted of it."""
+
+    case: Case
+    memory: MemoryEstimate
+    time: TimeEstimate
+    verdict: Verdict
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may be tried."""
+        return self.verdict.word != "no"
+
+    @property
+    def runs(self) -> bool:
+        """Whether its steps fit, once it has started."""
+        return self.verdict.after != "no"
+
+    @property
+    def per_s(self) -> float:
+        """Samples per second."""
+        return self.case.batch / self.time.step_s if self.time.step_s else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Share of the devices' matrix rate that the model's own FLOP are."""
+        cluster = self.case.cluster
+        even = [replace(cluster, groups=()), *cluster.groups]
+        peak = sum(
+            part.device.matrix_flops_per_s.get(self.case.plan.compute, 0.0) * part.devices
+            for part in even
+        )
+        return self.time.model_flops / (self.time.step_s * peak) if peak else 0.0
+
+
+def search(case: Case, space: SearchSpace) -> list[Candidate]:
+    """Predict every legal layout that `space` leaves open; give the candidates, best first.
+
+    First what fits, by step time, then what is tight; then both for what fits once started but
+    cannot start; last what does not fit, by peak memory. The plainest of those within 2 % of a
+    group's fastest leads the group.
+
+    case     model, cluster, and the plan of which `space` says what is open
+    Errors   PlanError where no layout is legal at all, with the reason, or where the schedule that
+             was asked for cannot be
+    """
+    found = list(_candidates(case, space))
+    if not found:
+        raise PlanError(_nothing(case, space))
+    if space.built and not any(one.fits for one in found):
+        found = list(_candidates(case, replace(space, built=False)))
+    return ranked(found)
+
+
+def _nothing(case: Case, space: SearchSpace) -> str:
+    """Why nothing was legal."""
+    model, cluster = case.model, case.cluster
+    given = dict(space.degrees)
+    if space.layout is not None:
+        given |= {axis: n for axis, n in space.layout.degrees.items() if n > 1}
+    tp, pp = given.get("tp", 1), given.get("pp", 1)
+    if tp > 1 and (not model.heads or model.heads % tp):
+        legal = max((n for n in range(1, tp) if model.heads and model.heads % n == 0), default=1)
+        return (
+            f"layout.tp = {tp}: does not divide the {model.heads} heads of {model.name}; try:"
+            f" layout.tp={legal}"
+        )
+    if tp > cluster.per_node:
+        return (
+            f"layout.tp = {tp}: a node has {cluster.per_node} devices, and between nodes tensor "
+            f"parallelism never pays; try: layout.tp={cluster.per_node}"
+        )
+    if pp > model.blocks:
+        return (
+            f"layout.pp = {pp}: {model.name} has {model.blocks} blocks to cut between; try:"
+            f" layout.pp={max(1, model.blocks)}"
+        )
+    degree = space.layout.data_degree if space.layout else cluster.devices // (tp * pp)
+    if pp > 1 and (why := _no_schedule(pp, degree, case.plan, space)):
+        return why
+    unit = (space.micro_batch or 1) * (space.accumulate or 1) * degree
+    if space.micro_batch and space.accumulate:
+        legal = unit
+    else:
+        lower = case.batch // unit * unit
+        near = (n for n in (lower, lower + unit) if n)
+        legal = min(near, key=lambda n: abs(n - case.batch))
+    each = f" in micro-batches of {space.micro_batch}" if space.micro_batch else ""
+    each += f", {space.accumulate} of them per rank" if space.accumulate else ""
+    serves = space.layout is not None and space.layout.servers
+    whom = f"{degree} workers" if serves else f"{cluster.devices} devices"
+    return (
+        f"train.batch = {case.batch}: nothing divides it over {whom}{each}; "
+        f"try: train.batch={legal}"
+    )
+
+
+def _no_schedule(pp: int, degree: int, plan: Plan, space: SearchSpace) -> str:
+    """Why the schedule that is asked for cannot run on `pp` × `degree` ranks, "" if it can."""
+    schedule = (space.layout.schedule if space.layout else "") or space.schedule
+    if not schedule:
+        return ""
+    chunks = max(space.layout.chunks if space.layout else 1, space.chunks)
+    layout = Layout(pp=pp, dp_replicate=degree, schedule=schedule, chunks=chunks)
+    try:
+        check_recompute(schedule, "none" if "recompute" not in space.given else plan.recompute)
+        if space.micro_batch and plan.batch % (degree * space.micro_batch) == 0:
+            check_micro_batches(layout, plan.batch, space.micro_batch)
+    except PlanError as cannot:
+        return str(cannot)
+    return ""
+
+
+def least_memory_bytes(cluster: Cluster) -> float:
+    """Memory of the device that has least, of a mixed cluster too."""
+    return min(part.device.memory_bytes for part in (cluster, *cluster.groups))
+
+
+def least_node_bytes(cluster: Cluster) -> float:
+    """Memory of the node that has least, of those where it is known; 0: of none."""
+    nodes = (part.node_memory_bytes for part in (cluster, *cluster.groups))
+    return min(filter(None, nodes), default=0.0)
+
+
+def judged(case: Case, memory: MemoryEstimate) -> Verdict:
+    """Whether a predicted run fits into the least device and the least node of its cluster."""
+    return verdict(memory, least_memory_bytes(case.cluster), least_node_bytes(case.cluster))
+
+
+def ranked(found: list[Candidate]) -> list[Candidate]:
+    """What fits by step time, near ties by plainness; then what is tight; then the rest.
+
+    What another instant ends is ranked by what its steps need, behind all that lives.
+    """
+    others = sorted((c for c in found if not c.runs), key=lambda c: c.memory.peak_bytes)
+    ordered: list[Candidate] = []
+    for starts, word in ((True, "fits"), (True, "tight"), (False, "fits"), (False, "tight")):
+        like = (c for c in found if c.runs and (c.verdict.starts, _rank_word(c)) == (starts, word))
+        same = sorted(like, key=lambda c: c.time.step_s)
+        if same:
+            bound_s = same[0].time.step_s * (1 + SAME)
+            best = min((c for c in same if c.time.step_s <= bound_s), key=_strain)
+            ordered += [best, *(c for c in same if c is not best)]
+    return ordered + others
+
+
+def _rank_word(candidate: Candidate) -> str:
+    """The worst word of a run that gets to its steps; else that of the steps."""
+    return candidate.verdict.word if candidate.verdict.starts else candidate.verdict.after
+
+
+def _strain(candidate: Candidate) -> tuple[int, int, int, int, float]:
+    """Order layouts by the machinery they need: axes, policies, depth, passes, then time."""
+    case = candidate.case
+    layout = case.layout
+    axes = sum(degree > 1 for degree in (*layout.degrees.values(), layout.ep))
+    extras = (
+        (case.plan.recompute != "none") + (case.plan.offload != "none") + (case.schedule != DEFAULT)
+    )
+    deep = layout.tp * layout.pp * layout.cp
+    return axes + extras, deep, layout.zero, -case.micro_batch, candidate.time.step_s
+
+
+def _candidates(case: Case, space: SearchSpace) -> Iterator[Candidate]:
+    for layout in _layouts(case, space):
+        if not is_legal(case.model, layout):
+            continue
+        for micro_batch in _micro_batches(case, layout, space):
+            room = False
+            for schedule, chunks in _schedules(case, layout, space, micro_batch):
+                ordered = replace(layout, schedule=schedule if layout.pp > 1 else "", chunks=chunks)
+                tried = case.but(layout=ordered, micro_batch=micro_batch)
+                try:
+                    found = list(_lightest_recompute(tried, space))
+                except PlanError:
+                    if layout.schedule or space.schedule:
+                        raise
+                    continue  # more stages than the model can be cut into
+                room |= any(candidate.runs for candidate in found)
+                yield from found
+            if not room:  # more samples at once need more memory still
+                break
+
+
+def is_legal(model: ModelFacts, layout: Layout) -> bool:
+    """Whether a model can be cut so: heads over tp, blocks over pp, tokens over cp."""
+    if model.sequence % layout.cp:
+        return False
+    if layout.tp > 1 and (not model.heads or model.heads % layout.tp):
+        return False
+    return layout.pp <= max(1, model.blocks)
+
+
+def _lightest_recompute(case: Case, space: SearchSpace) -> Iterator[Candidate]:
+    """The case with the least recomputation that fits; if none does, with all of it."""
+    # Compiled blocks have no single operations left that selective recompute could keep.
+    free = [one for one in RECOMPUTE if one != "selective" or case.plan.compile == "none"]
+    policies = free if "recompute" not in space.given else [case.plan.recompute]
+    if case.layout.pp > 1 and case.schedule in SPLIT_BACKWARD:
+        policies = [policy for policy in policies if policy == "none"]
+    for policy in policies:
+        tried = case.but(recompute=policy)
+        memory = predict_run(tried)
+        word = judged(tried, memory)
+        if word.after != "no" or policy == policies[-1]:
+            yield Candidate(tried, memory, predict_time(tried), word)
+        if word.after == "fits":
+            return
+
+
+def _layouts(case: Case, space: SearchSpace) -> Iterator[Layout]:
+    if space.layout is not None:
+        yield space.layout
+        return
+    degrees = dict(space.degrees)
+    given = degrees.pop("ep", 0)
+    for layout in _every_layout(case, space):
+        exact = all(layout.degrees[axis] == degree for axis, degree in degrees.items())
+        if exact and (space.zero is None or layout.zero == space.zero):
+            for ep in [given] if given else _expert_degrees(case, layout, space):
+                if layout.lends(ep):
+                    yield replace(layout, ep=ep)
+
+
+def _every_layout(case: Case, space: SearchSpace) -> Iterator[Layout]:
+    model, cluster = case.model, case.cluster
+    devices = cluster.devices
+    for tp in _tensor_degrees(model, cluster, space):
+        for cp in _context_degrees(model, devices // tp, space):
+            for pp in _pipeline_degrees(model, devices // (tp * cp), space):
+                data = devices // (tp * cp * pp)
+                if case.batch % data:
+                    continue
+                inside = cluster.per_node // min(cluster.per_node, tp)
+                for split in _data_splits(data, inside, pp, dict(space.degrees)):
+                    yield replace(split, tp=tp, cp=cp, pp=pp)
+
+
+def _tensor_degrees(model: ModelFacts, cluster: Cluster, space: SearchSpace) -> Iterator[int]:
+    """1, and what divides heads, nodes and devices: across nodes it never pays."""
+    yield 1
+    if (space.built and "tp" not in AUTO_AXES) or not model.heads:
+        return
+    for tp in range(2, cluster.per_node + 1):
+        if not (model.heads % tp or cluster.per_node % tp or cluster.devices % tp):
+            yield tp
+
+
+def _context_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> Iterator[int]:
+    """1, what is asked for, and where sequences are long what leaves them long enough."""
+    wanted = dict(space.degrees).get("cp", 0)
+    if wanted:
+        yield from [wanted] if devices % wanted == 0 else []
+        return
+    yield 1
+    cp = 2
+    while (
+        not (space.built and "cp" not in AUTO_AXES)
+        and model.sequence // cp >= LONG_SEQUENCE // 2
+        and cp <= 16
+    ):
+        if devices % cp == 0:
+            yield cp
+        cp *= 2
+
+
+def _expert_degrees(case: Case, layout: Layout, space: SearchSpace) -> Iterator[int]:
+    """1, and where a mixture is not cut by tp as well: the most ranks of a node, and of all.
+
+    More ranks hold fewer experts each and send as many tokens, but across nodes on slower links.
+    """
+    yield 1
+    experts = case.model.experts
+    if layout.tp > 1 or (space.built and "ep" not in AUTO_AXES):
+        return
+    even = [n for n in range(2, experts + 1) if experts % n == 0 and layout.lends(n)]
+    inside = [n for n in even if n * layout.cp <= case.cluster.per_node]
+    yield from sorted({*inside[-1:], *even[-1:]})
+
+
+def _pipeline_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> Iterator[int]:
+    """Depths that leave every stage at least one block."""
+    yield 1
+    if space.built and "pp" not in AUTO_AXES:
+        return
+    for pp in range(2, min(DEEPEST_PIPELINE, model.blocks, devices) + 1):
+        if devices % pp == 0:
+            yield pp
+
+
+def _data_splits(data: int, inside: int, pp: int, given: dict[str, int]) -> Iterator[Layout]:
+    """What the data-parallel ranks may hold; with a pipeline, parameters stay whole.
+
+    Gathering sharded blocks again for every micro-batch of a pipeline multiplies the traffic by
+    their number, so zero 3 is left out there.
+
+    inside   data-parallel ranks of a node · given   degrees that the user fixed
+    """
+    yield Layout(dp_replicate=data)
+    if data == 1:
+        return
+    yield Layout(dp_shard=data, zero=1)
+    if pp > 1:
+        return
+    yield Layout(dp_shard=data, zero=2)
+    yield Layout(dp_shard=data, zero=3)
+    asked = {given.get("dp_shard", 1), data // given.get("dp_replicate", data)}
+    for shard in sorted({inside, 4 * inside, 16 * inside} | asked):
+        if 1 < shard < data and data % shard == 0:
+            yield Layout(dp_replicate=data // shard, dp_shard=shard, zero=3)
+
+
+def _micro_batches(case: Case, layout: Layout, space: SearchSpace) -> Iterator[int]:
+    """Yield sizes that divide a rank's share of a step, each well apart from the one before.
+
+    On a CPU the one that a run would have: forecasts of sizes err too much there to rank them.
+    """
+    share, rest = divmod(case.batch, layout.data_degree)
+    if rest:
+        return
+    if space.micro_batch or space.accumulate:
+        size = space.micro_batch or share // space.accumulate
+        if size and share % size == 0 and space.accumulate in (0, share // size):
+            yield size
+        return
+    if case.cluster.device.kind == "cpu":
+        ordered = layout.schedule or (DEFAULT if layout.pp > 1 else "")
+        whole = case.but(layout=replace(layout, schedule=ordered), micro_batch=share)
+        yield fastest_micro_batch(whole, measured=True)
+        return
+    before = 0.0
+    for size in divisors(share):
+        if size >= APART * before:
+            before = size
+            yield size
+
+
+def fastest_micro_batch(case: Case, *, measured: bool) -> int:
+    """Return the micro-batch that fits in memory and should be fastest.
+
+    Args:
+        case: model, machine and a settled plan.
+        measured: the machine's rates were measured; False: they say nothing about sizes.
+
+    Returns:
+        The largest that fits, or what a pipeline usually has, unless a GPU is foreseen to be faster
+        with another one by more than forecasts err. On a CPU forecasts of sizes are not looked at:
+        a model with 32,000 tokens took 1.8 s with 1 sample a pass, 1.2 s with 16, where 2.5 and
+        5.0 s were foreseen. Where no size fits an eighth of the batch, or
+        less: forecasts of memory err too, and no less was ever needed by default.
+    """
+    layout, batch = case.layout, case.batch
+    measured = measured and case.cluster.device.kind != "cpu"
+    most = 0 if measured else usual_micro_batch(layout, batch)
+    fitting = list(_fitting(case, micro_batch_sizes(layout, batch, most)))
+    if not fitting:
+        few = micro_batch_sizes(layout, batch, turn_of(batch))
+        return next(iter(few), case.micro_batch)
+    if not measured:
+        return fitting[0].micro_batch
+    times_s = {one.micro_batch: predict_time(one).step_s for one in fitting}
+    best = min(times_s, key=lambda size: times_s[size])
+    most = usual_micro_batch(layout, batch, at_most=fitting[0].micro_batch)
+    usual = max((size for size in times_s if size <= most), default=best)
+    return best if times_s[best] * SIZES_APART < times_s[usual] else usual
+
+
+def _fitting(case: Case, sizes: list[int]) -> Iterator[Case]:
+    """Yield the cases with those sizes whose forecast fits with its margin, the largest first."""
+    for size in sizes:
+        tried = replace(case, plan=with_micro_batch(case.plan, size))
+        try:
+            if judged(tried, predict_run(tried)).after == "fits":
+                yield tried
+        except PlanError:
+            continue
+
+
+def _schedules(
+    case: Case, layout: Layout, space: SearchSpace, micro_batch: int
+) -> Iterator[tuple[str, int]]:
+    rounds = case.batch // (micro_batch * layout.data_degree)
+    given, chunks = layout.schedule or space.schedule, max(layout.chunks, space.chunks)
+    if layout.pp > 1 and given:
+        name, each = settle_schedule(given, chunks if chunks > 1 else 0, layout.pp)
+        if runs(replace(layout, schedule=name, chunks=each), rounds):
+            yield name, each
+        return
+    yield DEFAULT, 1
+    if layout.pp == 1:
+        return
+    if layout.zero < 3 and rounds >= layout.pp:
+        yield "zero-bubble", 1
+    for chunks in (2, 4):
+        if rounds % layout.pp == 0 and case.model.blocks // (layout.pp * chunks) >= 1:
+            yield "interleaved", chunks

@@ -1,0 +1,114 @@
+"""What to change so that a layout fits that does not: the cheapest setting, or pair of settings.
+
+Each change lowers the peak of one rank and costs time or nothing; those that help are ranked by the
+step time that is then foreseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from shoal.base.estimates.estimate import Case
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.policies import RECOMPUTE
+from shoal.base.layouts.schedule_names import SPLIT_BACKWARD
+from shoal.forecast.fit.memory_instants import predict_run
+from shoal.forecast.search.layout_search import Candidate, judged
+from shoal.forecast.time.step_time import predict_time
+
+Change = tuple[str, Callable[[Case], Case | None]]
+
+CHANGES: tuple[Change, ...] = (
+    ("memory.recompute=selective", lambda c: _recompute(c, "selective")),
+    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, 2)),
+    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, 8)),
+    ("train.micro_batch={micro_batch}", lambda c: _smaller(c, c.micro_batch)),
+    ("memory.recompute=full", lambda c: _recompute(c, "full")),
+    ("{stage}", lambda c: _stage(c, 1)),
+    ("{stage}", lambda c: _stage(c, 2)),
+    ("{stage}", lambda c: _stage(c, 3)),
+    ("memory.offload=optimizer", lambda c: _offload(c, "optimizer")),
+    ("memory.offload=parameters", lambda c: _offload(c, "parameters")),
+)
+"""Settings that lower the peak, one at a time."""
+
+
+def fixes(case: Case) -> list[tuple[str, Candidate]]:
+    """Find settings with which a case's steps fit; pairs of them where no single one is enough.
+
+    Whether it starts is not looked at. `case` stays as it is; that it does not fit is not checked.
+
+    Gives   (settings as a user types them, prediction with them): what fits for sure first, then
+            what is tight, of each the fastest first; [] if nothing here helps
+    """
+    found = _that_fit([(name, made) for name, change in CHANGES if (made := change(case))])
+    if not any(candidate.verdict.after == "fits" for _, candidate in found):
+        pairs = []
+        for place, (first, change) in enumerate(CHANGES):
+            made = change(case)
+            for second, other in CHANGES[place + 1 :]:
+                if made and first != second and (both := other(made)):
+                    pairs.append((f"{first} {second}", both))
+        both_fit = _that_fit(pairs)
+        # A pair that is tight as well has nothing over a single setting that is.
+        found += [one for one in both_fit if not found or one[1].verdict.after == "fits"]
+    return sorted(found, key=lambda one: (one[1].verdict.after != "fits", one[1].time.step_s))
+
+
+def _that_fit(tried: list[tuple[str, Case]]) -> list[tuple[str, Candidate]]:
+    found: dict[str, Candidate] = {}
+    for name, case in tried:
+        memory = predict_run(case)
+        word = judged(case, memory)
+        if word.after != "no":  # what no setting changes, the start, is told apart
+            text = name.format(micro_batch=case.micro_batch, stage=_stage_text(case.layout))
+            found[text] = Candidate(case, memory, predict_time(case), word)
+    return list(found.items())
+
+
+def _stage_text(layout: Layout) -> str:
+    """The layout's stage as a user sets it: a name, or degrees where other axes are split too.
+
+    >>> _stage_text(Layout(dp_shard=8, zero=3)), _stage_text(Layout(tp=2, dp_shard=4, zero=1))
+    ('layout.strategy=fsdp', 'layout.dp_shard=4 layout.zero=1')
+    """
+    if layout.processes == layout.data_degree and layout.ep == 1:
+        return f"layout.strategy={layout.strategy}"
+    return f"layout.dp_shard={layout.dp_shard} layout.zero={layout.zero}"
+
+
+def _recompute(case: Case, policy: str) -> Case | None:
+    if case.plan.compile != "none" and policy == "selective":
+        return None
+    if case.layout.pp > 1 and case.schedule in SPLIT_BACKWARD:
+        return None
+    order = RECOMPUTE.index
+    return case.but(recompute=policy) if order(policy) > order(case.plan.recompute) else None
+
+
+def _smaller(case: Case, times: int) -> Case | None:
+    size, rest = divmod(case.micro_batch, times)
+    return None if rest or size in (0, case.micro_batch) else case.but(micro_batch=size)
+
+
+def _stage(case: Case, stage: int) -> Case | None:
+    layout = case.layout
+    if layout.data_degree == 1 or layout.zero >= stage or layout.dp_shard > 1 < layout.dp_replicate:
+        return None
+    if layout.pp > 1 and stage > 1:
+        return None
+    ranks = layout.dp_replicate * layout.dp_shard
+    split = replace(
+        layout, dp_replicate=1, dp_shard=ranks, zero=stage, servers=0, updates="", serves=""
+    )
+    return case.but(layout=split)
+
+
+def _offload(case: Case, what: str) -> Case | None:
+    on_gpu = case.cluster.device.kind == "gpu"
+    if what == "parameters" and case.layout.processes > 1 and case.layout.zero < 3:
+        return None
+    if case.layout.servers:  # whose states are elsewhere already
+        return None
+    return case.but(offload=what) if on_gpu and case.plan.offload == "none" else None

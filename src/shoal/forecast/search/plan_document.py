@@ -1,0 +1,180 @@
+"""A plan as one JSON document: what `shoal plan --json` prints and its tables are drawn from.
+
+Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `why`, `notes`):
+
+    version, model {name, parameters, sequence, blocks, forward_flops, source},
+    machine {name, device, kind, devices, own_devices, nodes, per_node, memory_bytes,
+             node_memory_bytes (0: not known), inside, across, source, calibration, groups,
+             islands},
+    batch, compute, notes [text], searched, fitting, guide text, advice {mixed|islands: text},
+    starting text ("" where the best layout starts),
+    fixes [{set, step_s, peak_bytes}], next text,
+    layouts [{rank, text, strategy, degrees {axis: n}, zero, schedule, chunks, micro_batch,
+              accumulate, recompute, offload, reshard, verdict fits|tight|no, starts, after
+              fits|tight|no (the steps alone), instant, place (another that is worse than
+              they are), told, instants [{name, device_bytes, host_bytes, files_bytes}],
+              host_bytes, disk_bytes (of a rank's states that wait there), margin_bytes (of the
+              steps),
+              step_s, step_low_s, step_high_s, samples_per_s, tokens_per_s, mfu, time {part: s},
+              hidden {part: s}, sent {link: bytes},
+              peak_bytes, peak_low_bytes, peak_high_bytes, allocated_bytes, memory {part: bytes},
+              when, stage, why, dies_first}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shoal.base.estimates.cluster import Cluster
+from shoal.base.estimates.estimate import ModelFacts
+from shoal.forecast.search.cluster_advice import advice
+from shoal.forecast.search.layout_reasons import (
+    ask_guide,
+    dies_first,
+    shape_text,
+    starting,
+    why_before,
+)
+from shoal.forecast.search.layout_search import Candidate, least_memory_bytes
+from shoal.forecast.search.memory_suggestions import fixes
+from shoal.forecast.search.search_space import SearchSpace
+
+VERSION = 1
+
+
+def plan_record(
+    candidates: Sequence[Candidate], space: SearchSpace, *, top: int, notes: Sequence[str]
+) -> dict[str, Any]:
+    """Make the JSON document of a search: the best candidate of each of the `top` best layouts.
+
+    Predicts what it needs beside them: the field's guide, and `fixes` where no layout's steps fit.
+
+    candidates   not empty, best first · notes  lines that it repeats
+    space   what was searched; a layout that the user fixed is not held against the field's guide
+    Schema  head of this module
+    """
+    best = candidates[0]
+    case = best.case
+    shown = _varied(candidates, top)
+    given = space.layout is not None or space.degrees or space.zero is not None
+    record: dict[str, Any] = {
+        "version": VERSION,
+        "model": model_record(case.model),
+        "machine": machine_record(case.cluster),
+        "batch": case.batch,
+        "compute": case.plan.compute,
+        "notes": list(notes),
+        "searched": len(candidates),
+        "fitting": sum(candidate.fits for candidate in candidates),
+        "guide": "" if given or not best.runs else ask_guide(best, space)[0],
+        "starting": starting(best),
+        "advice": dict(advice(best)),
+        "fixes": [],
+        "layouts": [],
+    }
+    if not best.runs:
+        record["fixes"] = [
+            {"set": text, "step_s": made.time.step_s, "peak_bytes": made.memory.peak_bytes}
+            for text, made in fixes(case)[:3]
+        ]
+    for place, candidate in enumerate(shown):
+        row = candidate_record(candidate)
+        row["rank"] = place + 1
+        following = shown[place + 1] if place + 1 < len(shown) else None
+        row["why"] = why_before(candidate, following) if following else ""
+        record["layouts"].append(row)
+    return record
+
+
+def _varied(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
+    """The best of each layout: a list of one layout's micro-batches would say little."""
+    seen: set[Any] = set()
+    chosen: list[Candidate] = []
+    for candidate in candidates:
+        if candidate.case.layout.unordered in seen:
+            continue
+        seen.add(candidate.case.layout.unordered)
+        chosen.append(candidate)
+        if len(chosen) == top:
+            break
+    return chosen
+
+
+def model_record(model: ModelFacts) -> dict[str, Any]:
+    """What is planned."""
+    return {
+        "name": model.name,
+        "parameters": model.trainable,
+        "sequence": model.sequence,
+        "blocks": model.blocks,
+        "forward_flops": model.forward_flops,
+        "source": model.source,
+    }
+
+
+def machine_record(cluster: Cluster) -> dict[str, Any]:
+    """Where it would run."""
+    return {
+        "name": cluster.name or f"{cluster.nodes}x{cluster.per_node}x{cluster.device.name}",
+        "device": cluster.device.name,
+        "kind": cluster.device.kind,
+        "devices": cluster.devices,
+        "own_devices": cluster.nodes * cluster.per_node,
+        "nodes": cluster.nodes,
+        "per_node": cluster.per_node,
+        "memory_bytes": least_memory_bytes(cluster),
+        "node_memory_bytes": cluster.node_memory_bytes,
+        "inside": cluster.inside.name,
+        "across": cluster.across.name,
+        "source": cluster.device.source,
+        "calibration": cluster.calibration.source,
+        "groups": [machine_record(group) for group in cluster.groups],
+        "islands": cluster.islands,
+    }
+
+
+def candidate_record(candidate: Candidate) -> dict[str, Any]:
+    """One layout and what is foreseen of it."""
+    case, memory, time = candidate.case, candidate.memory, candidate.time
+    return {
+        "text": shape_text(case),
+        "strategy": case.layout.strategy,
+        "degrees": {**case.layout.degrees, "ep": case.layout.ep},
+        "zero": case.layout.zero,
+        "schedule": case.schedule if case.layout.pp > 1 else "",
+        "chunks": case.chunks,
+        "micro_batch": case.micro_batch,
+        "accumulate": case.accumulate,
+        "recompute": case.plan.recompute,
+        "offload": case.plan.offload,
+        "reshard": case.plan.reshard,
+        "verdict": candidate.verdict.word,
+        "starts": candidate.verdict.starts,
+        "after": candidate.verdict.after,
+        "instant": candidate.verdict.instant,
+        "place": candidate.verdict.place,
+        "told": candidate.verdict.text,
+        "instants": [asdict(one) for one in memory.instants],
+        "host_bytes": memory.host_bytes,
+        "disk_bytes": memory.disk_bytes,
+        "margin_bytes": candidate.verdict.margin_bytes,
+        "step_s": time.step_s,
+        "step_low_s": time.low_s,
+        "step_high_s": time.high_s,
+        "samples_per_s": candidate.per_s,
+        "tokens_per_s": candidate.per_s * case.model.sequence,
+        "mfu": candidate.mfu,
+        "time": time.parts,
+        "hidden": time.hidden,
+        "sent": time.bytes,
+        "peak_bytes": memory.peak_bytes,
+        "peak_low_bytes": memory.low_bytes,
+        "peak_high_bytes": memory.high_bytes,
+        "allocated_bytes": memory.allocated_bytes,
+        "memory": memory.parts,
+        "when": memory.when,
+        "stage": memory.stage,
+        "dies_first": dies_first(candidate),
+    }

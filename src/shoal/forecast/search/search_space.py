@@ -1,0 +1,140 @@
+"""Which fields of a plan a search may choose: what [layout] leaves open on given machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.base.errors import ConfigError, PlanError, one_of
+from shoal.base.estimates.cluster import Cluster
+from shoal.base.layouts.degrees import planned_degrees
+from shoal.base.layouts.layout import PIPELINES, STAGES, Layout
+from shoal.base.layouts.schedule_names import canonical, settle_schedule
+from shoal.base.layouts.strategies import expand
+from shoal.config.sections import LayoutSection, keys
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The fields of a plan that a search may choose; it keeps all others.
+
+    layout       the only one to try; None: layouts are searched
+    degrees      (axis, degree) pairs that are fixed; other axes are searched
+    zero         the stage, what dp_shard splits, that is fixed; None: whatever is best
+    micro_batch  samples per forward pass, 0: any · accumulate  micro-batches per rank, 0: any
+    given        keys of policies that the user set; recompute is searched where it is not one
+    schedule, chunks   of a pipeline, where `degrees` has one; ""  left to the search
+    built        search data-parallel axes first, and tp, pp, cp too only where no layout of those
+                 fits, as `auto` does for a run; False: all at once
+    """
+
+    layout: Layout | None = None
+    degrees: tuple[tuple[str, int], ...] = ()
+    zero: int | None = None
+    micro_batch: int = 0
+    accumulate: int = 0
+    given: frozenset[str] = frozenset()
+    schedule: str = ""
+    chunks: int = 1
+    built: bool = False
+
+
+def section_of(words: Mapping[str, Any]) -> LayoutSection:
+    """Build a `LayoutSection` from keys of [layout]; keys that are not given keep their defaults.
+
+    Errors   ConfigError for a key that [layout] lacks, with the nearest; values are not checked
+
+    >>> section_of({"tp": 2}).degrees()
+    {'tp': 2}
+    """
+    known = [key.name for key in keys(LayoutSection)]
+    for name in words:
+        if name not in known:
+            raise ConfigError(one_of("layout", name, known))
+    return LayoutSection(**words)
+
+
+def space_of(section: LayoutSection, cluster: Cluster, **further: Any) -> SearchSpace:
+    """Find what a [layout] section leaves open on the devices of a cluster.
+
+    Its layout is fixed by a strategy's name, or by degrees whose product is all devices; fewer
+    leave the other axes to the search, `auto` alone leaves all.
+
+    further    other fields, as `SearchSpace` explains them: micro_batch, accumulate, given, built
+    Errors     PlanError for a name, a schedule or degrees that do not go with the devices
+    """
+    degrees = section.degrees()
+    schedule, chunks = _schedule(section, degrees.get("pp", 1))
+    return SearchSpace(
+        layout=_layout(section, cluster),
+        degrees=tuple(degrees.items()),
+        zero=_zero(section),
+        schedule=schedule,
+        chunks=chunks,
+        **further,
+    )
+
+
+def _schedule(section: LayoutSection, pp: int) -> tuple[str, int]:
+    """The schedule that the user fixed beside degrees, and its chunks; "" leaves it open."""
+    named = section.strategy if section.degrees() and section.strategy in PIPELINES[1:] else ""
+    schedule = section.schedule or named
+    if (section.strategy != "auto" and not named) or not (schedule or section.chunks):
+        return "", 1
+    name = canonical(schedule or "interleaved")
+    return settle_schedule(name, section.chunks, pp)
+
+
+def _zero(section: LayoutSection) -> int | None:
+    """What dp_shard splits, as the user fixed it: by its key, or by a name beside degrees.
+
+    Errors   PlanError for a name that says nothing beside degrees
+    """
+    if section.zero >= 0:
+        return section.zero
+    if not section.degrees() or section.strategy in ("auto", "3d", *PIPELINES):
+        return None
+    stages = {**STAGES, "ddp": 0}
+    if section.strategy not in stages:
+        raise PlanError(
+            f"layout.strategy = {section.strategy}: is a whole layout, and so are degrees beside "
+            f"it; try: leave layout.strategy out"
+        )
+    return stages[section.strategy]
+
+
+def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
+    """The layout that the user fixed, as a run would take it; None where the planner has a choice.
+
+    Errors   PlanError for a name or degrees that do not go with the devices
+    """
+    zero = _zero(section)
+    if degrees := section.degrees():
+        planned_degrees(degrees, cluster.devices, None)  # refuses what does not divide
+        if Layout.of(degrees).processes < cluster.devices:
+            return None
+        return planned_degrees(degrees, cluster.devices, zero)
+    strategy = "dp" if section.strategy == "auto" and section.threads else section.strategy
+    if strategy == "auto":
+        return None
+    processes, threads = cluster.devices, section.threads
+    if strategy == "dp" and cluster.device.kind != "cpu" and cluster.devices > 1:
+        processes, threads = cluster.nodes, threads or cluster.per_node
+        if threads > cluster.per_node:
+            raise PlanError(
+                f"layout.threads = {threads}: dp has a replica on each of so many devices, and a "
+                f"node has {cluster.per_node}; try: layout.threads={cluster.per_node}"
+            )
+    return expand(
+        strategy,
+        processes,
+        threads=threads,
+        zero=zero,
+        schedule=section.schedule,
+        chunks=section.chunks,
+        servers=section.servers,
+        updates=section.updates,
+        staleness=section.staleness,
+        serves=section.serves,
+    )

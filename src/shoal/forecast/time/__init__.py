@@ -1,0 +1,1 @@
+"""Seconds and bytes of one step: work, collectives, overlap, pipelines, servers, islands."""

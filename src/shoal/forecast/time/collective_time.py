@@ -1,0 +1,241 @@
+"""How long the ranks of one axis take to exchange a message on a given cluster, and who sends what.
+
+An axis of the layout is a *group*: n ranks, of which g share a node (a fast link) and the rest are
+reached over the network (a slow one). Of every collective the fastest known algorithm counts:
+
+    one node, or one rank per node   ring, tree, halving and doubling over that one link
+    g ranks on each of G nodes       three stages: inside, over the nodes with M/g, inside;
+                                     or one ring over all n, as fast as its slower link, where the
+                                     g ranks of a node drive g cards: min(inside, g · across)
+    all-to-all                       M/n to each rank, both links at once
+    sending to the next stage        α + M/bandwidth; over the network if any stage boundary is one
+                                     between nodes: every micro-batch passes it
+
+M is the whole message; what one rank sends of it is counted per link, since every rank sends alike.
+Sources: teach/calculators/collectives_costs.py for the algorithms; Narayanan et al. 2021 §5.9 and
+AutoParallel's notes for rings that share a node's network cards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.base.estimates.cluster import Cluster, Link
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange messages: n in all, `near` of them on each node they touch."""
+
+    ranks: int
+    near: int
+    inside: Link
+    across: Link
+    per_node: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group touches."""
+        return -(-self.ranks // self.near)
+
+    @property
+    def one_link(self) -> Link | None:
+        """The only kind of link that this group uses; None where it uses both."""
+        if self.near == self.ranks:
+            return self.inside
+        return self.across if self.near == 1 else None
+
+    @property
+    def suffix(self) -> str:
+        """How the group lies in its nodes, as the end of a term's name: each has an efficiency.
+
+        ""         fills a node · "_shared"  one of several groups inside a node
+        "_across"  one rank per node · "_both"  several ranks on each of several nodes
+
+        >>> link = Link("wire", 0.0, 1.0)
+        >>> [Group(n, g, link, link, 8).suffix for n, g in ((8, 8), (4, 4), (16, 1), (16, 8))]
+        ['', '_shared', '_across', '_both']
+        """
+        if self.near < self.ranks:
+            return "_across" if self.near == 1 else "_both"
+        return "_shared" if self.ranks < self.per_node else ""
+
+
+def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
+    """The group of an axis of degree `ranks` whose neighbours are `stride` ranks apart.
+
+    stride   product of the degrees of the axes inside this one (tp: 1)
+
+    >>> link = Link("wire", 0.0, 1.0)
+    >>> from shoal.base.estimates.cluster import Device
+    >>> cluster = Cluster(Device("d", 1, {}, 1), 4, 8, link, link)
+    >>> [group_of(cluster, n, s).near for n, s in ((8, 1), (16, 1), (8, 4), (4, 8), (2, 4))]
+    [8, 8, 2, 1, 2]
+    """
+    near = max(1, min(ranks, cluster.per_node // stride))
+    return Group(ranks, near, cluster.inside, cluster.across, cluster.per_node)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of an exchange, and what one rank sends over each link."""
+
+    seconds: float = 0.0
+    inside_bytes: float = 0.0
+    across_bytes: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.seconds + other.seconds,
+            self.inside_bytes + other.inside_bytes,
+            self.across_bytes + other.across_bytes,
+        )
+
+    def times(self, count: float) -> Cost:
+        """The same exchange `count` times.
+
+        >>> Cost(1.0, 2.0, 3.0).times(2)
+        Cost(seconds=2.0, inside_bytes=4.0, across_bytes=6.0)
+        """
+        return Cost(self.seconds * count, self.inside_bytes * count, self.across_bytes * count)
+
+    def slower(self, times: float) -> Cost:
+        """The same bytes in `times` the seconds.
+
+        >>> Cost(1.0, 2.0, 3.0).slower(2)
+        Cost(seconds=2.0, inside_bytes=2.0, across_bytes=3.0)
+        """
+        return Cost(self.seconds * times, self.inside_bytes, self.across_bytes)
+
+
+NOTHING = Cost()
+
+
+def _on_one(group: Group, link: Link, seconds: float, sent_bytes: float) -> Cost:
+    inside = link is group.inside
+    return Cost(seconds, sent_bytes if inside else 0.0, 0.0 if inside else sent_bytes)
+
+
+def rounds(ranks: int) -> int:
+    """Count the rounds of a broadcast whose holders double every round: ⌈log2 ranks⌉.
+
+    >>> [rounds(n) for n in (1, 2, 3, 8, 9)]
+    [0, 1, 2, 3, 4]
+    """
+    return (ranks - 1).bit_length()
+
+
+def ring_all_reduce_s(ranks: int, message_bytes: float, link: Link) -> float:
+    """Seconds of an all-reduce in one ring over even links: 2(n−1)·α + 2(n−1)/n·M·β."""
+    return 2 * (ranks - 1) * (link.latency_s + message_bytes / link.bytes_per_s / ranks)
+
+
+def _flat_all_reduce_s(ranks: int, message_bytes: float, link: Link) -> float:
+    """Ring, tree, or halving and doubling, whichever is fastest (as in the calculators)."""
+    wire_s = message_bytes / link.bytes_per_s
+    ring = ring_all_reduce_s(ranks, message_bytes, link)
+    tree = 2 * (rounds(ranks) * link.latency_s + wire_s)
+    if ranks & (ranks - 1):
+        return min(ring, tree)
+    halving = 2 * rounds(ranks) * link.latency_s + 2 * (ranks - 1) / ranks * wire_s
+    return min(ring, tree, halving)
+
+
+def _ring_over_both(group: Group, message_bytes: float, passes: int) -> float:
+    """One ring through all nodes: `passes` is 2 for an all-reduce, 1 for a gathering."""
+    near, nodes, ranks = group.near, group.nodes, group.ranks
+    rate = min(group.inside.bytes_per_s, near * group.across.bytes_per_s)
+    hops_s = (ranks - nodes) * group.inside.latency_s + (nodes - 1) * group.across.latency_s
+    return passes * (hops_s + (ranks - 1) / ranks * message_bytes / rate)
+
+
+def all_reduce(group: Group, message_bytes: float) -> Cost:
+    """The sum of M bytes on all ranks.
+
+    >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
+    >>> all_reduce(Group(4, 4, wire, net), 16.0)
+    Cost(seconds=3.0, inside_bytes=24.0, across_bytes=0.0)
+    >>> all_reduce(Group(8, 4, wire, net), 16.0).across_bytes
+    4.0
+    """
+    ranks = group.ranks
+    if ranks == 1 or message_bytes <= 0:
+        return NOTHING
+    link = group.one_link
+    if link is not None:
+        sent = 2 * (ranks - 1) / ranks * message_bytes
+        return _on_one(group, link, _flat_all_reduce_s(ranks, message_bytes, link), sent)
+    near, nodes = group.near, group.nodes
+    staged = 2 * _gather_s(near, message_bytes, group.inside)
+    staged += _flat_all_reduce_s(nodes, message_bytes / near, group.across)
+    return Cost(
+        min(staged, _ring_over_both(group, message_bytes, 2)),
+        2 * (near - 1) / near * message_bytes,
+        2 * (nodes - 1) / nodes * message_bytes / near,
+    )
+
+
+def _gather_s(ranks: int, message_bytes: float, link: Link) -> float:
+    return (ranks - 1) * (link.latency_s + message_bytes / ranks / link.bytes_per_s)
+
+
+def all_gather(group: Group, message_bytes: float) -> Cost:
+    """All ranks hold M bytes of which each had its part; a reduce-scatter costs the same.
+
+    >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
+    >>> all_gather(Group(4, 4, wire, net), 16.0)
+    Cost(seconds=1.5, inside_bytes=12.0, across_bytes=0.0)
+    """
+    ranks = group.ranks
+    if ranks == 1 or message_bytes <= 0:
+        return NOTHING
+    link = group.one_link
+    if link is not None:
+        sent = (ranks - 1) / ranks * message_bytes
+        return _on_one(group, link, _gather_s(ranks, message_bytes, link), sent)
+    near, nodes = group.near, group.nodes
+    staged = _gather_s(near, message_bytes, group.inside)
+    staged += _gather_s(nodes, message_bytes / near, group.across)
+    return Cost(
+        min(staged, _ring_over_both(group, message_bytes, 1)),
+        (near - 1) / near * message_bytes,
+        (nodes - 1) / nodes * message_bytes / near,
+    )
+
+
+def all_to_all(group: Group, message_bytes: float) -> Cost:
+    """Each rank sends an n-th of its M bytes to every other rank.
+
+    >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
+    >>> all_to_all(Group(8, 4, wire, net), 16.0)
+    Cost(seconds=8.0, inside_bytes=6.0, across_bytes=8.0)
+    """
+    ranks, near = group.ranks, group.near
+    if ranks == 1 or message_bytes <= 0:
+        return NOTHING
+    inside = (near - 1) / ranks * message_bytes
+    across = (ranks - near) / ranks * message_bytes
+    inside_s = (near - 1) * group.inside.latency_s + inside / group.inside.bytes_per_s
+    across_s = (ranks - near) * group.across.latency_s + across / group.across.bytes_per_s
+    return Cost(max(inside_s, across_s), inside, across)
+
+
+def send(cluster: Cluster, stride: int, message_bytes: float, stages: int = 2) -> Cost:
+    """One message to the next of `stages` stages, `stride` ranks away.
+
+    Over the network if they do not all fit a node: a pipeline is as fast as its slowest boundary.
+
+    >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
+    >>> from shoal.base.estimates.cluster import Device
+    >>> cluster = Cluster(Device("d", 1, {}, 1), 2, 4, wire, net)
+    >>> send(cluster, 2, 8.0).seconds, send(cluster, 4, 8.0).seconds
+    (1.0, 8.0)
+    >>> send(cluster, 1, 8.0, stages=4).seconds, send(cluster, 1, 8.0, stages=8).seconds
+    (1.0, 8.0)
+    """
+    if message_bytes <= 0:
+        return NOTHING
+    near = stride * stages <= cluster.per_node
+    link = cluster.inside if near else cluster.across
+    seconds = link.latency_s + message_bytes / link.bytes_per_s
+    return Cost(seconds, message_bytes if near else 0.0, 0.0 if near else message_bytes)

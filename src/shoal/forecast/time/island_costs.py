@@ -1,0 +1,308 @@
+"""What islands joined by slow links cost: seconds per round, utilisation, bytes, peak rate, memory.
+
+Each of R islands takes H inner steps of t seconds alone; P fragments of the weights, one at a time,
+are merged with the other islands, each sent τ inner steps before its result is taken over:
+
+    coded       C = β·n                          n parameters of a fragment, β bytes of each
+    sent        S = 2(R−1)/R · C                 coded twice: own message, then a share of the mean
+                S = (R−1) · C                    codecs whose sums do not stay small: all to all
+    exchange    x = max(S/W, coding) + 6·ε + outer       W bytes/s of an island's link, ε latency
+    round       T = H·t + P · (own + max(0, x − τ·t))
+    utilisation H·t / T
+
+Coding goes on beside the link, chunk by chunk: a message is coded once and its parts decoded twice
+by their owner, the mean coded by its owner and decoded by all. Six messages follow one another: two
+halves, and two gatherings of a length and what has it. `outer` is the outer optimizer's step and
+the digest, `own` the difference and the blend, for which an island's inner steps stop. Fragments
+do not make what is sent smaller; they make it smooth. Islands of unequal speed take H_i =
+max(1, round(H·v_i/v_max)) steps, and T comes from playing the round with a clock for each.
+
+Not counted: that the exchange takes a core from inner steps, and losses on the link.
+Against the simulation in the Streaming DiLoCo paper (Gbit/s for a given utilisation, 10B and 100B,
+two islands, H = 100, nothing hidden) this asks for 1.07 to 1.3 times its Gbit/s at 50 to 95 %, and
+for 1.8 to 1.9 times at 99 %; at 4 bits with one step of overlap for 1.0 to 1.25 (24 fragments).
+Sources: Douillard et al. 2023 (DiLoCo), 2025 (streaming); Liu et al. 2024 (steps by speed).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.base.errors import PlanError
+from shoal.base.layouts.island_options import IslandsPolicy
+from shoal.forecast.time.codec_costs import CODINGS, MEMORY_BYTES_PER_S, coded_bytes
+
+DIGEST_BYTES_PER_S = 1e9
+"""SHA-256 by one core; 1.1 to 1.5 were measured. Without instructions for it, less than half."""
+
+MESSAGES = 6
+"""One after another in an exchange."""
+
+OWN_PASSES = 6
+"""Over a fragment, while the inner steps wait: difference 3 (two read, one written), blend 3."""
+
+OUTER_PASSES = 14
+"""As long as so many, beside the inner steps: the outer step 11 (measured, Nesterov), the Gram
+matrix of what came 2 (measured, 3 islands), cutting 1."""
+
+STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1}
+"""Numbers per parameter that an outer optimizer keeps; 2 for those that are not here."""
+
+
+@dataclass(frozen=True)
+class IslandsFacts:
+    """What is known of a model, of islands and of their links before a run.
+
+    parameters   elements of the whole model · step_s  seconds of the fastest island's inner step
+    bytes_per_s  of the slowest island's link, each direction; all its processes share it
+    latency_s    seconds of a message · near_bytes_per_s  of links inside a region
+                 (islands.regions); 0: as bytes_per_s
+    speeds       of every island, as a share of the fastest; () if all are equally fast
+    tokens       that one island learns from in one inner step; 0 if not known
+    ranks        processes of an island; each works on its share on a core of its own
+    element_bytes  4, or 8 where parameters are float64
+    Errors       PlanError when made: parameters, step_s, bytes_per_s or ranks of 0 or less;
+                 latency_s, near_bytes_per_s or tokens below 0; a speed that is not in (0, 1]
+    """
+
+    parameters: float
+    step_s: float
+    bytes_per_s: float
+    latency_s: float = 0.0
+    near_bytes_per_s: float = 0.0
+    speeds: tuple[float, ...] = ()
+    tokens: float = 0.0
+    ranks: int = 1
+    element_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        for name, value, nearest in (
+            ("parameters", self.parameters, "1e9"),
+            ("step_s", self.step_s, "1"),
+            ("bytes_per_s", self.bytes_per_s, "125e6"),
+            ("ranks", self.ranks, "1"),
+        ):
+            if not value > 0:
+                raise PlanError(f"{name} = {value:g}: must be more than 0; try: {name}={nearest}")
+        for name, value in (
+            ("latency_s", self.latency_s),
+            ("near_bytes_per_s", self.near_bytes_per_s),
+            ("tokens", self.tokens),
+        ):
+            if not value >= 0:
+                raise PlanError(f"{name} = {value:g}: must be 0 or more; try: {name}=0")
+        if not all(0 < speed <= 1 for speed in self.speeds):
+            wrong = next(speed for speed in self.speeds if not 0 < speed <= 1)
+            raise PlanError(f"speeds: {wrong:g} is no share of the fastest island's speed; try: 1")
+
+
+@dataclass(frozen=True)
+class IslandsCost:
+    """Predicted cost of one round of islands: the mean of rounds that differ (islands.regions).
+
+    steps        inner steps of every island, in their order · compute_s  in them, mean of islands
+    waited_s     not in inner steps; compute_s + waited_s = round_s
+    exposed_s    of that, waiting for the exchange or for slower islands; the rest is an island's
+                 own work on a merge (difference and blend)
+    exchange_s   of all fragments, each from the message to the vote, summed, hidden or not; of a
+                 round in which all islands meet
+    sent_bytes   per island and round, and received as many
+    mean_bytes_per_s  over the round · peak_bytes_per_s  while a fragment travels
+    hiding_bytes_per_s  the slowest link on which `overlap` inner steps hide an exchange, 0 where
+                 nothing is sent, inf where no link is fast enough
+    memory_bytes of the host, per process: merged weights and outer state of every tier, and what
+                 codes left out
+    bytes_per_token  sent by an island per token that it learnt from; 0 if tokens are not known
+    """
+
+    steps: tuple[int, ...]
+    compute_s: float
+    waited_s: float
+    exposed_s: float
+    round_s: float
+    exchange_s: float
+    sent_bytes: float
+    mean_bytes_per_s: float
+    peak_bytes_per_s: float
+    hiding_bytes_per_s: float
+    memory_bytes: float
+    bytes_per_token: float
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in which an island takes inner steps."""
+        return self.compute_s / self.round_s
+
+    def record(self) -> dict[str, Any]:
+        """All figures by name, as JSON can say them: what is infinite is null."""
+        known = {name: None if value == math.inf else value for name, value in vars(self).items()}
+        return {**known, "steps": list(self.steps), "utilisation": self.utilisation}
+
+
+def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
+    """Predict seconds, bytes and memory of one round of islands.
+
+    policy   `[islands]`, its open numbers are settled in a copy
+    Errors   ConfigError for a policy that cannot run; PlanError for method none, or for speeds that
+             are not one per island
+
+    20M parameters in 3 islands of one process, steps of 0.5 s, 50 Mbit/s: DiLoCo in fp32 waits
+    for 17.5 s after 25 s of work, streaming in 4 bits beside 5 steps for almost nothing.
+
+    >>> facts = IslandsFacts(20e6, 0.5, 50e6 / 8)
+    >>> cost = islands_cost(IslandsPolicy("diloco", count=3), facts)
+    >>> round(cost.utilisation, 3), round(cost.sent_bytes / 1e6, 1)
+    (0.588, 106.7)
+    >>> streaming = IslandsPolicy("streaming-diloco", count=3, overlap=5)
+    >>> round(islands_cost(streaming, facts).utilisation, 3)
+    0.996
+    """
+    policy = policy.settled()
+    _check(policy, facts)
+    steps, times = paces(policy, facts)
+    compute_s = sum(h * t for h, t in zip(steps, times, strict=True)) / len(steps)
+    own_s = _passes_s(OWN_PASSES, facts, facts.parameters / policy.fragments)
+    tiers = _tiers(policy, facts)
+    each = [exchange(policy, facts, group, bytes_per_s) for group, bytes_per_s, _ in tiers]
+    pace = sorted(set(zip(steps, times, strict=True)))
+    total_s = sent = 0.0
+    for (_, _, rounds), one in zip(tiers, each, strict=True):
+        total_s += rounds * _round_s(policy, pace, one.seconds, own_s)
+        sent += rounds * policy.fragments * one.sent_bytes
+    round_s, far = max(total_s, compute_s), each[-1]  # rounding alone could make it less
+    learnt = facts.tokens * sum(steps) / len(steps)
+    return IslandsCost(
+        steps=steps,
+        compute_s=compute_s,
+        waited_s=round_s - compute_s,
+        exposed_s=max(0.0, round_s - compute_s - policy.fragments * own_s),
+        round_s=round_s,
+        exchange_s=policy.fragments * far.seconds,
+        sent_bytes=sent,
+        mean_bytes_per_s=sent / round_s,
+        peak_bytes_per_s=far.sent_bytes / far.travel_s if far.sent_bytes else 0.0,
+        hiding_bytes_per_s=_hiding(far, policy.overlap * facts.step_s),
+        memory_bytes=facts.element_bytes * facts.parameters / facts.ranks * _kept(policy),
+        bytes_per_token=sent / learnt if learnt else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One fragment: bytes that an island sends, and where its seconds go.
+
+    travel_s   with the link busy, or with coding where that is slower · seconds  of everything
+    """
+
+    sent_bytes: float
+    coding_s: float
+    travel_s: float
+    seconds: float
+
+
+def exchange(
+    policy: IslandsPolicy, facts: IslandsFacts, islands: int, bytes_per_s: float
+) -> Exchange:
+    """One fragment merged among so many islands; `policy` settled."""
+    elements, coding = facts.parameters / policy.fragments, CODINGS[policy.codec]
+    coded = coded_bytes(policy.codec, elements, facts.element_bytes)
+    others = islands - 1
+    sent = others * coded if coding.gathers else 2 * others / islands * coded
+    encoded, decoded = (1, 1 + islands) if coding.gathers else (1 + 1 / islands, 3)
+    plain_bytes = facts.element_bytes * elements / facts.ranks
+    coding_s = plain_bytes * (
+        encoded / coding.encode_bytes_per_s + decoded / coding.decode_bytes_per_s
+    )
+    digest_s = plain_bytes * (1 + _states(policy)) / DIGEST_BYTES_PER_S
+    outer_s = _passes_s(OUTER_PASSES, facts, elements) + digest_s
+    travel_s = max(sent / bytes_per_s, coding_s)
+    latency_s = MESSAGES * facts.latency_s if others else 0.0
+    return Exchange(sent, coding_s, travel_s, travel_s + latency_s + outer_s)
+
+
+def _hiding(one: Exchange, hidden_s: float) -> float:
+    """The link with which an exchange takes no longer than `hidden_s`."""
+    if not one.sent_bytes:
+        return 0.0
+    left_s = hidden_s - (one.seconds - one.travel_s)
+    return one.sent_bytes / left_s if left_s > one.coding_s else math.inf
+
+
+def paces(policy: IslandsPolicy, facts: IslandsFacts) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """(inner steps per round, seconds of a step) of every island; `policy` settled.
+
+    >>> facts = IslandsFacts(1e6, 1.0, 1e6, speeds=(1.0, 0.25))
+    >>> paces(IslandsPolicy("diloco", count=2).settled(), facts)
+    ((50, 12), (1.0, 4.0))
+    """
+    speeds = facts.speeds or (1.0,) * policy.count
+    fastest = max(speeds)
+    steps = tuple(max(1, round(policy.period * speed / fastest)) for speed in speeds)
+    return steps, tuple(facts.step_s * fastest / speed for speed in speeds)
+
+
+def _round_s(
+    policy: IslandsPolicy, paces: list[tuple[int, float]], exchange_s: float, own_s: float
+) -> float:
+    """Seconds of a round, in the mean of some after the first; a clock for every pace."""
+    rounds = 3
+    clocks, ends = [0.0] * len(paces), []
+    for _ in range(rounds):
+        done = [0] * len(paces)
+        for fragment in range(policy.fragments):
+            applies = [max(1, (fragment + 1) * h // policy.fragments) for h, _ in paces]
+            for i, (_, step_s) in enumerate(paces):
+                sends = max(1, done[i], applies[i] - policy.overlap)
+                clocks[i] += (sends - done[i]) * step_s
+                done[i] = sends
+            arrives = max(clocks) + own_s / 2 + exchange_s
+            for i, (_, step_s) in enumerate(paces):
+                ready = clocks[i] + own_s / 2 + (applies[i] - done[i]) * step_s
+                clocks[i] = max(ready, arrives) + own_s / 2
+                done[i] = applies[i]
+        ends.append(max(clocks))
+    return (ends[-1] - ends[0]) / (rounds - 1)
+
+
+def _tiers(policy: IslandsPolicy, facts: IslandsFacts) -> list[tuple[int, float, float]]:
+    """(islands that meet, bytes/s of their link, share of the rounds), all islands last."""
+    if policy.method == "noloco":
+        return [(min(2, policy.count), facts.bytes_per_s, 1.0)]
+    far = 1 / policy.far_period if policy.regions > 1 else 1.0
+    near = (
+        policy.count // policy.regions,
+        facts.near_bytes_per_s or facts.bytes_per_s,
+        1.0 - far,
+    )
+    return [*([near] if far < 1 else []), (policy.count, facts.bytes_per_s, far)]
+
+
+def _passes_s(passes: float, facts: IslandsFacts, elements: float) -> float:
+    return passes * facts.element_bytes * elements / facts.ranks / MEMORY_BYTES_PER_S
+
+
+def _states(policy: IslandsPolicy) -> int:
+    """Numbers per parameter in the state of the outer optimizer."""
+    if policy.method == "fedopt":
+        return 2
+    if policy.outer == "sgd" and not policy.outer_momentum:
+        return 0
+    return STATES.get(policy.outer, 2)
+
+
+def _kept(policy: IslandsPolicy) -> int:
+    """Numbers per parameter that an island keeps beside its own weights."""
+    tiers = 2 if policy.regions > 1 else 1
+    return tiers * (1 + _states(policy)) + (2 if CODINGS[policy.codec].feedback else 0)
+
+
+def _check(policy: IslandsPolicy, facts: IslandsFacts) -> None:
+    if not policy.on:
+        raise PlanError("islands.method = none: nothing to foresee; try: islands.method=diloco")
+    if facts.speeds and len(facts.speeds) != policy.count:
+        raise PlanError(
+            f"speeds: {len(facts.speeds)} for islands.count = {policy.count}; one for each island"
+        )

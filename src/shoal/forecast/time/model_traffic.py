@@ -1,0 +1,67 @@
+"""How many bytes a rank of a divided model sends per step: what travels inside, and what is summed.
+
+`Travel` is stated when a model is divided: every collective over the tensor-parallel ranks, every
+tensor that crosses from stage to stage. Sums of gradients and gathers of weights follow from the
+placements (`placed`). A run's counters then say the same, to the byte.
+
+    sent = tp (tensor_traffic) + pp (pipe_traffic) + gradient_sums + weight_gathers
+"""
+
+from __future__ import annotations
+
+from shoal.base.estimates.estimate import Case
+from shoal.base.plans.comm_volume import Travel
+from shoal.base.plans.pipeline_actions import Schedule
+from shoal.forecast.memory.placed_bytes import gradient_sums, weight_gathers
+from shoal.forecast.time.step_traffic import (
+    StepTraffic,
+    collective_traffic,
+    pipe_traffic,
+    tensor_traffic,
+)
+from shoal.planning.pipeline_schedules import make_schedule
+
+
+def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
+    """Bytes that a rank of pipeline rank `rank` sends in one step of the case, by kind.
+
+    case     of a plan that has its placements
+    Errors   PlanError for a schedule that cannot run so many micro-batches
+    """
+    layout, schedule = case.layout, _schedule(case)
+    pieces = schedule.pieces
+    passes = case.batch / (layout.data_degree * travel.samples * schedule.copies)
+    again = case.plan.recompute == "full"
+    sent = StepTraffic()
+    for first in range(0, schedule.stages, pieces):
+        places = schedule.stage_rank[first : first + pieces]
+        sent += pipe_traffic(travel.crossings, places, rank, micro_batches=1).times(passes)
+    for stage in (s % pieces for s, holder in enumerate(schedule.stage_rank) if holder == rank):
+        each = travel.exchanges[stage]
+        sent += tensor_traffic(each, layout.tp, micro_batches=1, recomputed=again).times(passes)
+    first = rank * (layout.processes // layout.pp)
+    gathers = weight_gathers(case.plan, first, case.cluster.per_node)
+    for one in (*gradient_sums(case.plan, first), *gathers):
+        sent += collective_traffic(*one)
+    return sent
+
+
+def _schedule(case: Case) -> Schedule:
+    """The case's pipeline; without one, a rank that holds the only stage."""
+    if case.layout.pp == 1:
+        return Schedule("", ((),), (0,), case.accumulate)
+    return make_schedule(case.schedule, case.layout.pp, case.accumulate, case.layout.chunks)
+
+
+def busiest(case: Case, travel: Travel) -> StepTraffic:
+    """Predict what the rank that sends most sends in one step: bytes by kind of collective.
+
+    case     of a plan that has its placements: without them sums and gathers count as nothing
+    travel   what tp and pp send per micro-batch, as stated when the model was divided
+    Errors   PlanError for a schedule that cannot run so many micro-batches
+    Limits   of the ranks that hold the same pipeline stages only the first is looked at
+    """
+    return max(
+        (sent_by(case, travel, rank) for rank in range(case.layout.pp)),
+        key=lambda sent: sent.total_bytes,
+    )

@@ -1,0 +1,152 @@
+"""What some units and the exchanges around them cost one rank per micro-batch, as terms that add.
+
+    tensor       per block 2 all-reduces of the activations per pass (or gather + scatter)
+    context      keys and values round the ring, what attention's products do not hide
+    experts      per pass 2 all-to-alls of the tokens
+    pipeline     one message each way, per chunk
+    block, micro_batch   one event per block, per micro-batch
+
+Sources: Narayanan et al. 2021 (collectives per block), Liu et al. 2023 (ring attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.base.estimates.estimate import Case, UnitFacts
+from shoal.forecast.memory.model_states import rank_elements
+from shoal.forecast.time.collective_time import (
+    NOTHING,
+    Cost,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    group_of,
+    send,
+)
+from shoal.forecast.time.framework_overlap import Habits
+from shoal.forecast.time.step_work import unit_work
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some units on one rank: terms of one micro-batch, and the elements that the rank holds.
+
+    compute_s   products, attention and the rest · forward_s, again_s  of it, by kind of pass
+    parameters  all of them · experts  of these, in experts
+    saved_bytes of one sample, kept for the backward pass · sent  of one micro-batch
+    """
+
+    terms: dict[str, float]
+    compute_s: float = 0.0
+    forward_s: float = 0.0
+    again_s: float = 0.0
+    parameters: float = 0.0
+    experts: float = 0.0
+    saved_bytes: float = 0.0
+    sent: Cost = NOTHING
+
+    def times(self, count: float) -> Part:
+        """As many of these."""
+        return Part(
+            {term: seconds * count for term, seconds in self.terms.items()},
+            self.compute_s * count,
+            self.forward_s * count,
+            self.again_s * count,
+            self.parameters * count,
+            self.experts * count,
+            self.saved_bytes * count,
+            self.sent.times(count),
+        )
+
+    def __add__(self, other: Part) -> Part:
+        terms = dict(self.terms)
+        _add(terms, other.terms, 1.0)
+        return Part(
+            terms,
+            self.compute_s + other.compute_s,
+            self.forward_s + other.forward_s,
+            self.again_s + other.again_s,
+            self.parameters + other.parameters,
+            self.experts + other.experts,
+            self.saved_bytes + other.saved_bytes,
+            self.sent + other.sent,
+        )
+
+
+def _add(into: dict[str, float], terms: dict[str, float], times: float) -> None:
+    for term, seconds in terms.items():
+        into[term] = into.get(term, 0.0) + seconds * times
+
+
+def units_part(case: Case, habits: Habits, units: Sequence[UnitFacts], in_block: bool) -> Part:
+    """All of these units together."""
+    terms: dict[str, float] = {}
+    compute = forward = again = parameters = experts = saved = 0.0
+    layout = case.layout
+    for unit in units:
+        times = unit.count
+        work = unit_work(case, habits, unit, in_block=in_block)
+        _add(terms, work.terms, times)
+        compute += work.compute_s * times
+        forward += work.forward_s * times
+        again += work.again_s * times
+        held = rank_elements(unit, layout, case.layout.ep, case.one_expert)
+        parameters += sum(held) * times
+        experts += held.experts * times
+        saved += (unit.saved_split_bytes / layout.tp + unit.saved_plain_bytes) * times
+    return Part(terms, compute, forward, again, parameters, experts, saved)
+
+
+def block_exchanges(case: Case, habits: Habits, unit: UnitFacts) -> Part:
+    """What the ranks that share one block's work send each other, and the event of a block."""
+    layout, cluster = case.layout, case.cluster
+    found, sent = {"block": 1.0}, NOTHING
+    passes = 3 if case.plan.recompute == "full" else 2
+    whole = unit.input_bytes * case.micro_batch / layout.cp
+    if layout.tp > 1:
+        group = group_of(cluster, layout.tp, 1)
+        cost = all_reduce(group, whole).times(2 * passes)
+        found["tensor" + group.suffix] = cost.seconds
+        sent += cost
+    if layout.cp > 1:
+        group = group_of(cluster, layout.cp, layout.tp)
+        model = case.model
+        share = model.kv_heads / model.heads if model.heads else 1.0
+        # forward the keys and values, backward these and their gradients: 3 rounds of the ring
+        cost = all_gather(group, 2 * share * whole * layout.cp / layout.tp).times(3)
+        attention_s = unit_work(case, habits, unit, in_block=True).terms["attention"]
+        found["context" + group.suffix] = max(0.0, cost.seconds - attention_s)
+        sent += cost
+    if case.layout.ep > 1 and unit.routed_bytes:
+        group = group_of(cluster, case.layout.ep, layout.tp * layout.cp)
+        tokens = unit.routed_bytes * case.micro_batch / layout.cp
+        tokens /= layout.tp if case.plan.sequence_parallel != "off" else 1
+        cost = all_to_all(group, tokens).times(2 * passes)
+        found["experts" + group.suffix] = cost.seconds
+        sent += cost
+    return Part(found, sent=sent)
+
+
+def end_exchange(case: Case, unit: UnitFacts) -> Part:
+    """One all-reduce of activations: the embedding's forward, the head's backward."""
+    if case.layout.tp == 1:
+        return Part({})
+    group = group_of(case.cluster, case.layout.tp, 1)
+    cost = all_reduce(group, unit.input_bytes * case.micro_batch / case.layout.cp)
+    return Part({"tensor" + group.suffix: cost.seconds}, sent=cost)
+
+
+def between_stages(case: Case, habits: Habits, unit: UnitFacts) -> Part:
+    """One micro-batch's messages between stages, and the event of a micro-batch."""
+    layout = case.layout
+    if layout.pp == 1:
+        return Part({"micro_batch": 1.0})
+    parts = layout.tp if case.plan.sequence_parallel != "off" or habits.splits_messages else 1
+    message = unit.input_bytes * case.micro_batch / layout.cp / parts
+    stride = layout.tp * layout.cp * layout.data_degree
+    cost = send(case.cluster, stride, message, layout.pp)
+    cost = cost.times(2 * case.chunks)
+    name = "pipeline_across" if cost.across_bytes else "pipeline"
+    return Part({"micro_batch": 1.0, name: cost.seconds}, sent=cost)

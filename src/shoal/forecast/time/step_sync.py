@@ -1,0 +1,222 @@
+"""What data parallelism sends in one step, and when: gradients and weights, by ZeRO stage.
+
+With A micro-batches per rank, gradients of G bytes and weights of W bytes on a rank's stage:
+
+    ddp      all-reduce of G, once, beside the last backward pass
+    zero1    reduce-scatter of G, once; all-gather of W after the update
+    zero2    reduce-scatter of G per micro-batch; all-gather of W after the update
+    zero3    per micro-batch and block: gather before forward, gather before backward (nothing,
+             or in its node, as `fsdp.reshard` says), reduce-scatter after it; what is in no block
+             is gathered once
+    zero3 in a pipeline   the whole stage gathered once per step and kept, gradients scattered once:
+             stages change micro-batches too often to gather again; nothing hides the gather here
+    hsdp     zero3, and an all-reduce of each rank's part over the replicas
+
+Context-parallel ranks hold the same weights and join these groups. An expert is held by fewer ranks
+(states.shard_counts), taken to be ep · expert_tp apart, so that experts have a group of their own.
+`defer_sync` sends gradients once per step. Without a pipeline and experts bytes agree with
+forecast/time/step_traffic.py.
+A machine that was measured knows how much slower per byte than an all-reduce its `all_gather` and
+`reduce_scatter` are (`Calibration.efficiency`).
+Source: Rajbhandari et al. 2020 (ZeRO); torch's fully_shard for the order of gathers; torchtitan for
+no gathering again within a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.base.estimates.estimate import Case
+from shoal.base.layouts.resharding import gathered_together
+from shoal.forecast.memory.model_states import Elements, shard_counts
+from shoal.forecast.memory.transient_memory import kept_over
+from shoal.forecast.time.collective_time import (
+    NOTHING,
+    Cost,
+    Group,
+    all_gather,
+    all_reduce,
+    group_of,
+)
+from shoal.forecast.time.framework_overlap import Habits
+from shoal.planning.gradient_buckets import BUCKET_BYTES
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Data-parallel exchanges of one rank.
+
+    gradients   of one reduction · reductions  per step · last_share  of it, what nothing can hide
+    update      weights once per step (zero 1 and 2; zero 3 in a pipeline)
+    gather      one block's weights (zero 3), `blocks` of them, before their forward passes
+    again       the same before their backward passes: nothing where they were kept
+    scatter     one block's gradients, `scatters` times per step
+    root        weights outside blocks, once per micro-batch
+    suffix      how the groups lie in their nodes (see collectives.Group)
+    """
+
+    gradients: Cost = NOTHING
+    reductions: int = 1
+    last_share: float = 1.0
+    update: Cost = NOTHING
+    gather: Cost = NOTHING
+    again: Cost = NOTHING
+    scatter: Cost = NOTHING
+    root: Cost = NOTHING
+    blocks: float = 0.0
+    scatters: int = 1
+    suffix: str = ""
+
+    def total(self, micro_batches: int) -> Cost:
+        """All of it in one step."""
+        gathers = (self.gather + self.again).times(self.blocks) + self.root
+        return (
+            self.gradients.times(self.reductions)
+            + self.update
+            + gathers.times(micro_batches)
+            + self.scatter.times(self.blocks * self.scatters)
+        )
+
+
+def gradient_bytes(case: Case, habits: Habits) -> int:
+    """Of one gradient element as it is sent: as the case says, else as the framework keeps it.
+
+    Shoal and FSDP keep gradients of narrow computations in fp32.
+    """
+    if case.reduce_bytes:
+        return case.reduce_bytes
+    return max(case.model.element_bytes, habits.root_bytes)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Ranks with the same dense weights, ranks with the same experts, and replicas of shards."""
+
+    dense: Group
+    experts: Group
+    replicas: Group
+
+    def each(
+        self, collective: Callable[[Group, float], Cost], elements: Elements, width: float
+    ) -> Cost:
+        """One collective for dense elements and one for experts', of `width` bytes each."""
+        dense = collective(self.dense, elements.dense * width)
+        return dense + collective(self.experts, elements.experts * width)
+
+    def summed(self, elements: Elements, width: float, scatter: float) -> Cost:
+        """Scattered over the shards; each rank's part then summed over the replicas."""
+        part = elements.dense / self.dense.ranks + elements.experts / self.experts.ranks
+        return self.each(all_gather, elements, width).slower(scatter) + all_reduce(
+            self.replicas, part * width
+        )
+
+
+def _groups(case: Case) -> _Groups:
+    layout, cluster = case.layout, case.cluster
+    sharded = layout.dp_shard * (layout.dp_replicate if layout.zero == 0 else 1) * layout.cp
+    apart = case.expert_degree
+    return _Groups(
+        group_of(cluster, sharded, layout.tp),
+        group_of(cluster, max(1, sharded * layout.tp // apart), apart),
+        group_of(cluster, layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard),
+    )
+
+
+def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outside: float) -> Sync:
+    """The exchanges of a rank whose stage has `blocks` blocks, and `outside` elements beside them.
+
+    block   elements of one block on this rank, after tensor and expert parallelism
+    """
+    layout, groups = case.layout, _groups(case)
+    if groups.dense.ranks == 1 and layout.dp_replicate == 1:
+        return Sync()
+    if case.expert_degree == layout.tp:  # one group: one message
+        block = Elements(sum(block), 0.0)
+    narrow, wide = case.model.element_bytes, max(case.model.element_bytes, habits.root_bytes)
+    element, suffix = gradient_bytes(case, habits), groups.dense.suffix
+    whole = Elements(blocks * block.dense + outside, blocks * block.experts)
+    # The last bucket cannot be hidden.
+    last = min(1.0, BUCKET_BYTES / (sum(whole) * element)) if sum(whole) else 1.0
+    if layout.serves:
+        return _with_tables(case, groups.dense, sum(whole), element, wide)
+    if layout.zero == 0:
+        return Sync(groups.each(all_reduce, whole, element), 1, last, suffix=suffix)
+    known = case.cluster.calibration.efficiency
+    gather, scatter = known.get("all_gather", 1.0), known.get("reduce_scatter", 1.0)
+    each_time = 1 if case.plan.defer_sync else case.accumulate
+    if _together(case, blocks, block):
+        outside, blocks, block = whole.dense, 0.0, Elements(0.0, 0.0)
+    if layout.servers:
+        from shoal.forecast.time.server_costs import pulled, pushed
+
+        return Sync(
+            gradients=pushed(case, groups.dense, sum(whole) * element),
+            last_share=last,
+            update=pulled(case, groups.dense, sum(whole) * narrow),
+            suffix=suffix,
+        )
+    if layout.zero < 3:
+        # what is outside blocks travels in its own width, in the same message
+        sent = Elements(whole.dense - outside + outside * wide / narrow, whole.experts)
+        return Sync(
+            gradients=groups.each(all_gather, whole, element).slower(scatter),
+            reductions=each_time if layout.zero == 2 else 1,
+            last_share=last,
+            update=groups.each(all_gather, sent, narrow).slower(gather),
+            suffix=suffix,
+        )
+    root = all_gather(groups.dense, outside * wide).slower(gather)
+    gathered = groups.each(all_gather, block, narrow).slower(gather)
+    rest = groups.summed(Elements(outside, 0.0), element, scatter)
+    scattered = groups.summed(block, element, scatter)
+    if layout.pp > 1:
+        return Sync(
+            gradients=rest + scattered.times(blocks),
+            last_share=last,
+            update=root + gathered.times(blocks),
+            suffix=suffix,
+        )
+    return Sync(
+        gradients=rest,
+        reductions=each_time,
+        gather=gathered,
+        again=_again(case, block, narrow, gathered, gather),
+        scatter=scattered,
+        root=root,
+        blocks=blocks,
+        scatters=each_time,
+        suffix=suffix,
+    )
+
+
+def _together(case: Case, blocks: float, block: Elements) -> bool:
+    """Tell whether zero 3 gathers all blocks of a rank at once (`gathered_together`)."""
+    if case.framework != "shoal" or case.layout.zero < 3 or block.experts:
+        return False
+    return gathered_together(round(blocks), blocks * block.dense, case.plan.names_blocks)
+
+
+def _with_tables(case: Case, group: Group, elements: float, sent: int, wide: int) -> Sync:
+    """Rows of tables between workers and servers; the rest is an all-reduce between workers."""
+    from shoal.forecast.time.server_costs import looked_up, table_elements, workers_of
+
+    rest_bytes = max(0.0, elements - table_elements(case)) * sent
+    workers = group_of(case.cluster, workers_of(case.layout), 1)
+    return Sync(
+        gradients=all_reduce(workers, rest_bytes),
+        last_share=min(1.0, BUCKET_BYTES / rest_bytes) if rest_bytes else 1.0,
+        update=looked_up(case, group, wide),
+        suffix=group.suffix,
+    )
+
+
+def _again(case: Case, block: Elements, width: float, gathered: Cost, slower: float) -> Cost:
+    """Gathering a block for its backward pass, from the ranks that kept it (`fsdp.reshard`)."""
+    layout, over = case.layout, kept_over(case)
+    if over == 1:
+        return NOTHING
+    if over == shard_counts(case)[0]:
+        return gathered
+    near = group_of(case.cluster, over, layout.tp * layout.cp)
+    return all_gather(near, sum(block) * width).slower(slower)

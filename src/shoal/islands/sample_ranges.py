@@ -1,0 +1,206 @@
+"""Which samples each island trains on: ranges of the one endless stream, dealt round by round.
+
+Positions count samples in the stream that `base/plans/batches.py` describes. All that must be
+remembered is one integer and a short list: everything before `cursor` has been dealt, and of that
+`open` was never used. A round goes like this, on every island alike:
+
+    steps         = inner_steps(H, speeds)               H_i = max(1, round(H · v_i / v_max))
+    wanted        = stream.samples_of(steps, batch, n)   what just these steps take
+    after, dealt  = stream.deal(wanted)                  open ranges first, island by island
+    island i runs   steps_in(dealt[i], n, batch)         exactly H_i steps
+    commit          what was used after the last message left is underway: the next one brings it
+    refused         stream = after.give_back(what was dealt, and what was underway)
+
+Nothing is dealt again but what a refused or discarded round took, which goes back whole; a crash
+goes on from the last committed `stream`, saved as it is before the deal, so that any number of
+islands may go on from it. So over committed rounds each position is used once, and none is left out
+for good.
+
+A step is contiguous and never straddles an epoch, so a step at the end of an epoch or of an open
+range is short. It counts as one of the H_i: `samples_of` deals less instead, and no rest comes into
+being that would cut short steps for ever. With period 1, island i of R trains on
+[p + i·B, p + (i+1)·B), which together is data parallelism's step of R·B; only where an epoch ends
+they differ: there data parallelism makes one short step, and of the islands just one does.
+
+Source: Liu et al. 2024 (asynchronous local SGD: inner steps by speed)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+from shoal.base.errors import BugError, CheckpointError
+from shoal.base.plans.batches import cut_step
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """Samples at stream positions start … stop − 1."""
+
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        """How many they are."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Samples still to be dealt to islands: all positions from `cursor` on, and those in `open`.
+
+    open   ranges before the cursor; sorted, none empty, none touching another or the cursor
+    """
+
+    cursor: int = 0
+    open: tuple[Span, ...] = ()
+
+    def deal(self, wanted: Sequence[int]) -> tuple[Stream, tuple[tuple[Span, ...], ...]]:
+        """wanted[i] samples for island i, in the order of the islands, open ranges first.
+
+        Gives   the stream without them, and each island's spans
+        Errors  BugError for a negative number
+
+        >>> after, dealt = Stream(100, (Span(8, 10),)).deal([4, 4])
+        >>> [[(span.start, span.stop) for span in spans] for spans in dealt], after.cursor
+        ([[(8, 10), (100, 102)], [(102, 106)]], 106)
+        """
+        beyond = Span(self.cursor, self.cursor + sum(wanted) + 1)  # one more: it never runs out
+        left: tuple[Span, ...] = (*self.open, beyond)
+        dealt = []
+        for samples in wanted:
+            taken, left = split(left, samples)
+            dealt.append(taken)
+        return Stream(left[-1].start, left[:-1]), tuple(dealt)
+
+    def give_back(self, spans: Iterable[Span]) -> Stream:
+        """The stream with what was dealt and not used; ranges that touch become one.
+
+        Errors   BugError for positions that are open already, or that were never dealt
+
+        >>> Stream(16).give_back([Span(12, 16), Span(4, 6), Span(6, 8)])
+        Stream(cursor=12, open=(Span(start=4, stop=8),))
+        """
+        merged: list[Span] = []
+        for span in sorted([*self.open, *(span for span in spans if span.samples)]):
+            if merged and span.start < merged[-1].stop:
+                raise BugError(f"samples {span.start} … {merged[-1].stop - 1} came back twice")
+            if merged and span.start == merged[-1].stop:
+                merged[-1] = Span(merged[-1].start, span.stop)
+            else:
+                merged.append(span)
+        if merged and merged[-1].stop > self.cursor:
+            raise BugError(
+                f"samples up to {merged[-1].stop - 1} came back, dealt are those before "
+                f"{self.cursor}"
+            )
+        at_the_end = bool(merged) and merged[-1].stop == self.cursor
+        cursor = merged.pop().start if at_the_end else self.cursor
+        return Stream(cursor, tuple(merged))
+
+    def samples_of(
+        self, steps: Sequence[int], batch: int, samples_per_epoch: int | None
+    ) -> list[int]:
+        """How many samples each island's steps[i] steps take, if dealt from here.
+
+        batch               samples per optimizer step of one island
+        samples_per_epoch   None for a stream without epochs
+
+        >>> Stream(8).samples_of([2, 2], batch=4, samples_per_epoch=10)
+        [6, 6]
+        """
+        beyond = Span(self.cursor, self.cursor + sum(steps) * batch)
+        cuts = iter(steps_in((*self.open, beyond), samples_per_epoch, batch))
+        return [sum(stop - start for start, stop in islice(cuts, count)) for count in steps]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a checkpoint keeps it."""
+        return {"cursor": self.cursor, "open": [[span.start, span.stop] for span in self.open]}
+
+    @staticmethod
+    def from_json(kept: Any) -> Stream:
+        """Errors: CheckpointError for what `to_json` never wrote."""
+        try:
+            found = Stream(kept["cursor"], tuple(Span(*pair) for pair in kept["open"]))
+            ends = [end for span in found.open for end in (span.start, span.stop)]
+            ends.append(found.cursor)
+            sound = all(type(end) is int for end in ends) and ends[0] >= 0
+            sound = sound and all(before < after for before, after in pairwise(ends))
+        except (KeyError, TypeError):
+            sound = False
+        if not sound:
+            raise CheckpointError(
+                f"the islands' place in the data is damaged: {kept}; a cursor and a sorted list of "
+                f"open ranges before it are wanted"
+            )
+        return found
+
+
+def split(spans: Sequence[Span], samples: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """The first `samples` of these spans, and what is left of them.
+
+    Errors   BugError where they hold fewer, or for a negative number
+    """
+    first, left = [], []
+    missing = samples
+    for span in spans:
+        cut = min(span.stop, span.start + missing)
+        missing -= cut - span.start
+        if cut > span.start:
+            first.append(Span(span.start, cut))
+        if cut < span.stop:
+            left.append(Span(cut, span.stop))
+    if missing or samples < 0:
+        raise BugError(f"{samples} samples of spans that hold {sum(s.samples for s in spans)}")
+    return tuple(first), tuple(left)
+
+
+def unused(spans: Sequence[Span], consumed: int) -> tuple[Span, ...]:
+    """Drop the first `consumed` samples of an island's spans, in their order; give the rest.
+
+    Errors   BugError where they hold fewer, or for a negative number
+
+    >>> unused((Span(8, 10), Span(100, 104)), consumed=3)
+    (Span(start=101, stop=104),)
+    """
+    return split(spans, consumed)[1]
+
+
+def steps_in(
+    spans: Iterable[Span], samples_per_epoch: int | None, batch: int
+) -> list[tuple[int, int]]:
+    """Cut spans into optimizer steps: (start, stop) positions of at most `batch` samples each.
+
+    None straddles a span or an epoch, so that the last one of either may be short.
+
+    samples_per_epoch   None for a stream without epochs · batch  samples per step of one island
+
+    >>> steps_in((Span(0, 3), Span(8, 14)), samples_per_epoch=10, batch=4)
+    [(0, 3), (8, 10), (10, 14)]
+    """
+    steps = []
+    for span in spans:
+        start = span.start
+        while start < span.stop:
+            most = min(batch, span.stop - start)
+            stop = cut_step(start, samples_per_epoch, most, micro_batch=most)[0].stop
+            steps.append((start, stop))
+            start = stop
+    return steps
+
+
+def inner_steps(period: int, speeds: Sequence[float | None]) -> list[int]:
+    """Compute the inner steps of each island in a round, by speed, so that all end together.
+
+    period   H, the steps of the fastest; every island takes at least 1
+    speeds   steps per second; None or 0: not known yet, which counts as the fastest
+
+    >>> inner_steps(50, [4.0, 1.0, None, 0.01])
+    [50, 12, 50, 1]
+    """
+    fastest = max((speed for speed in speeds if speed), default=1.0)
+    return [max(1, round(period * (speed or fastest) / fastest)) for speed in speeds]

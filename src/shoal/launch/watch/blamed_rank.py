@@ -1,0 +1,269 @@
+"""Who keeps the ranks of a run waiting: the one that waits least, by pages, answers and the kernel.
+
+Ranks that hang wait for each other in collectives, all but one: that one is stopped, or does not
+answer because C code keeps Python's lock, or runs code of its own. Where all wait, one is in a
+collective that the others are not in, most often a user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.base.text.units import bytes_text
+from shoal.launch.watch.page_reader import Told
+from shoal.wire.watch_page import PARTS
+
+STOPPED, DEBUGGED, UNINTERRUPTIBLE = "T", "t", "D"
+"""States of a process, as the kernel calls them."""
+PASSES = tuple(map(PARTS.index, ("forward and backward", "sum over ranks", "backward")))
+ONE_TO_ONE = ("send", "receive")
+"""Messages, of which ranks of a pipeline have unlike numbers."""
+LATE_S, AWAY_S = 1.5, 10.0
+"""A machine that is silent for so long is late · is told to be away."""
+GONE = "nothing is heard from its machine: it is down, or the link to it"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of one rank.
+
+    told     by its page · answer  to the request for stacks; None: it did not
+    state    of its process, by the kernel: `kernel_state`
+    host     its machine · away_s  since when nothing was heard from there
+    """
+
+    rank: int
+    pid: int
+    told: Told
+    answer: Mapping[str, Any] | None
+    state: dict[str, str]
+    host: str = field(default_factory=lambda: os.uname().nodename)
+    away_s: float = 0.0
+
+    @property
+    def letter(self) -> str:
+        """The kernel's letter for its state."""
+        return self.state.get("State", "?")[:1]
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks.
+
+        Where a device makes the collectives, its host enqueues them and waits where it first reads
+        a number: in Shoal's code between the data and the update, which by itself takes no time.
+        """
+        told, answer = self.told, self.answer or {}
+        reads = told.part in PASSES and bool(answer.get("own"))
+        return told.waits or reads or bool(answer.get("collective"))
+
+    @property
+    def between(self) -> bool:
+        """Whether it runs code of a user's own loop, between two calls of a run or its loader."""
+        return not self.waits and bool((self.answer or {}).get("between"))
+
+    @property
+    def collective(self) -> str:
+        """The last collective that it enqueued, or a user's own in which it is."""
+        if self.by_user and self.answer:
+            return f"torch.distributed.{self.answer['collective']}"
+        if not self.told.last:
+            return ""
+        size = f" of {bytes_text(self.told.last_bytes)}" if self.told.last_bytes else ""
+        return f"{self.told.last}{size}"
+
+    @property
+    def by_user(self) -> bool:
+        """Whether it is in a collective that a user's line called."""
+        return bool(self.answer and self.answer.get("by_user"))
+
+    @property
+    def place(self) -> str:
+        """The user's line where it is, in brackets; empty where it is in none, or in Shoal's."""
+        if self.waits and not self.by_user:
+            return ""
+        place = self.answer.get("place") if self.answer else ""
+        return f" ({place})" if place else ""
+
+    @property
+    def phase(self) -> str:
+        """What it is in, in words."""
+        if self.told.phases:
+            return self.told.phases
+        part = PARTS[self.told.part] if 0 <= self.told.part < len(PARTS) else ""
+        return f"step {self.told.step + 1}, {part}" if part else "the start"
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A hang, as it is told.
+
+    why       what its rank does instead · collective  in which the others wait, or its last one
+    kind      whose deadline has passed · certain  it will not come back by itself
+    unlike    it does not hang: it makes other collectives than the others, and `why` says which
+    away      nothing is heard from its machine
+    status    with which the run ends: 2 where the user must change something; 0: as usual
+    """
+
+    rank: int
+    pid: int
+    host: str
+    phase: str
+    collective: str
+    why: str
+    kind: str
+    deadline_s: float
+    certain: bool
+    unlike: bool = False
+    away: bool = False
+    status: int = 0
+
+    @property
+    def line(self) -> str:
+        """The same in one line without numbers that differ from one time to the next."""
+        return self.why if self.unlike else f"hung in {self.phase}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Who is at fault, before it is told.
+
+    together   nobody more than the others · alone  it alone is in a collective of the user's own:
+               a rank that waits elsewhere meanwhile
+    """
+
+    of: Seen
+    why: str
+    collective: str
+    certain: bool
+    together: bool = False
+    alone: int | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """It is compiling, which may take long."""
+        return bool(self.of.answer and self.of.answer.get("compiling"))
+
+    def hang(self, kind: str, deadline_s: float) -> Hang:
+        """As it is told."""
+        one = self.of
+        return Hang(
+            one.rank, one.pid, one.host, one.phase, self.collective, self.why, kind, deadline_s,
+            self.certain, away=one.away_s >= AWAY_S,
+        )  # fmt: skip
+
+
+def find_culprit(seen: Sequence[Seen]) -> Culprit | None:
+    """The rank that the others wait for; None while it cannot be known.
+
+    That is while a debugger holds one, or one's machine is silent for less than AWAY_S: what it
+    does now, nobody knows.
+
+    seen   every rank that runs, at least one
+    """
+    if any(one.letter == DEBUGGED or one.state.get("TracerPid", "0") != "0" for one in seen):
+        return None
+    away = [one for one in seen if one.away_s > LATE_S]
+    if away and max(one.away_s for one in away) < AWAY_S:
+        return None
+    waiting = [one for one in seen if one.waits and one not in away]
+    collective = Counter(one.collective for one in waiting if one.collective).most_common(1)
+    others = collective[0][0] if collective else ""
+    if away:
+        return Culprit(max(away, key=lambda one: one.away_s), GONE, others, False)
+    if stopped := [one for one in seen if one.letter == STOPPED]:
+        return Culprit(_least(stopped), "its process is stopped (SIGSTOP)", others, True)
+    if silent := [one for one in seen if one.answer is None and not one.waits]:
+        one = _least(silent)
+        where = one.state.get("wchan", "")
+        if one.letter == UNINTERRUPTIBLE:
+            why = f"it waits in the kernel{f' ({where})' if where else ''}, often for a disk"
+        elif one.told.live:
+            why = "Python does not answer: a call into C keeps its lock"
+        else:
+            why = "it has not begun"
+        return Culprit(one, why, others, False)
+    if busy := [one for one in seen if not one.waits]:
+        one = _least(busy)
+        return Culprit(one, f"it is in no collective{one.place}", others or one.collective, False)
+    return _unlike(seen, others)
+
+
+def _least(found: Sequence[Seen]) -> Seen:
+    """The one that got least far."""
+    return min(found, key=lambda one: (one.told.step, one.told.begun, one.told.changed_s))
+
+
+def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
+    """All wait: one of them where the others are not."""
+    own = [one for one in seen if one.by_user]
+    rest = [one for one in seen if not one.by_user]
+    if own and rest:
+        one, other = own[0], rest[0]
+        if len(own) > len(rest):
+            one, other = rest[0], own[0]
+        why = f"it is in {one.collective}{one.place}, rank {other.rank} in {other.collective}"
+        alone = other.rank if len(own) == 1 else None
+        return Culprit(one, f"{why}{other.place}", other.collective, True, alone=alone)
+    if own:
+        lines = Counter(one.collective + one.place for one in seen)
+        if len(lines) > 1:
+            rare = min(lines, key=lambda line: lines[line])
+            one = next(one for one in reversed(seen) if one.collective + one.place == rare)
+            other = next(other for other in seen if other.collective + other.place != rare)
+            why = f"it is in {rare}, rank {other.rank} in {other.collective}{other.place}"
+            return Culprit(one, why, other.collective, True)
+    alike = not any(one.told.last in ONE_TO_ONE for one in seen)
+    behind = min(seen, key=lambda one: one.told.begun)
+    ahead = max(seen, key=lambda one: one.told.begun)
+    unlike = behind.collective != ahead.collective  # in the same one they would go on
+    if alike and unlike and behind.told.begun < ahead.told.begun:
+        why = (
+            f"it is in collective {behind.told.begun}, {behind.collective}, rank {ahead.rank} in "
+            f"{ahead.told.begun}, {ahead.collective}"
+        )
+        return Culprit(behind, why, ahead.collective, True)
+    last = max(seen, key=lambda one: one.told.changed_s)
+    why = "all ranks wait for each other: what was sent does not arrive"
+    return Culprit(last, why, others, False, together=True)
+
+
+def kernel_state(pid: int) -> dict[str, str]:
+    """What Linux says of a process: State, TracerPid, Threads, wchan, stack; empty: it is gone."""
+    found: dict[str, str] = {}
+    process = Path(f"/proc/{pid}")
+    with contextlib.suppress(OSError):
+        for line in (process / "status").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name in ("State", "TracerPid", "Threads"):
+                found[name] = value.strip()
+        found["wchan"] = (process / "wchan").read_text(encoding="utf-8").strip("0\n ")
+        found["stack"] = (process / "stack").read_text(encoding="utf-8").rstrip()  # for root alone
+    return found
+
+
+def write_stacks(path: Path, seen: Sequence[Seen]) -> str:
+    """Write what is known of every rank; the file as the event names it, "" on a full disk."""
+    with contextlib.suppress(OSError):
+        path.write_text("\n".join(_account(one) for one in seen), encoding="utf-8")
+        return str(path)
+    return ""
+
+
+def _account(one: Seen) -> str:
+    told = one.told
+    head = (
+        f"rank {one.rank} (pid {one.pid} on {one.host}): {one.phase}; {told.step} steps done; "
+        f"collectives: {told.begun} enqueued, {told.ended} completed, the last one "
+        f"{one.collective or 'none'}; "
+        f"{'waits' if one.waits else 'does not wait'}"
+    )
+    if one.answer:
+        return f"{head}\n{one.answer.get('stacks', '')}"
+    lines = [f"{name}: {value}" for name, value in one.state.items() if value]
+    return "\n".join([head, "did not answer; the kernel says of it:", *lines, ""])

@@ -1,0 +1,105 @@
+"""Compares, over the pages of ranks, the calls of a run that every rank must make.
+
+`run.step`, `run.save`, a forward pass of a model whose weights lie in parts: who makes another call
+than the others waits for them, and they for it. Ranks keep the names of their last calls in their
+pages (wire/watch_page.py), each under its number in the run. A call number that has two names is in
+no right run, however slow it is, once all ranks stand still.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.launch.watch.page_reader import PageRead, Told
+
+Answers = Mapping[int, Mapping[str, Any] | None]
+"""By rank, what it answered when it was asked where it is; None where it did not."""
+
+
+def find_unlike_calls(pages: Mapping[int, PageRead]) -> dict[int, str]:
+    """Find the first call in which ranks of a run differ.
+
+    Returns:
+        By rank, the calls of one of the fewest and of another one; empty where none differs.
+    """
+    runs: dict[int, dict[int, dict[int, str]]] = {}
+    for rank, page in pages.items():
+        for key, names in page.names().items():
+            runs.setdefault(key, {})[rank] = names
+    for ranks in runs.values():
+        for number in sorted({number for names in ranks.values() for number in names}):
+            found = {rank: names[number] for rank, names in ranks.items() if number in names}
+            often = Counter(found.values())
+            if len(often) > 1:
+                rare = min(found, key=lambda rank: (often[found[rank]], rank))
+                other = next(rank for rank in found if found[rank] != found[rare])
+                return {rare: found[rare], other: found[other]}
+    return {}
+
+
+def has_fewer_calls(page: PageRead, other: PageRead) -> bool:
+    """Tell whether a rank has begun fewer calls of a run than another one."""
+    own, others = page.names(), other.names()
+    return any(max(own[key]) < max(others[key]) for key in own.keys() & others.keys())
+
+
+def find_caught(told: Mapping[int, Told], answers: Answers) -> tuple[int, str]:
+    """Find a rank that caught an error of a call in which another one waits; its line, "" for none.
+
+    As long as another is busy in it, that may fail there too.
+    """
+    for rank, answer in answers.items():
+        if not (why := (answer or {}).get("caught")):
+            continue
+        for other, one in told.items():
+            theirs = answers.get(other) or {}
+            waits = one.inside and (one.waits or theirs.get("collective"))
+            if waits and not theirs.get("caught"):
+                return rank, (
+                    f"rank {rank} caught an error of {why} and goes on{place_text(answer)}, while "
+                    f"rank {other} waits in {one.inside}{place_text(theirs)}; try: let the error "
+                    f"end the process, or catch it on every rank"
+                )
+    return 0, ""
+
+
+def waiting_line(told: Mapping[int, Told], answers: Answers, silence_s: float) -> str:
+    """Say which rank has waited in a call for one that is in none; "" where none has."""
+    inside = [rank for rank, one in told.items() if one.inside]
+    away = [rank for rank, one in told.items() if one.live and not one.inside]
+    if not inside or not away:
+        return ""
+    here, there = inside[0], away[0]
+    return (
+        f"rank {here} has waited {silence_s:.0f} s in {told[here].inside}"
+        f"{place_text(answers.get(here))} for rank {there}, which is elsewhere"
+        f"{place_text(answers.get(there))}"
+    )
+
+
+def unlike_line(calls: Mapping[int, str], answers: Answers, *, met: bool = False) -> str:
+    """Return the line that names ranks' different calls; met  one died of it, so none waits.
+
+    >>> unlike_line({1: "run.step", 0: "run.save"}, {0: {"place": "train.py:7"}})
+    'ranks wait for each other: rank 0 called run.save (train.py:7), rank 1 called run.step; try: \
+make the same calls on every rank, in the same order and equally often'
+    """
+    said = ", ".join(
+        f"rank {rank} called {calls[rank]}{place_text(answers.get(rank))}" for rank in sorted(calls)
+    )
+    cure = (
+        "call the model on every rank, since each holds a part of the weights, or use "
+        "run.evaluate(data, metrics)"
+        if any(call.startswith("run.model") for call in calls.values())
+        else "make the same calls on every rank, in the same order and equally often"
+    )
+    what = "ranks made different calls" if met else "ranks wait for each other"
+    return f"{what}: {said}; try: {cure}"
+
+
+def place_text(answer: Mapping[str, Any] | None) -> str:
+    """Return the user's line of an answer in brackets, after a blank; "" where it has none."""
+    place = (answer or {}).get("place")
+    return f" ({place})" if place else ""

@@ -1,0 +1,447 @@
+"""Notices that the ranks of a run stand still, from outside of them, and learns when that is late.
+
+Each rank writes what it does into a page of memory (wire/watch_page.py); the supervisor reads all
+pages ten times a second. As long as any rank's page changes, the run lives: the others may wait for
+that one. When none changes, the deadline of what the ranks are in counts (`deadlines.py`).
+
+Time counts by the watch's own clock, which stands while this process gets no core: then the ranks
+may get none either. Shortly before a deadline the ranks are asked where they are; of their answers
+`blamed_rank.py` makes who is at fault. It is told at the deadline. A rank that is stopped, or in a
+collective that the others are not in, will not come back: all are ended at once; after seconds
+where ranks made different calls of a run (`call_mismatch.py`), run different blocks
+(`unit_mismatch.py`), or one is alone in a collective of the user's own. One that is busy
+in code of its own may be slow and not hung: it is waited for `patience` more; if it comes back, the
+deadline of its kind is never below what that took.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from shoal.base.runlog.damaged_lines import is_number, read_object
+from shoal.base.runlog.events import Emit
+from shoal.launch.watch.blamed_rank import (
+    STOPPED,
+    Culprit,
+    Hang,
+    Seen,
+    find_culprit,
+    kernel_state,
+    write_stacks,
+)
+from shoal.launch.watch.call_mismatch import (
+    Answers,
+    find_caught,
+    find_unlike_calls,
+    has_fewer_calls,
+    unlike_line,
+    waiting_line,
+)
+from shoal.launch.watch.collective_mismatch import find_unlike
+from shoal.launch.watch.page_reader import PageRead, Told, Watched
+from shoal.launch.watch.silence_deadlines import (
+    BETWEEN,
+    FIRST,
+    HOOK,
+    IN_ONE_ORDER,
+    MERGE,
+    OTHER_FIRST_S,
+    START,
+    STEP,
+    STEPS,
+    VALIDATION,
+    Learnt,
+    kind_of,
+)
+from shoal.launch.watch.slow_ranks import SlowRanks
+from shoal.launch.watch.step_records import RankRecords
+from shoal.launch.watch.unit_mismatch import find_unlike_units
+from shoal.wire.phases import DATA
+from shoal.wire.watch_page import can_watch
+
+EVERY_S = 0.1
+LONGEST_TICK_S = 0.5
+"""Of a longer pause between two looks only so much counts."""
+ASK_S, ANSWER_S = 2.0, 1.5
+"""Ranks are asked so long before a deadline · and may take so long to answer."""
+AGAIN_S = 0.3
+"""Where two answers are compared, between the first and the next request."""
+
+UNLIKE_S, ALONE_S, WAITING_S = 5.0, 8.0, 30.0
+"""Silence after which calls and units of ranks are compared: what differs there never ends · after
+which one rank alone in a collective of the user's own is told · after which a line says who waits
+for whom, and again after twice that, and so on."""
+
+AWAY_PATIENCE_S = 45.0
+"""How long a machine is waited for after it was told to be away."""
+
+
+class Watchable(Protocol):
+    """A rank's process; code: None while it runs."""
+
+    @property
+    def rank(self) -> int:
+        """Which rank."""
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+
+    @property
+    def code(self) -> int | None:
+        """How it ended."""
+
+
+class Watch:
+    """Watches the ranks of a run: `begin` at each start of them, `look` often.
+
+    folder     the run's: stacks go to its logs
+    patience_s how long a rank that may only be slow is waited for after it was told to be late
+    times_s    gives what the run's own record tells of its steps: short ones pass between two looks
+    twice      who is at fault is said of ranks that stood at the same lines when they were asked
+               before: those of a user's own loop may be in collectives that no page tells of.
+               Where all are between two calls into Shoal, that has a deadline of its own
+    first_s    the deadline of what was not learnt yet (`Learnt`)
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        emit: Emit,
+        patience_s: float,
+        times_s: Callable[[], Sequence[float]] = tuple,
+        *,
+        twice: bool = False,
+        first_s: float = OTHER_FIRST_S,
+    ) -> None:
+        self.folder, self.emit, self.least_s, self.times_s = folder, emit, patience_s, times_s
+        self.twice = twice
+        self.learnt = Learnt(first_s)
+        self.slow = SlowRanks(emit)
+        self.pages: list[PageRead] = []
+        self.own: Mapping[int, PageRead] = {}
+        self.records = RankRecords(folder)
+        self.clock_s = 0.0
+        self._looked_s = time.monotonic()
+        self._told: list[Told] = []
+        self._number, self._unlike_told = 0, -1
+        self._quiet()
+
+    def begin(self, processes: int) -> list[str]:
+        """Make a page for each rank of an attempt; their paths, none where this cannot be had."""
+        self.close()
+        made: list[Watched] = []
+        if can_watch():
+            try:
+                for rank in range(processes):
+                    made.append(Watched(f"shoal rank {rank}"))
+            except OSError:  # no files left to open: the run goes on unwatched
+                while made:
+                    made.pop().close()
+        self.pages, self.own = list(made), dict(enumerate(made))
+        self.records.begin()
+        self.slow.begin()
+        self._told = []
+        self._compared = set[int]()
+        self._step = (0, self.clock_s)
+        self._quiet()
+        return [page.path for page in made]
+
+    def keep(self, folder: Path | None, node: int, ranks: Sequence[int]) -> None:
+        """Say whose pages these are, once that is known, and where the run's folder lies."""
+        self.folder = folder or Path(os.devnull)
+        self.own = dict(zip(ranks, self.pages, strict=True))
+        self.records = RankRecords(self.folder, node)
+
+    def close(self) -> None:
+        """Give the pages back."""
+        self.records.look(self.own)
+        for page in self.pages:
+            page.close()
+        self.pages, self.own = [], {}
+
+    def look(self, workers: Sequence[Watchable]) -> Hang | None:
+        """Look, if it is time; the hang for which all ranks are to be ended now, if any."""
+        now_s = time.monotonic()
+        passed_s = now_s - self._looked_s
+        if passed_s < EVERY_S or not self.pages:
+            return None
+        self._looked_s = now_s
+        self.clock_s += min(passed_s, LONGEST_TICK_S)
+        told = [page.read() for page in self.pages]
+        if told != self._told:
+            self.records.look(self.own)
+        if not any(one.live for one in told) or all(one.code is not None for one in workers):
+            return None
+        before, self._told = self._told, told
+        if before != told:
+            self._heard(before)
+            self.slow.look(self.pages, [one.step for one in told])
+            return self.compare(workers)
+        return self._silent([worker for worker in workers if worker.code is None])
+
+    def left(self, workers: Sequence[Watchable]) -> dict[int, str]:
+        """Ranks that ended with status 0 and have not closed their page: where each of them was."""
+        found = {}
+        for worker in workers if self.pages else ():
+            if worker.code == 0 and (told := self.pages[worker.rank].read()).live:
+                steps = read_object(self.folder / "plan.json").get("steps")
+                of = f" of {steps}" if is_number(steps) else ""
+                at = f"after step {told.step}{of}" if told.step else "before its first step"
+                found[worker.rank] = f" {at}, in {told.doing}"
+        return found
+
+    def compare(self, workers: Sequence[Watchable], *, dead: bool = False) -> Hang | None:
+        """Ranks whose collectives differ, if there are: what they sum is wrong.
+
+        dead   one died, maybe of that: what ranks keep of a step under way counts too
+        """
+        if dead and (unlike := self.unlike_ranks(workers)) is not None:
+            return replace(unlike, status=1)  # that of a rank that died
+        kept = [page.calls(self._compared) for page in self.pages]
+        for step in sorted(set(kept[0]).intersection(*kept[1:])) if len(kept) > 1 else ():
+            if step < 0 and not dead:
+                continue
+            self._compared.add(step)
+            found = find_unlike(step, {rank: one[step] for rank, one in enumerate(kept)})
+            if found is None or not (found.certain or step > 0 > self._unlike_told):
+                continue
+            rank, line = found.rank, found.line
+            self._unlike_told = step
+            self.emit("collectives_differ", rank=rank, step=abs(step), text=line)
+            if found.certain:
+                pid, host = workers[rank].pid, self.pages[rank].host
+                return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True)
+            self.emit("notice", text=line)
+        return None
+
+    def unlike_ranks(
+        self, workers: Sequence[Watchable], answers: Answers | None = None
+    ) -> Hang | None:
+        """Tell of ranks that made other calls or ran other blocks, if there are.
+
+        They never come together.
+
+        answers   of the ranks, with the user's lines; None: one has died, and nobody was asked
+        """
+        calls = find_unlike_calls(dict(enumerate(self.pages)))
+        if calls:
+            now = {rank: self.pages[rank].read().inside for rank in calls}
+            places = {rank: (answers or {}).get(rank) for rank in calls if now[rank] == calls[rank]}
+            return self._tell_calls(calls, workers, places, met=answers is None)
+        return self._unlike_units(workers)
+
+    def _unlike_units(self, workers: Sequence[Watchable]) -> Hang | None:
+        told = {rank: page.read() for rank, page in enumerate(self.pages)}
+        kinds = {rank: kind_of(one) for rank, one in told.items()}
+        kinds = {rank: kind if kind in IN_ONE_ORDER else "" for rank, kind in kinds.items()}
+        unlike = find_unlike_units(dict(enumerate(self.pages)), told, kinds)
+        if unlike is None:
+            return None
+        rank = unlike.rank
+        inside = told[rank].phases.split(": ")[0] if kinds[rank] == VALIDATION else ""
+        step = told[rank].step + (not inside)
+        line = unlike.line(inside or f"step {step}")
+        self.emit("collectives_differ", rank=rank, step=step, text=line)
+        return self._unlike_hang(rank, line, workers)
+
+    def _tell_calls(
+        self,
+        calls: dict[int, str],
+        workers: Sequence[Watchable],
+        answers: Answers,
+        *,
+        met: bool = False,
+    ) -> Hang:
+        """Tell of ranks in different calls, the first of which is of the fewest."""
+        return self._tell_unlike(next(iter(calls)), unlike_line(calls, answers, met=met), workers)
+
+    def _tell_unlike(self, rank: int, line: str, workers: Sequence[Watchable]) -> Hang:
+        step = self.pages[rank].read().step + 1
+        self.emit("collectives_differ", rank=rank, step=step, text=line)
+        return self._unlike_hang(rank, line, workers)
+
+    def _unlike_hang(self, rank: int, line: str, workers: Sequence[Watchable]) -> Hang:
+        pid = next((worker.pid for worker in workers if worker.rank == rank), 0)
+        host = self.pages[rank].host
+        return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True, status=2)
+
+    def _heard(self, before: list[Told]) -> None:
+        """Some rank did something."""
+        silence_s = self.clock_s - self._since_s
+        busy = [one for one in before if not one.waits] or before
+        kinds = {kind_of(one) for one in busy}
+        in_data = START in kinds or (STEP in kinds and any(one.part == DATA for one in busy))
+        self.learnt.heard(kinds, silence_s, in_data=in_data, told=self._late is not None)
+        late = self._late
+        if late is not None and before[late.rank].changes != self._told[late.rank].changes:
+            who = f"rank {late.rank}"
+            self.emit("notice", text=f"{who} goes on after {silence_s:.0f} s: slow, not hung")
+        self._quiet()
+        step, now_s = max(one.step for one in self._told), self.clock_s
+        last, last_s = self._step
+        if any(kind_of(one) not in (STEP, HOOK) for one in self._told) or step < last:
+            self._step = (-1, now_s)  # what is under way is no plain step
+        elif last < 0 or step > last:
+            if 0 < last < step:
+                count = step - last  # several at a time, where they are shorter than a look
+                self.learnt.steps_s.extend([(now_s - last_s) / count] * min(count, STEPS))
+            self._step = (step, now_s)
+
+    def _quiet(self) -> None:
+        """A silence begins."""
+        self._since_s = self.clock_s
+        self._late: Hang | None = None
+        self._asked_s = self._ended_s = 0.0
+        self._stood: object = None
+        self._found: Hang | None = None
+        self._next_s = -1.0
+        self._ask_at_s = UNLIKE_S
+
+    def _silent(self, workers: Sequence[Watchable]) -> Hang | None:
+        """No rank did anything since the last look."""
+        silence_s = self.clock_s - self._since_s
+        if self.learnt.usual_s is None:
+            times_s = max(self.times_s(), self._paged_s(), key=len)
+            self.learnt.steps_s.extend(times_s if len(times_s) >= STEPS else ())
+        if self._late is not None:
+            return self._late if silence_s >= self._ended_s else None
+        if self._asked_s:
+            answers = self._answers(workers)
+            if answers is not None and (hang := self._heard_where(workers, answers, silence_s)):
+                return hang
+        elif silence_s >= self._ask_at_s and len(self.pages) > 1:
+            self._ask()
+        elif self._found is None or silence_s >= self._next_s:
+            least_s = min(self.learnt.deadline_s(kind_of(one)) for one in self._told)
+            ask_s = ASK_S + self.twice * (ANSWER_S + AGAIN_S)
+            if silence_s >= max(self._next_s, least_s - ask_s):
+                self._ask()
+        if self._found is not None and silence_s >= self._found.deadline_s:
+            return self._tell(self._found, silence_s)
+        return None
+
+    def _paged_s(self) -> list[float]:
+        """Seconds of the last steps by a page: many may pass between two looks."""
+        rows = self.pages[0].steps().values()
+        return [time_s for row in rows if math.isfinite(time_s := sum(map(abs, row[1:])))]
+
+    def _ask(self) -> None:
+        """Ask all ranks where they are; with the answers of other nodes come their ranks' units."""
+        self._asked_s = self.clock_s
+        for page in self.pages:
+            page.ask()
+
+    def _answers(self, workers: Sequence[Watchable]) -> Answers | None:
+        """The ranks' answers, once all have answered, or had time to."""
+        answers = {worker.rank: self.pages[worker.rank].answer() for worker in workers}
+        if None in answers.values() and self.clock_s - self._asked_s < ANSWER_S:
+            return None
+        self._asked_s = 0.0
+        return answers
+
+    def _heard_where(
+        self, workers: Sequence[Watchable], answers: Answers, silence_s: float
+    ) -> Hang | None:
+        """All ranks have said where they are: the hang that never ends, if it is one."""
+        due_s, told = self._ask_at_s, dict(enumerate(self._told))
+        if silence_s >= due_s:
+            self._ask_at_s = {UNLIKE_S: ALONE_S, ALONE_S: WAITING_S}.get(due_s, 2 * due_s)
+        if due_s == UNLIKE_S and (unlike := self.unlike_ranks(workers, answers)) is not None:
+            return unlike
+        rank, line = find_caught(told, answers)
+        if line and silence_s >= UNLIKE_S:
+            return self._tell_unlike(rank, line, workers)
+        if silence_s >= due_s >= WAITING_S and (line := waiting_line(told, answers, silence_s)):
+            self.emit("notice", text=line)
+        culprit = self._find_culprit(workers, answers, silence_s)
+        if culprit is None or culprit.alone is None or silence_s < ALONE_S or not self.twice:
+            return None
+        rank, other = culprit.of.rank, culprit.alone
+        calls = {rank: culprit.of.collective, other: told[other].inside or culprit.collective}
+        return self._tell_calls(calls, workers, answers)
+
+    def _find_culprit(
+        self, workers: Sequence[Watchable], answers: Answers, silence_s: float
+    ) -> Culprit | None:
+        """Return the rank to blame, from the answers of the ranks."""
+        if self.twice:
+            before, self._stood = (
+                self._stood,
+                [one and one.get("stacks") for one in answers.values()],
+            )
+            if before != self._stood:
+                self._found, self._next_s = None, silence_s + AGAIN_S
+                return None
+        seen = [self.seen(worker, self._told[worker.rank], answers) for worker in workers]
+        culprit = self._if_alone(find_culprit(seen))
+        if culprit and self.twice and all(one.letter == STOPPED for one in seen):
+            why = "all processes are stopped, as by Ctrl-Z or a scheduler"
+            culprit = replace(culprit, why=why, certain=False)  # and go on when that one likes
+        if culprit is None:  # somebody looks at a rank with a debugger
+            self._next_s = silence_s + ANSWER_S
+            return None
+        kind = kind_of(culprit.of.told)
+        if self.twice and all(one.between for one in seen):  # so nobody waits for anybody
+            kind = BETWEEN
+        if culprit.compiles:
+            kind = FIRST
+        if culprit.together:
+            kind = max((kind_of(one.told) for one in seen), key=self.learnt.deadline_s)
+        deadline_s = self.learnt.deadline_s(kind)
+        if culprit.alone is not None:
+            deadline_s = ALONE_S
+            if self.twice:  # the line of unlike calls says it better
+                self._next_s = silence_s + ANSWER_S
+                return culprit
+        if kind == MERGE and culprit.of.answer is not None and not culprit.certain:
+            # It runs, and waits for other islands, by a deadline of its own: theirs is the fault.
+            self._next_s = silence_s + deadline_s
+            return None
+        self._found = culprit.hang(kind, deadline_s)
+        self._found_seen = seen
+        self._next_s = max(deadline_s - ASK_S, silence_s + ASK_S)
+        return culprit
+
+    def _if_alone(self, culprit: Culprit | None) -> Culprit | None:
+        """A culprit is alone if others have begun a call that it has not.
+
+        Else they may still receive what it has sent.
+        """
+        if culprit is None or culprit.alone is None:
+            return culprit
+        behind = has_fewer_calls(self.pages[culprit.of.rank], self.pages[culprit.alone])
+        return culprit if behind else replace(culprit, alone=None)
+
+    def seen(self, worker: Watchable, told: Told, answers: Answers) -> Seen:
+        """What is known of a rank."""
+        return Seen(worker.rank, worker.pid, told, answers[worker.rank], kernel_state(worker.pid))
+
+    def _tell(self, hang: Hang, silence_s: float) -> Hang | None:
+        """Say who hangs; the hang itself if it is not worth waiting for."""
+        self._number += 1
+        path = self.folder / "logs" / f"hang-{self._number}.txt"
+        wait_s = 0.0 if hang.certain else self.learnt.patience_s(hang.kind, self.least_s)
+        if hang.away:  # the kernel ends ranks over a dead link before, where it can
+            wait_s = AWAY_PATIENCE_S
+        self._late, self._ended_s = hang, silence_s + wait_s
+        self.emit(
+            "hang",
+            rank=hang.rank,
+            host=hang.host,
+            pid=hang.pid,
+            phase=hang.phase,
+            why=hang.why,
+            collective=hang.collective,
+            waited_s=round(silence_s, 2),
+            deadline_s=round(hang.deadline_s, 2),
+            ends_in_s=round(wait_s, 1) if wait_s < math.inf else None,
+            stacks=write_stacks(path, self._found_seen),
+        )
+        return hang if hang.certain else None

@@ -1,0 +1,199 @@
+"""Names the rank for which the others wait, and the part of the step in which it is slow.
+
+Where ranks meet in collectives, a slow one makes all slow, and every other rank's time looks like
+communication. Each rank keeps in its page how long it was in each part of its last steps without
+waiting for a collective (wire/watch_page.py); here those times are compared, so nothing is sent and
+nobody waits. Over `STEPS` steps a rank stands out in a part
+
+    if its own time there exceeds the median of the others', step by step, in the median by more
+    than `SHARE` of its step and by `LEAST_S`, and
+    if of all ranks it waits least, and the others wait for most of that time.
+
+Where ranks have different work by the plan, as stages of a pipeline have in their passes and in the
+update, a rank's time there is compared with its own of calm windows before (at most `CALM` of
+them), times what the others' work became meanwhile: it stands out if it exceeds that as above, and
+the others wait so much longer than they did, by `ROSE` of it. Not more is asked: a stage that had
+time to spare eats that first.
+
+In two windows in a row it is told, once; again only after it was like the others for as long. One
+long step changes no median, and where all ranks are disturbed alike none waits least for it.
+
+Limits   the sum over ranks is taken for waiting, whole · steps in which ranks have unequal numbers
+         of micro-batches are not compared where that counts · on a GPU the host's time counts:
+         kernels that are slow are waited for in the sum, unseen · what takes long in fewer than
+         half of the steps is not told
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+
+from shoal.base.runlog.events import Emit
+from shoal.launch.watch.page_reader import PageRead
+from shoal.wire.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE
+from shoal.wire.watch_page import PARTS, WAIT
+
+STEPS, WINDOWS = 16, 2
+"""Steps of a window · windows in a row: a rank is told within 50 steps wherever it began."""
+SHARE, LEAST_S, WAITED = 0.15, 0.002, 0.5
+"""Of a step, and seconds a step, that are worth a word · the share of them that others wait."""
+
+CALM, ROSE = 8, 0.25
+"""Windows in which nobody stood out, of which a stage's usual times are made · see above."""
+
+Row = Sequence[float]
+"""A step of one rank: seconds by part without waiting, then waiting; signs as in a page."""
+Usual = Sequence[Row]
+"""By rank: what it takes in each part and waits in a step, without signs."""
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank and the part in which it stands out: by seconds a step, and as a share of its step."""
+
+    rank: int
+    part: int
+    extra_s: float
+    share: float
+
+
+def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> list[Slow]:
+    """Ranks that the others wait for, by `window[step][rank]`; the longest first.
+
+    usual   of windows before, for parts in which ranks have different work
+
+    >>> ahead, late = (0, 0.01, 0.02, 0, 0, 0, 0, 0.05), (0, 0.06, 0.02, 0, 0, 0, 0, 0)
+    >>> (one,) = stands_out([[ahead, late]] * 16)
+    >>> one.rank, PARTS[one.part], round(one.extra_s, 3)
+    (1, 'data', 0.05)
+    """
+    now = usual_of(window)
+    waits_s = [row[WAIT] for row in now]
+    differ = {part for step in window for row in step for part in range(WAIT) if row[part] < 0}
+    found = []
+    for rank, own in enumerate(now):
+        others = [other for other in range(len(now)) if other != rank]
+        waited_s = median(waits_s[other] for other in others) - waits_s[rank]
+        least = waits_s[rank] <= min(waits_s)
+        load, rose_s = _since(usual, now, others) if usual else (1.0, 0.0)
+        whole_s = median(math.fsum(abs(one) for one in step[rank] if one == one) for step in window)
+        for part in (DATA, PASSES, BACKWARD, UPDATE, HOOKS):
+            if any(row[part] != row[part] for row in now):
+                continue  # NaN: not to be compared
+            if part not in differ:
+                extra_s = median(
+                    step[rank][part] - median(step[other][part] for other in others)
+                    for step in window
+                    if all(row[part] == row[part] for row in step)
+                )
+                waited = least and waited_s > WAITED * extra_s
+                waited = waited or (bool(differ) and rose_s > WAITED * extra_s)
+            elif usual:
+                extra_s = own[part] - load * usual[rank][part]
+                waited = rose_s > ROSE * extra_s
+            else:
+                continue
+            if waited and extra_s > max(LEAST_S, SHARE * whole_s):
+                found.append(Slow(rank, part, extra_s, extra_s / whole_s))
+    return sorted(found, key=lambda one: -one.extra_s)
+
+
+def usual_of(
+    window: Sequence[Sequence[Row]], middle: Callable[[list[float]], float] = median
+) -> Usual:
+    """The median of each rank's steps, part by part; NaN where more than half of them are.
+
+    An epoch's short last step, in which some rank has fewer micro-batches, says nothing of a part.
+    """
+
+    def of(values: Sequence[float]) -> float:
+        known = [abs(one) for one in values if one == one]
+        return middle(known) if 2 * len(known) > len(values) else math.nan
+
+    ranks, parts = range(len(window[0])), range(WAIT + 1)
+    return [[of([step[rank][part] for step in window]) for part in parts] for rank in ranks]
+
+
+def _met(row: Row) -> Row:
+    """Whatever a rank does between its passes and its update, it waits there for the others."""
+    return [*row[:SUM], 0.0, *row[SUM + 1 : WAIT], row[WAIT] + row[SUM]]
+
+
+def _since(usual: Usual, now: Usual, others: Sequence[int]) -> tuple[float, float]:
+    """(times what the others' work became, seconds by which they wait longer) since `usual`."""
+
+    def work_s(row: Row) -> float:
+        return math.fsum(row[:WAIT])
+
+    times = [work_s(now[one]) / work_s(usual[one]) for one in others if work_s(usual[one]) > 0]
+    load = median(times) if times else 1.0
+    return load, median(now[one][WAIT] - load * usual[one][WAIT] for one in others)
+
+
+class SlowRanks:
+    """Compares the ranks' pages: `begin` at each start of them, `look` often.
+
+    told   (rank, part) of those that were told and have not recovered
+    """
+
+    def __init__(self, emit: Emit) -> None:
+        self.emit = emit
+        self.begin()
+
+    def begin(self) -> None:
+        """Ranks start; what they did before counts no more."""
+        self.told: set[tuple[int, int]] = set()
+        self._in_a_row: dict[tuple[int, int], int] = {}
+        self._calm: deque[Usual] = deque(maxlen=CALM)
+        self._next = 0
+        self._hosts: list[str] = []
+
+    def look(self, pages: Sequence[PageRead], steps: Sequence[int]) -> None:
+        """Compare, if all ranks have done a window's steps more; `steps` done by each."""
+        done = min(steps)
+        if len(pages) < 2 or not done:
+            return
+        if not self._next or done < self._next - STEPS:  # first steps, or steps done again
+            self._next = done + STEPS
+        if done >= self._next:
+            self._hosts = [page.host for page in pages]
+            self.compare([page.steps() for page in pages], done)
+
+    def compare(self, kept: Sequence[Mapping[int, Row]], last: int) -> None:
+        """Compare the ranks' steps up to `last`, and tell who is slow, or no longer is."""
+        self._next = last + STEPS
+        numbers = range(last - STEPS + 1, last + 1)
+        if not all(number in rows for rows in kept for number in numbers):
+            return
+        separate = any(rows[last][BACKWARD] for rows in kept)
+        window = [[_met(rows[number]) for rows in kept] for number in numbers]
+        # The lower of two: one may hold the first slow steps.
+        usual = usual_of(self._calm, median_low) if self._calm else None
+        found = {(one.rank, one.part): one for one in stands_out(window, usual)}
+        if not found:
+            self._calm.append(usual_of(window))
+        for key in {*found, *self._in_a_row, *self.told}:
+            before = self._in_a_row.get(key, 0)
+            now = (max(0, before) + 1) if key in found else (min(0, before) - 1)
+            self._in_a_row[key] = now
+            if now <= -WINDOWS:
+                self.told.discard(key)
+                del self._in_a_row[key]
+        for key, one in found.items():
+            if self._in_a_row[key] < WINDOWS or key in self.told:
+                continue
+            self.told.add(key)
+            self.emit(
+                "slow_rank",
+                rank=one.rank,
+                step=last,
+                host=self._hosts[one.rank] if self._hosts else os.uname().nodename,
+                phase="forward" if separate and one.part == PASSES else PARTS[one.part],
+                extra_s=round(one.extra_s, 6),
+                share=round(one.share, 4),
+            )

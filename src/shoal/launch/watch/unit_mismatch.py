@@ -1,0 +1,94 @@
+"""Compares, over the pages of ranks, which units they gather where layouts cut the parameters.
+
+Under fsdp and hsdp the k-th collective of units in a group must be of one unit on all of its ranks.
+Ranks keep the last ones in their pages (wire/watch_page.py). Two things are not in any right run,
+however slow it is:
+
+    another unit     the k-th collective of a group is of unit A on one rank, of unit B on another
+    another order    after unit k one rank went on to more collectives of other kinds than another
+                     one made before its unit k + 1, in the same step: each waits for the other
+
+So nothing has to be learnt of a run before it is told, and a rank that reads data, compiles or
+computes for minutes is none of the two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.base.text.rank_differences import blocks_line
+from shoal.launch.watch.page_reader import PageRead, Told, UnitCall
+
+NONE_MORE = "no further block"
+
+
+@dataclass(frozen=True)
+class UnlikeUnits:
+    """Ranks whose units differ.
+
+    rank   one of the fewest that do the same · calls  by rank, the unit and pass
+    """
+
+    rank: int
+    calls: Mapping[int, str]
+
+    def line(self, when: str) -> str:
+        """The same in one line; when  "step 3"."""
+        return blocks_line(self.calls, when)
+
+
+def find_unlike_units(
+    pages: Mapping[int, PageRead], told: Mapping[int, Told], kinds: Mapping[int, str]
+) -> UnlikeUnits | None:
+    """The first difference between ranks of a group; None where there is none.
+
+    told    by rank, what its page says now · kinds  what it is in, "" where ranks may rightly make
+            other collectives there (a save)
+    """
+    by_group: dict[int, dict[int, dict[int, UnitCall]]] = {}
+    for rank, page in pages.items():
+        for key, calls in page.units().items():
+            by_group.setdefault(key, {})[rank] = calls
+    for groups in by_group.values():
+        if len(groups) < 2:
+            continue
+        if unlike := _other_units(groups) or _other_order(groups, told, kinds):
+            often = Counter(unlike.values())
+            rank = min(unlike, key=lambda rank: (often[unlike[rank]], -rank))
+            return UnlikeUnits(rank, unlike)
+    return None
+
+
+def _other_units(groups: Mapping[int, Mapping[int, UnitCall]]) -> dict[int, str]:
+    """By rank, the units of the first collective that is not of one unit."""
+    for number in sorted({number for calls in groups.values() for number in calls}):
+        found = {rank: calls[number].text for rank, calls in groups.items() if number in calls}
+        if len(set(found.values())) > 1:
+            return found
+    return {}
+
+
+def _other_order(
+    groups: Mapping[int, Mapping[int, UnitCall]], told: Mapping[int, Told], kinds: Mapping[int, str]
+) -> dict[int, str]:
+    """By rank, the next unit of those that have one, and of those that went on without."""
+    last = {rank: max(calls) for rank, calls in groups.items()}
+    ahead = max(last, key=lambda rank: last[rank])
+    done: list[int] = []
+    for rank, number in last.items():
+        calls, others = groups[rank], groups[ahead]
+        alike = kinds[rank] == kinds[ahead] != "" and told[rank].step == told[ahead].step
+        if not alike or number not in others or number + 1 not in others:
+            continue
+        here = told[rank].begun - calls[number].begun
+        there = others[number + 1].begun - others[number].begun
+        if here > there:
+            done.append(rank)
+    if not done:
+        return {}
+    number = min(last[rank] for rank in done)
+    found = {rank: NONE_MORE for rank in done if last[rank] == number}
+    found |= {r: calls[number + 1].text for r, calls in groups.items() if number + 1 in calls}
+    return dict(sorted(found.items()))

@@ -1,0 +1,377 @@
+"""Watches, from outside of them, the ranks of a run that somebody else's launcher started.
+
+    python -m shoal.launch.watchdog COUNT [ADDRESS …]     started on each node by its first rank
+                                                     (trainer/process/watchdog_client.py)
+
+It makes a page for each of COUNT ranks (wire/watch_page.py) and writes their paths as one line of
+JSON; it reads one line, who the ranks of all nodes are, and watches until this node's processes, or
+its input, have ended. With addresses it is node 0's of several, listens at the first of them, and
+watches all ranks; those of the other nodes tell it of theirs (launch/watch/remote_nodes.py).
+
+What hangs is written to the run folder's events.jsonl and to standard error, on several nodes to
+that of its own node too. A loop of the user's own may do anything between two steps, for as long as
+it likes: a rank that is busy is told, and never ended. One that cannot come back by itself is
+killed, and the launcher ends or restarts the others; those left after `REST_S` are killed too.
+A rank that ends without having left its page was killed, or left by `os._exit`: that is told, of
+the first one alone, since the others end of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ShoalError
+from shoal.base.runlog.events import EventLog
+from shoal.base.standard_streams import write_error
+from shoal.base.text.event_sentences import event_text
+from shoal.launch.watch.blamed_rank import Hang
+from shoal.launch.watch.hang_watch import EVERY_S, Watch
+from shoal.launch.watch.page_reader import PageRead
+from shoal.launch.watch.remote_nodes import JOIN_S, REST_S, Far, Follower, Hub, Node, NodesWatch
+from shoal.launch.worker_failures import exit_text
+from shoal.wire.authenticated_stream import Connection
+
+LAST_S = 1.0
+"""How long the end of a rank is waited for that has let go of its pipes."""
+THEMSELVES_S = 3.0
+"""Seconds in which ranks may end themselves before they are killed."""
+Pages = Mapping[int, PageRead] | Sequence[PageRead]
+"""The pages of ranks, by their numbers."""
+
+
+class Other:
+    """A process that is not this one's child, with what a watch asks of a worker."""
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.rank, self.pid = rank, pid
+        self.file = os.pidfd_open(pid)  # it stays this process, whoever has its number later
+        self._code: int | None = None
+        self.how = "ended"
+
+    @property
+    def code(self) -> int | None:
+        """None while it runs; how it ended the kernel tells until its launcher has asked."""
+        if self._code is None and select.select([self.file], [], [], 0)[0]:
+            self._code = 0
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                state, *_, status = _stat(self.pid)
+                if state == "Z":
+                    self._code = os.waitstatus_to_exitcode(int(status))
+                    self.how = exit_text(self._code)
+        return self._code
+
+    def kill(self) -> None:
+        """End it."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.file, signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process: its state's letter first, its exit status last."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+
+
+class Input:
+    """What the rank says that started this process, line by line; `ended` once it has ended."""
+
+    def __init__(self) -> None:
+        self._come, self.ended = b"", False
+
+    def look(self, wait_s: float = 0.0, ranks: Sequence[Other | Far] = ()) -> dict[str, Any] | None:
+        """The next line; None where none has come within the time, or until one of `ranks` ends."""
+        until_s = time.monotonic() + wait_s
+        files = [one.file for one in ranks if isinstance(one, Other) and one.code is None]
+        while b"\n" not in self._come and not self.ended:
+            left_s = max(0.0, until_s - time.monotonic())
+            if 0 not in select.select([0, *files], [], [], left_s)[0]:
+                return None
+            more = os.read(0, 1 << 16)
+            self._come, self.ended = self._come + more, not more
+        line, found, self._come = self._come.partition(b"\n")
+        return json.loads(line) if found else None
+
+
+class Teller:
+    """Writes events where this node keeps them, and lines that a person sees.
+
+    ranks   of this node · keeps  whether the folder's events are this node's to write
+    """
+
+    def __init__(self, folder: Path | None, ranks: Sequence[int], *, keeps: bool) -> None:
+        self.folder, self.ranks, self.keeps = folder, ranks, keeps
+        self._log: EventLog | None = None
+        if keeps:
+            self._make_room()
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """Write an event to the run folder, if this node keeps it, and its line to stderr."""
+        self._write(event, fields)
+        self._show(event, fields)
+
+    def order(self, order: dict[str, Any]) -> None:
+        """The same as node 0 orders it: a line where the rank is one of this node's."""
+        event, fields, accounts = order["say"], order["fields"], order.get("accounts", "")
+        if self.keeps and accounts and self.folder is not None:
+            with contextlib.suppress(OSError):
+                self._make_room()
+                (self.folder / "logs" / Path(fields["stacks"]).name).write_text(
+                    accounts, encoding="utf-8"
+                )
+        self._write(event, fields)
+        if fields.get("rank") in self.ranks or order.get("own"):
+            self._show(event, fields)
+
+    def _make_room(self) -> None:
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
+        if self.keeps and self.folder is not None:
+            if self._log is None:
+                self._make_room()
+                self._log = EventLog(self.folder / "events.jsonl", None)
+            self._log.emit(event, **fields)
+
+    def _show(self, event: str, fields: dict[str, Any]) -> None:
+        text = event_text({"event": event, **fields})
+        if event == "collectives_differ":  # the launcher's own end of a run says it there
+            text = str(fields["text"])
+        if text:
+            write_error(f"shoal: {text}")
+
+
+def main() -> int:
+    """Watch until the ranks have ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the ranks, who may have to save
+    count, addresses = int(sys.argv[1]), sys.argv[2:]
+    watch = NodesWatch(Path(os.devnull), lambda event, **fields: None, math.inf, twice=True)
+    listener = listen(addresses)
+    at = None if listener is None else listener.getsockname()[:2]
+    sys.stdout.write(f"{json.dumps({'paths': watch.begin(count), 'at': at})}\n")
+    sys.stdout.flush()
+    said = Input()
+    asked = None
+    while asked is None and not said.ended:
+        asked = said.look(JOIN_S)
+    if not asked:
+        return 0
+    nodes = [Node(tuple(o["ranks"]), tuple(o["pids"]), o["host"]) for o in asked["nodes"]]
+    here = nodes[asked["number"]]
+    folder = Path(asked["folder"]) if asked["folder"] else None
+    teller = Teller(folder, here.ranks, keeps=asked["number"] == 0)
+    try:
+        ranks = [Other(rank, pid) for rank, pid in zip(here.ranks, here.pids, strict=True)]
+    except OSError:  # one has ended already
+        return 0
+    token = str(asked["token"]).encode()
+    watch.keep(folder, asked["number"], here.ranks)
+    if asked["number"] > 0:
+        if connection := _connect(tuple(asked["at"]), token, ranks, teller.tell):
+            number = asked["number"]
+            follower = Follower(connection, number, nodes, watch.pages, ranks, teller.order)
+            _follow(watch, follower, ranks, teller, said)
+    elif listener is not None:
+        _watch_all(watch, ranks, Hub(listener, token, nodes), teller, said)
+    else:
+        _watch(watch, ranks, teller, said)
+    watch.records.look(watch.own)
+    return 0
+
+
+def listen(addresses: Sequence[str]) -> socket.socket | None:
+    """Listen at the first of the addresses that is this machine's; None where none is."""
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            family, _, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+            return socket.create_server((str(found[0]), 0), family=family, backlog=1024)
+    return None
+
+
+def _watch(watch: NodesWatch, ranks: list[Other], teller: Teller, said: Input) -> None:
+    """Watch the ranks of one node that are alone."""
+    watch.emit = watch.slow.emit = teller.tell
+    unlike = partial(watch.compare, ranks, dead=True)
+    ended = False
+    while not said.ended and any(rank.code is None for rank in ranks):
+        said.look(EVERY_S, ranks)
+        ended = ended or tell_end(ranks, watch.pages, teller.tell, unlike)
+        if hang := watch.look(ranks):
+            end(ranks, watch.pages, hang)
+            return
+    if not ended:
+        await_one(ranks)
+        tell_end(ranks, watch.pages, teller.tell, unlike)
+
+
+def _watch_all(
+    watch: NodesWatch, ranks: list[Other], hub: Hub, teller: Teller, said: Input
+) -> None:
+    """Node 0: watch the ranks of all nodes."""
+
+    def emit(event: str, **fields: Any) -> None:
+        teller.tell(event, **fields)
+        accounts = ""
+        if fields.get("stacks"):
+            with contextlib.suppress(OSError):
+                accounts = Path(fields["stacks"]).read_text(encoding="utf-8")
+        hub.order({"say": event, "fields": fields, "accounts": accounts})
+
+    watch.emit = watch.slow.emit = emit
+    watch.join(hub)
+    both: dict[int, Other | Far] = {**{one.rank: one for one in ranks}, **hub.far}
+    everyone = [both[rank] for rank in sorted(both)]
+
+    def unlike() -> Hang | None:
+        for page in watch.pages:  # the other nodes' ranks' calls come with their answers
+            page.ask()
+        hub.hand_out(1.0)
+        hub.serve(1.0)
+        return watch.compare(everyone, dead=True)
+
+    ended = False
+    while not said.ended and any(rank.code is None for rank in ranks):
+        hub.serve(EVERY_S)
+        said.look()
+        ended = ended or tell_end(everyone, watch.pages, emit, unlike)
+        if not hub.ready:
+            if what := hub.lacking():
+                _unwatched(emit, what)
+                return
+        elif hang := watch.look(everyone):
+            hub.order({"end": vars(hang)})
+            hub.hand_out(1.0)
+            end(ranks, watch.pages, hang)
+            return
+    if not ended:
+        await_one(ranks)
+        tell_end(everyone, watch.pages, emit, unlike)
+    hub.close()
+
+
+def await_one(ranks: Sequence[Other]) -> None:
+    """Wait until the first of them has ended: a process lets go of its pipes a moment before."""
+    if all(one.code is None for one in ranks):
+        select.select([one.file for one in ranks], [], [], LAST_S)
+
+
+def tell_end(
+    ranks: Sequence[Other | Far],
+    pages: Sequence[PageRead],
+    tell: Callable[..., None],
+    unlike: Callable[[], Hang | None],
+) -> bool:
+    """Tell why the rank ended that ended first, if that is not told; whether one has ended.
+
+    unlike   tells of ranks that made different calls: gloo aborts where their sizes differ
+    Of those that are found together one that was asked to end comes last: that its launcher does
+    to the others.
+    """
+    ended = [(one, pages[one.rank].read()) for one in ranks if one.code is not None]
+    if not ended:
+        return False
+    if unlike() is not None:
+        return True
+    one, told = min(ended, key=lambda pair: (pair[0].code == -signal.SIGTERM, pair[1].changed_s))
+    if not told.live:
+        return True  # it came to its end, or has told itself
+    how = one.how if isinstance(one, Other) else "ended"
+    where = f"after step {told.step}, in {told.doing}"
+    met = next((calls for page in pages if (calls := page.read().inside)), "")
+    if one.code == -signal.SIGABRT and met and not told.inside:  # gloo aborts where sizes differ
+        where += f", in no call of the run while others were in {met}: a collective of its own?"
+    words = f"left {where}: something in it calls os._exit" if how.startswith("exit") else ""
+    how = f"{how}{'' if words else f' {where}'}"
+    host = pages[one.rank].host
+    tell("worker_died", rank=one.rank, pid=one.pid, host=host, how=how, traceback=words)
+    return True
+
+
+def _follow(
+    watch: Watch, follower: Follower, ranks: list[Other], teller: Teller, said: Input
+) -> None:
+    """Another node: tell node 0 of its ranks."""
+    while not follower.over and any(rank.code is None for rank in ranks):
+        watch.records.look(watch.own)
+        if not said.ended and (told := said.look()) is not None:
+            teller.keeps = bool(told.get("keeps"))
+        try:
+            hang = follower.turn()
+        except OSError:  # node 0's has ended, as this node's ranks will, if all is well
+            if _rest(ranks):
+                host = follower.nodes[0].host
+                _unwatched(teller.tell, f"the watch on {host} has ended")
+            return
+        if hang is not None:
+            own = follower.nodes[follower.number].ranks
+            end(ranks, dict(zip(own, follower.pages.pages, strict=True)), hang)
+            return
+    follower.close()
+
+
+def _connect(
+    at: tuple[str, int], token: bytes, ranks: Sequence[Other], tell: Callable[..., None]
+) -> Connection | None:
+    """Connect to node 0; None where it is not reached, which is told, or the ranks have ended."""
+    until_s = time.monotonic() + JOIN_S
+    while any(rank.code is None for rank in ranks):
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            _unwatched(tell, f"nobody answers at {at[0]}:{at[1]}, where node 0 watches")
+            return None
+        try:
+            made = socket.create_connection(at, timeout=left_s)
+            return Connection(made, token, f"{at[0]}:{at[1]}")
+        except (OSError, ShoalError):
+            time.sleep(EVERY_S)
+    return None
+
+
+def _unwatched(emit: Callable[..., None], what: str) -> None:
+    emit("notice", text=f"hangs of this run are not watched from now on: {what}")
+
+
+def _rest(ranks: Sequence[Other]) -> bool:
+    """Wait until the ranks have ended, for REST_S; whether one has not."""
+    until_s = time.monotonic() + REST_S
+    while left := any(rank.code is None for rank in ranks):
+        if time.monotonic() > until_s:
+            break
+        time.sleep(EVERY_S)
+    return left
+
+
+def end(ranks: Sequence[Other], pages: Pages, hang: Hang) -> None:
+    """Kill the rank that hangs; the others where the launcher has not ended them.
+
+    Where the user must change something, all end themselves first, with the status that says so.
+    """
+    if hang.status:
+        for rank in ranks:
+            pages[rank.rank].end(hang.status)
+        until_s = time.monotonic() + THEMSELVES_S
+        while any(rank.code is None for rank in ranks) and time.monotonic() < until_s:
+            time.sleep(EVERY_S)
+    for rank in ranks:
+        if rank.rank == hang.rank:
+            rank.kill()
+    _rest(ranks)
+    for rank in ranks:
+        rank.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""What a worker process wraps its work in, so that its failure is told in its own words.
+
+A failure becomes one JSON file, `logs/rank-K.error.json`, which the supervisor reads: `kind`,
+`line`, `traceback`, `exit_code`, `time_s`. Exit codes: 0 done · 1 a crash, worth a restart ·
+2 the user must change something · 3 the numbers are at fault (a restart would repeat them).
+Source: the idea of an error file per worker is torchelastic's `@record`.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from shoal.base.errors import ShoalError
+from shoal.base.runlog.events import EventLog
+from shoal.base.runlog.folder_owner import FolderOwner
+from shoal.base.standard_streams import flush_streams, write_error
+from shoal.base.text.user_frames import user_place
+from shoal.launch.worker_failures import Report, write_report
+from shoal.wire import phases
+
+TRACEBACK_LINES = 25
+LINE_LETTERS = 400
+CRASH_CODE = 1
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Run a worker's program by `run_worker`, and leave this process with its status.
+
+    After a failure the process group cannot be left in an orderly way, since peers may be gone; the
+    interpreter's own teardown may then abort in gloo's threads and hide the status.
+    """
+    code = run_worker(main)
+    if phases.page is not None:
+        phases.page.leave()  # who ends without that was not done
+    flush_streams()
+    os._exit(code)
+
+
+def run_worker(main: Callable[[], int]) -> int:
+    """Run `main` and return the exit code of this process; a failure is written down first.
+
+    The report goes to the run folder named by SHOAL_RUN_FOLDER (set by the supervisor), and always
+    to standard error, which is this rank's log. Notes of a ShoalError hold the traceback of the
+    user's own code and stand before its line. Call it as the last thing a process does.
+    """
+    given = os.environ.get("SHOAL_RUN_FOLDER", "")
+    owner = FolderOwner(Path(given))
+    owner.learn()
+    try:
+        return main()
+    except ShoalError as failure:
+        line, notes = str(failure), [note.rstrip() for note in getattr(failure, "__notes__", ())]
+        words = "\n".join([*notes, line])
+        trace = _end_of(words) if notes else ""
+        report = Report.of(failure, exit_code=failure.exit_code, line=line, trace=trace)
+    except (Exception, SystemExit) as failure:  # a user's sys.exit() is no end of the run
+        place = user_place(failure.__traceback__)
+        told = _one_line("".join(traceback.format_exception_only(failure)))
+        line = f"{place}: {told}" if place else told
+        words = _whole_traceback(failure)
+        report = Report.of(failure, exit_code=CRASH_CODE, line=line, trace=_end_of(words))
+    write_error(words)
+    if folder := os.environ.get("SHOAL_RUN_FOLDER"):  # torchrun's workers set it themselves
+        rank = int(os.environ.get("RANK", "0"))
+        here = owner.place() if folder == given else Path(folder)
+        write_report(here / "logs" / f"rank-{rank}.error.json", report)
+        if "SHOAL_STORE" not in os.environ and not report.lost_peer:  # no supervisor tells of it
+            how, words = f"exit code {report.exit_code}", report.traceback or report.line
+            log = EventLog(here / "events.jsonl", rank)
+            log.emit("worker_died", pid=os.getpid(), how=how, traceback=words)
+    return report.exit_code
+
+
+def _one_line(text: str) -> str:
+    """The first lines of a failure that may have many: Dynamo's and CUDA's fill a screen.
+
+    >>> _one_line("ValueError: a\\n  b\\n\\nmore")
+    'ValueError: a b'
+    """
+    told = " ".join(text.strip().split("\n\n")[0].split())
+    return told if len(told) <= LINE_LETTERS else f"{told[:LINE_LETTERS]}…"
+
+
+def traceback_text(failure: BaseException) -> str:
+    """The end of a traceback without the frames that say nothing about the user's mistake."""
+    return _end_of(_whole_traceback(failure))
+
+
+def _whole_traceback(failure: BaseException) -> str:
+    found = traceback.TracebackException.from_exception(failure)
+    link: traceback.TracebackException | None = found
+    while link is not None:
+        kept = [frame for frame in link.stack if not _is_plumbing(frame)]
+        link.stack = traceback.StackSummary.from_list(kept)
+        link = link.__cause__ or link.__context__
+    lines = "".join(found.format()).rstrip().splitlines()
+    # Marks under the code are a third of the lines, and say what the line says.
+    return "\n".join(line for line in lines if line.strip("^~ "))
+
+
+def _end_of(text: str) -> str:
+    lines = text.splitlines()
+    cut = len(lines) - TRACEBACK_LINES
+    if cut <= 0:
+        return "\n".join(lines)
+    return "\n".join([f"({cut} lines above are in the log)", *lines[cut:]])
+
+
+def _is_plumbing(frame: traceback.FrameSummary) -> bool:
+    own = os.path.abspath(frame.filename) == os.path.abspath(__file__)
+    # torch.nn.Module.__call__ puts two such frames between every two of the user's.
+    module_call = frame.name in ("_wrapped_call_impl", "_call_impl")
+    return own or module_call

@@ -1,0 +1,72 @@
+"""Names ranks that train on the same batches in a loop of another library.
+
+A plain `DataLoader` shows every rank the whole dataset, in the same order where seeds are equal.
+Such a loop trains, and every sample counts once per rank: n ranks do the work of one. The first
+steps' inputs are therefore compared over ranks, as those of `run.step` are
+(trainer/guards/batch_consistency.py).
+Here one line is enough, and training goes on: a benchmark on made-up data does the same rightly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shoal.data.loading.dataset_kind import digest_of
+from shoal.trainer.guards.batch_consistency import CHANCE_BITS, LOOKS
+from shoal.trainer.guards.reports.own_loaders import information
+from shoal.trainer.run import Run
+
+
+class EqualBatchesCheck:
+    """Compares what each rank's model is called with, in the first steps.
+
+    Ends with the first step whose inputs differ on all ranks, and after `LOOKS` steps. Inputs of
+    few different values may be equal by chance: they are compared over several steps.
+    """
+
+    def __init__(self, run: Run, near: str, deals: Callable[[], bool]) -> None:
+        """Begin.
+
+        Args:
+            run: the run; of one rank there is nothing to compare.
+            near: the line's advice.
+            deals: whether a loader of the facade gives these batches.
+        """
+        self.run, self.near, self.deals = run, near, deals
+        self.left = LOOKS if run.world.size > 1 else 0
+        self.equal_bits = 0.0
+        self._digests: list[str] = []
+        self._bits = 0.0
+
+    def add(self, inputs: Any) -> None:
+        """Note what a forward pass of training was called with."""
+        if self.left:
+            self._digests.append(digest_of(inputs))
+            self._bits += information(inputs)
+
+    def compare(self) -> None:
+        """Compare the step that was made; every rank calls it after its update."""
+        if not self.left:
+            return
+        self.left -= 1
+        mine = [digest_of(self._digests), self._bits]
+        self._digests, self._bits = [], 0.0
+        found = self.run.world.gather_json(mine)
+        digests = [digest for digest, _ in found]
+        if len(set(digests)) == len(digests):
+            self.left = 0
+            return
+        self.equal_bits += min(bits for _, bits in found)
+        if self.equal_bits < CHANCE_BITS:
+            return
+        self.left = 0
+        again = next(rank for rank, one in enumerate(digests) if one in digests[:rank])
+        first = digests.index(digests[again])
+        if not self.deals():
+            self.run.recorder.notice(
+                f"step {self.run.step_count}: ranks {first} and {again} got "
+                f"the same samples, so that each counts more than once (a DataLoader without a "
+                f"DistributedSampler gives every rank all of the data); training goes on; try: "
+                f"{self.near}"
+            )

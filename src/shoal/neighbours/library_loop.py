@@ -1,0 +1,209 @@
+"""A run whose loop is another library's: it calls the model and backward, and says when to update.
+
+Layouts that such a loop can carry hold the whole model in every forward pass: ddp, zero 1 to 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.neighbours.batch_duplicates import EqualBatchesCheck
+from shoal.neighbours.final_saves import save_what_is_refused
+from shoal.trainer.full_state_dict import GIVE_COPIES
+from shoal.trainer.parallelize import parallelize
+from shoal.trainer.passes.free_passes import FreePasses
+from shoal.trainer.run import Run
+from shoal.trainer.step.optimizer_step import StepResult
+
+count_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+"""Finds how many targets a loss is the mean of, where losses are weighed by that (`exact.py`)."""
+
+
+def started(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
+    """Start a run, as `parallelize`, whose model stays in the mode it has: a loop sets it itself.
+
+    saves   the loop's call that saves whole weights, for the line that refuses another
+    A model of transformers comes in evaluation mode, and its neighbours train it in that where a
+    script forgets `model.train()`.
+    """
+    trains = model.training
+    run = parallelize(model, optimizer, **how)
+    if not trains:
+        run.model.eval()
+    if run.plan.layout.zero == 3:
+        save_what_is_refused(run, saves)
+    elif run.plan.layout.zero:
+        GIVE_COPIES.update(run.model.modules())
+    return run
+
+
+class FreeLoop:
+    """The steps of a run, made pass by pass.
+
+    last   what the last update did; None before the first
+    """
+
+    def __init__(self, run: Run, check: EqualBatchesCheck | None = None) -> None:
+        self.run, self.check = run, check
+        self.last: StepResult | None = None
+
+    @property
+    def passes(self) -> FreePasses | None:
+        """Those of the step under way."""
+        written = self.run.step_state.written
+        return written if isinstance(written, FreePasses) else None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward pass waits for its backward."""
+        return self.passes is not None and self.passes.under_way
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step is under way: the model was called since the last update."""
+        return self.passes is not None
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model; in training, as a pass of the step under way."""
+        if self.check is not None and self.run.model.training and torch.is_grad_enabled():
+            self.check.add([inputs, named])
+        return self._passes().forward(*inputs, **named)
+
+    def backward(
+        self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
+    ) -> None:
+        """Add the gradients of `share` of a loss; `last`: no pass of this step comes after it."""
+        count = count_of(loss) if count_of and isinstance(loss, torch.Tensor) else None
+        passes = self._passes()
+        passes.backward(loss, share=share, last=last, retain_graph=retain_graph, count=count)
+
+    def norm(self) -> float:
+        """Sum gradients over ranks; gives the norm of the mean gradient. Every rank calls it."""
+        tally = self._passes().finish()
+        return tally.norm / (tally.count * self.run.scale)
+
+    def clip(self, norm: float) -> None:
+        """Let updates clip the mean gradient from here on; 0: none."""
+        if self.run.plan.clip != norm:
+            self.run.program = self.run.program.but(clip=norm)
+
+    def drop(self) -> None:
+        """Forget the gradients of the step under way."""
+        self.run.step_state.written = None
+
+    def update(self) -> StepResult:
+        """Sum gradients over ranks, clip them, step the optimizer; or skip that, on all ranks."""
+        self._passes()
+        self.last = self.run.update()
+        if self.check is not None:
+            self.check.compare()
+        return self.last
+
+    def _passes(self) -> FreePasses:
+        run, passes = self.run, self.passes
+        if passes is None:
+            with run.meeting.at("the first pass of a step"):
+                run.begin(None)
+                passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
+                run.step_state.written = passes
+        return passes
+
+
+class Carried(nn.Module):
+    """What a script calls in the place of its model: the same outputs and attributes.
+
+    module   the script's own · loop  whose step a call is a pass of; None: nothing steps it
+    """
+
+    no_sync = nullcontext
+    """Around passes whose gradients need not travel yet; they travel when they may."""
+
+    def __init__(self, module: nn.Module, loop: FreeLoop | None = None) -> None:
+        super().__init__()
+        self.module, self.loop = module, loop
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules.get("module"), name)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's own outputs."""
+        call = self.module if self.loop is None else self.loop.forward
+        return call(*inputs, **named)
+
+
+class Alone(FreeLoop):
+    """Steps of this rank by itself, on a run's model and optimizer: nothing is summed over ranks.
+
+    Between them `average` makes the weights of all ranks alike, as they must be when the run goes
+    on. Errors: ConfigError for weights that a rank holds in part, or in another format.
+    """
+
+    def __init__(self, run: Run) -> None:
+        layout, compute = run.plan.layout, run.plan.compute
+        if layout.zero or compute != "fp32":
+            raise ConfigError(
+                f"LocalSGD: each rank steps whole weights in fp32 by itself, and layout.strategy "
+                f"is {layout.strategy}, precision.compute {compute}; try: ddp in fp32, or an "
+                f"island for each process (docs/islands.md)"
+            )
+        super().__init__(run)
+        self._norm = 0.0
+        self.drop()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the model was called since the last update."""
+        return self._passed
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model."""
+        self._passed = True
+        return self.run.model(*inputs, **named)
+
+    def backward(
+        self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
+    ) -> None:
+        """Add the gradients of `share` of a loss to this rank's own."""
+        torch.autograd.backward(loss * share, retain_graph=retain_graph)
+
+    def norm(self) -> float:
+        """The norm of this rank's gradient."""
+        held = [p.grad for p in self.run.model.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(held))
+
+    def clip(self, norm: float) -> None:
+        """Let the next update clip."""
+        self._norm = norm
+
+    def drop(self) -> None:
+        """Forget this rank's gradients."""
+        self._passed = False
+        for one in self.run.model.parameters():
+            one.grad = None
+
+    def update(self) -> StepResult:
+        """Step the optimizer by this rank's gradients alone."""
+        run, norm = self.run, 0.0
+        if self._norm:
+            norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), self._norm))
+        with run.guards.writes.stepping():
+            run.optimizer.step()
+        self.drop()
+        rate = float(run.optimizer.param_groups[0]["lr"])
+        return StepResult(run.step_count, float("nan"), norm, rate, 0.0, False, "")
+
+    def average(self) -> None:
+        """Make every weight its mean over ranks; every rank calls it."""
+        world = self.run.world
+        for one in self.run.model.parameters():
+            world.all_reduce(one.data)
+            one.data /= world.size

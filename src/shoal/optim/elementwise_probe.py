@@ -1,0 +1,251 @@
+"""Asks an optimizer by experiment: is a step on pieces of the parameters the pieces of a step?
+
+A twin of the optimizer (trial_optimizer.py) steps small whole tensors; other twins, one per
+imagined rank, step pieces of the same tensors with pieces of the same gradients. If weights and
+state come out equal, every rank of a layout may step its own piece alone. Three ways of cutting are
+tried:
+
+    flat    1-D runs of elements, cut at an odd place      zero1, zero2
+    rows    runs along dim 0                               fsdp, hsdp
+    apart   whole tensors, each on one rank only           what is left for Muon, Adafactor, LAMB
+
+SGD, Adam, AdamW, Lion, RMSprop pass all; norms of whole tensors fail the first two; a quantity
+over all parameters (a norm for clipping inside the optimizer) fails all three and may only be
+replicated. Twelve steps, so that rules which change after some (RAdam at the 6th) are seen too.
+
+Source: design §6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.plans.tensor_shards import Slicing
+from shoal.fabric.device import is_accelerator
+from shoal.optim.trial_optimizer import UnfitError, make_twin, without_hooks
+
+STEPS = 12
+CAPS_1D, CAPS = (6400,), (80, 80, 3, 3, 2)
+"""Longest dims of a stand-in: above the 4096 elements from which some optimizers quantise."""
+SHORTEST = 5
+"""Fewest rows of a stand-in, so that there is something to cut."""
+SIZES = (0.01, 100.0, 1.0)
+"""Of the gradients, in turn: limits on norms are met, whatever they are likely to be."""
+FORMATS = ((torch.float64, 1e-12), (torch.float32, 1e-5))
+"""Number formats to try, with the largest difference as a share of the largest value."""
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """A made-up parameter: `where` it stands in for, its weights, and a gradient for every step."""
+
+    where: str
+    weights: torch.Tensor
+    gradients: tuple[torch.Tensor, ...]
+
+
+Share = Callable[[int, torch.Tensor], torch.Tensor | None]
+"""(place of the tensor, tensor) → what one rank holds of it, None for nothing."""
+Outcome = list[tuple[torch.Tensor, dict[str, Any]] | None]
+"""Weights and state of every stand-in after the steps, None where nothing was held."""
+
+
+def probe(optimizer: torch.optim.Optimizer) -> Slicing:
+    """Test, on small stand-ins, in which ways ranks may share out the steps of an optimizer.
+
+    Twins of it step whole tensors and pieces of them, twelve times; a way is allowed if weights and
+    state come out equal. No collective.
+    Takes    an optimizer over whole parameters, before a layout replaced them; neither it nor
+             torch's random generators change, and no hook runs
+    Gives    a line per way of cutting, the same on all ranks; all three refuse an optimizer that
+             cannot be tried
+    Limits   looks at 6400 elements in two dims at most: a rule that starts above is missed
+    """
+    kind = type(optimizer).__name__
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    why = ""
+    with torch.random.fork_rng([d for d in devices if is_accelerator(d)]), without_hooks():
+        for dtype, tolerance in FORMATS:
+            try:
+                stand_ins = [_stand_ins(optimizer, n, dtype) for n in _to_try(optimizer)]
+                whole = _step(optimizer, stand_ins, lambda place, tensor: tensor)
+                _check_moved(stand_ins, whole)
+            except UnfitError as unfit:
+                why = f"{kind} cannot be tried on stand-ins: {unfit}"
+                continue
+            return Slicing(
+                *(
+                    _line(kind, way, _differs(optimizer, stand_ins, whole, way, tolerance))
+                    for way in ("flat", "rows", "apart")
+                )
+            )
+    return Slicing(why, why, why)
+
+
+_WAYS = {
+    "flat": "a step on flat pieces of a parameter",
+    "rows": "a step on some rows of a parameter",
+    "apart": "a step on some parameters without the others",
+}
+
+
+def _line(kind: str, way: str, what: str) -> str:
+    return what and f"{kind}: {_WAYS[way]} {what}"
+
+
+def _to_try(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Numbers of the groups, without those that repeat the settings and shapes of another."""
+    seen: dict[str, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        skipped = ("params", "param_names", "lr", "initial_lr")
+        settings = {k: v for k, v in group.items() if k not in skipped}
+        seen.setdefault(repr((settings, _shapes(group["params"]))), number)
+    return list(seen.values())
+
+
+def _shapes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """One stand-in's shape per number of dims, and at least two: one tensor shows no coupling."""
+    largest: dict[int, torch.Tensor] = {}
+    for p in parameters:
+        if not p.numel():
+            continue  # no step moves what has no element
+        if p.ndim not in largest or p.numel() > largest[p.ndim].numel():
+            largest[p.ndim] = p
+    shapes = []
+    for ndim, p in sorted(largest.items()):
+        caps = CAPS_1D if ndim == 1 else CAPS + CAPS[-1:] * ndim
+        dims = [min(length, cap) for length, cap in zip(p.shape, caps, strict=False)]
+        shapes.append(tuple([max(SHORTEST, dims[0]), *dims[1:]] if dims else []))
+    return shapes * 2 if len(shapes) == 1 else shapes
+
+
+def _stand_ins(
+    optimizer: torch.optim.Optimizer, number: int, dtype: torch.dtype
+) -> tuple[int, list[_StandIn]]:
+    """(group number, stand-ins of its parameters), the same numbers on every rank.
+
+    Weights and gradients grow along a tensor and change in size from step to step, so that the norm
+    of a piece never is that of the whole, and limits on it are met.
+    """
+    group = optimizer.param_groups[number]
+    generator = torch.Generator().manual_seed(number)
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    home = torch.device("cpu") if device.type == "meta" else device
+    made = []
+    for shape in _shapes(group["params"]):
+
+        def draw(shape: tuple[int, ...] = shape) -> torch.Tensor:
+            ramp = torch.linspace(0.1, 3.0, math.prod(shape), dtype=torch.float64).reshape(shape)
+            noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return (ramp * noise).to(home, dtype)
+
+        weights = draw()
+        gradients = tuple(draw() * SIZES[step % len(SIZES)] for step in range(STEPS))
+        made.append(_StandIn(f"group {number}, shape {list(shape)}", weights, gradients))
+    return number, made
+
+
+def _step(
+    optimizer: torch.optim.Optimizer, groups: list[tuple[int, list[_StandIn]]], share: Share
+) -> Outcome:
+    """Step a fresh twin over one rank's share of the stand-ins.
+
+    Errors: UnfitError with whatever the optimizer raised.
+    """
+    members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    held: list[tuple[nn.Parameter, int, _StandIn] | None] = []
+    for number, stand_ins in groups:
+        for one in stand_ins:
+            piece = share(len(held), one.weights.clone())
+            if piece is None:
+                held.append(None)
+                continue
+            parameter = nn.Parameter(piece)
+            members[number].append(parameter)
+            held.append((parameter, len(held), one))
+    twin = make_twin(optimizer, members)
+    try:
+        for step in range(STEPS):
+            for entry in held:
+                if entry is not None:
+                    parameter, place, one = entry
+                    parameter.grad = share(place, one.gradients[step].clone())
+            twin.step()
+    except Exception as failure:
+        first = (str(failure).splitlines() or [""])[0]
+        raise UnfitError(f"raises {type(failure).__name__}: {first[:160]}") from failure
+    return [
+        None if entry is None else (entry[0].detach(), dict(twin.state.get(entry[0], {})))
+        for entry in held
+    ]
+
+
+def _check_moved(groups: list[tuple[int, list[_StandIn]]], whole: Outcome) -> None:
+    flat = [one for _, stand_ins in groups for one in stand_ins]
+    for one, outcome in zip(flat, whole, strict=True):
+        if outcome is not None and torch.equal(outcome[0], one.weights):
+            raise UnfitError(f"its steps leave {one.where} where it was")
+
+
+def _shared(way: str, part: int) -> Share:
+    """What imagined rank `part` (0 or 1) holds."""
+
+    def share(place: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        if way == "apart":
+            return tensor if place % 2 == part else None
+        if way == "rows" and tensor.ndim == 0:
+            return tensor if part == 0 else None
+        line = tensor.flatten() if way == "flat" else tensor
+        cut = line.shape[0] * 3 // 7 | 1
+        piece = line[:cut] if part == 0 else line[cut:]
+        return piece if piece.numel() else None
+
+    return share
+
+
+def _differs(
+    optimizer: torch.optim.Optimizer,
+    groups: list[tuple[int, list[_StandIn]]],
+    whole: Outcome,
+    way: str,
+    tolerance: float,
+) -> str:
+    """What happens on pieces that does not happen on wholes; "" if nothing."""
+    flat = [one for _, stand_ins in groups for one in stand_ins]
+    for part in (0, 1):
+        share = _shared(way, part)
+        try:
+            pieces = _step(optimizer, groups, share)
+        except UnfitError as unfit:
+            return str(unfit)
+        for place, (one, want, got) in enumerate(zip(flat, whole, pieces, strict=True)):
+            if want is None or got is None:
+                continue
+            size = _difference(share(place, want[0]), got[0])
+            if not size <= tolerance:
+                return f"differs from that part of a whole step by {size:.1e} ({one.where})"
+            for key in sorted(want[1].keys() | got[1].keys()):
+                value = want[1].get(key)
+                if isinstance(value, torch.Tensor) and value.shape == one.weights.shape:
+                    value = share(place, value)
+                if not _difference(value, got[1].get(key)) <= tolerance:
+                    return f"leaves another {key} in its state than a whole step ({one.where})"
+    return ""
+
+
+def _difference(want: Any, got: Any) -> float:
+    """Largest difference as a share of the largest value; infinite if not comparable."""
+    if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
+        return 0.0 if type(want) is type(got) and want == got else math.inf
+    if want.numel() != got.numel() or (want.numel() > 1 and want.shape != got.shape):
+        return math.inf
+    if not want.numel():
+        return 0.0
+    away = (want.double() - got.double().reshape(want.shape)).abs().max()
+    return float(away / want.double().abs().max().clamp(min=1e-30))

@@ -1,0 +1,88 @@
+"""Accepts the optimizer that the user brought, where it trains this model and nothing else.
+
+Optimizers that call the model themselves (LBFGS and other closures) are refused: a layout decides
+when the model runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError, PlanError
+from shoal.base.plans.tensor_shards import Slicing
+
+Parameters = Mapping[str, nn.Parameter]
+
+ELEMENT_WISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
+"""Of torch.optim, whatever their options: a step on a piece is the piece of a step."""
+
+
+def slicing_of(optimizer: torch.optim.Optimizer) -> Slicing:
+    """Tell how ranks may share an optimizer's step: known of `ELEMENT_WISE`, else by experiment."""
+    kind = type(optimizer)
+    plain = kind.__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    if plain and kind.__name__ in ELEMENT_WISE:
+        return Slicing("", "", "")
+    from shoal.optim.elementwise_probe import probe  # most runs have one of those
+
+    return probe(optimizer)
+
+
+def rebind(
+    optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    module: nn.Module,
+    parameters: Parameters,
+) -> torch.optim.Optimizer:
+    """Returns the user's optimizer, checked to hold parameters of the module only.
+
+    optimizer   an instance over the module's parameters, given back as it is, or a function
+                `params -> optimizer`, which is called with a list of `parameters`
+    parameters  the named trainable parameters of the program
+    Errors      PlanError for a parameter that the optimizer holds and the module does not, by its
+                place and shape; ConfigError for what is no optimizer and no such function, and for
+                one that calls the model itself (LBFGS, closures)
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise ConfigError(
+                f"optimizer: a torch.optim.Optimizer or a function params -> optimizer is wanted, "
+                f"got {type(optimizer).__name__}"
+            )
+        optimizer = optimizer(list(parameters.values()))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer: the function gave {type(optimizer).__name__}, a torch.optim.Optimizer "
+                f"is wanted"
+            )
+    names = {id(p): n for n, p in module.named_parameters(remove_duplicate=False)}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise PlanError(
+                    f"optimizer: parameter {place} of group {number}, shape "
+                    f"{list(parameter.shape)}, is not in the model: the optimizer was built over "
+                    f"other parameters, and training would change nothing; build it from this "
+                    f"model's parameters, or give a function params -> optimizer"
+                )
+    return refuse_closures(optimizer)
+
+
+def refuse_closures(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer itself, unless its step insists on calling the model."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needs = closure is not None and closure.default is inspect.Parameter.empty
+    if needs or isinstance(optimizer, torch.optim.LBFGS):
+        raise needs_closure(type(optimizer))
+    return optimizer
+
+
+def needs_closure(kind: type) -> ConfigError:
+    """Make the error for an optimizer class that calls the model itself."""
+    return ConfigError(
+        f"optimizer: {kind.__name__} evaluates the model itself through a closure, which a layout "
+        f"cannot split; try: torch.optim.AdamW"
+    )

@@ -1,0 +1,122 @@
+"""A twin of an optimizer: same class, same settings, own small parameters, to try things on.
+
+The user's optimizer must not notice. Its parameters and state are not copied (they may fill the
+memory), its hooks do not run, and neither does a `step` that a learning-rate scheduler hung on the
+instance, which would step the real one. Optimizers that wrap others are followed as long as they
+share their groups.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.fabric.device import is_accelerator
+from shoal.optim._torch import every_post_hook, every_pre_hook
+from shoal.optim.sharded_optimizer import inner_optimizers
+
+LR = 0.1
+
+
+class UnfitError(Exception):
+    """Why an optimizer cannot be tried on stand-ins."""
+
+
+def make_twin(
+    optimizer: torch.optim.Optimizer, members: Sequence[Sequence[nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class over other parameters: not stepped, a learning rate of 0.1.
+
+    members   the twin's parameters, group by group
+    Errors    UnfitError: it holds another optimizer over groups of its own, something that cannot
+              be copied, or a `step` put on the instance
+    """
+    memo: dict[int, Any] = {}
+    for group, stand_ins in zip(optimizer.param_groups, members, strict=True):
+        memo.update({id(p): p for p in group["params"]})  # never copied, wherever they are held
+        memo[id(group)] = _twin_group(group, list(stand_ins), memo)
+    twin = _twin(optimizer, memo)
+    ours, theirs = ([of, *inner_optimizers(of)] for of in (optimizer, twin))
+    for one, its in zip(ours, theirs, strict=True):
+        if one.state:
+            its.state.update(_state_from_start(its))
+    return twin
+
+
+def _state_from_start(twin: torch.optim.Optimizer) -> dict[Any, Any]:
+    """State that a class gives its parameters when it is made, as torch's Adagrad did until 2.11.
+
+    Found by making one more, the way torch's classes are made: groups, then their defaults.
+    """
+    groups = [dict(group, params=list(group["params"])) for group in twin.param_groups]
+    try:
+        return dict(type(twin)(groups, **twin.defaults).state)
+    except Exception:  # made in another way, or of no parameters: it starts without state
+        return {}
+
+
+def _twin_group(
+    group: dict[str, Any], stand_ins: list[nn.Parameter], memo: dict[int, Any]
+) -> dict[str, Any]:
+    twin = {k: _copied(k, v, memo) for k, v in group.items() if k not in ("params", "param_names")}
+    twin["params"] = stand_ins
+    if "param_names" in group:
+        twin["param_names"] = [f"stand_in_{place}" for place in range(len(stand_ins))]
+    if "lr" in group:  # 0 at the start of a warm-up, when every step looks alike
+        lr = group["lr"]
+        twin["lr"] = torch.full_like(lr.detach(), LR) if isinstance(lr, torch.Tensor) else LR
+    if "differentiable" in group:
+        twin["differentiable"] = False
+    if "capturable" in group and not any(is_accelerator(p.device) for p in stand_ins):
+        twin["capturable"] = False
+    return twin
+
+
+def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    kind = type(optimizer)
+    twin: torch.optim.Optimizer = object.__new__(kind)
+    memo[id(optimizer)] = twin
+    memo[id(optimizer.state)] = defaultdict(dict)
+    for inner in inner_optimizers(optimizer):
+        if any(id(group) not in memo for group in inner.param_groups):
+            raise UnfitError(f"it holds a {type(inner).__name__} over parameter groups of its own")
+        if id(inner) not in memo:
+            _twin(inner, memo)
+    for name, value in vars(optimizer).items():
+        if name == "step":
+            if not hasattr(value, "_wrapped_by_lr_sched"):
+                raise UnfitError("its step was replaced on the instance")
+        elif name.startswith("_optimizer_") and name.endswith("_hooks"):
+            setattr(twin, name, OrderedDict())
+        else:
+            setattr(twin, name, _copied(name, value, memo))
+    if "differentiable" in twin.defaults:
+        twin.defaults["differentiable"] = False
+    return twin
+
+
+def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as failure:
+        raise UnfitError(f"its {name}, a {type(value).__name__}, cannot be copied") from failure
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Hooks that were registered for all optimizers do not see what happens inside."""
+    tables: tuple[Any, ...] = (every_pre_hook, every_post_hook)
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)

@@ -1,0 +1,1 @@
+"""Build and load a model: mapped memory, one build per machine, pretrained weights."""

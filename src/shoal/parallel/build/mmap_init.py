@@ -1,0 +1,302 @@
+"""Builds a model in the page cache instead of the process's own memory, bit for bit the same.
+
+Where a rank keeps only a part of every weight, the whole weight is there for a moment all the same:
+initialisation draws it whole, so that every layout starts from the same numbers. Inside
+`mmap_init` large tensors are mapped from unlinked temporary files, shared. Their pages belong to
+the page cache: the system writes them out when memory is short and drops them with the tensor; they
+are no private memory of the process, and no limit on that (RLIMIT_DATA) counts them. (It does where
+ranks map each other's files, privately: shared_build.py.)
+
+Protocol  a dispatch mode sees every operation. One that makes a large new CPU tensor from nothing
+          (empty, zeros, randn, …) or from another (clone, to) writes into a mapped one; the result
+          of any other is moved there. Draws are the same calls of the same generator in the same
+          order, on the same shapes: the bits are a plain build's
+Then      ranks copy the shards they keep (`shard.clone()`, outside) and let go of the rest;
+          `settle` copies what stays whole, so that nobody trains in a file
+Limits    modes belong to a thread: what a library loads in threads of its own stays private. An
+          operation that is neither a factory nor a copy needs its result in private memory for a
+          moment. A mapped tensor cannot grow (`resize_`). On a tmpfs the pages are memory after
+          all; TMPDIR says where the files lie (but those of `opened`)
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.plans.placement import Cut
+from shoal.machine.process_memory import read_ahead
+from shoal.parallel._torch import UncompiledMode, pytree
+from shoal.parallel.program import take
+
+PREFIX = "shoal-weights-"
+
+OPEN = "/proc/self/fd/"
+"""Where a file is found that has a descriptor and no name."""
+
+IN_FILE = "_shoal_in_file"
+"""Attribute of a tensor: where it lay when it was mapped. What lies elsewhere now is in memory."""
+
+IS_PART = "_shoal_is_part"
+"""Attribute of a tensor: where it lay when it became a part of another one, in its file."""
+
+LEAST_BYTES = 2**20
+"""Smaller tensors stay where they are: a file and a mapping each would cost more than they save."""
+
+
+class Opened(dict[str, int]):
+    """Descriptors of files by the names that they have, or had; bytes of those on no disk."""
+
+    in_memory_bytes = 0
+
+    def close(self) -> None:
+        """Close all of them; they are mapped still."""
+        while self:
+            os.close(self.popitem()[1])
+
+
+@contextmanager
+def mmap_init(least_bytes: int = LEAST_BYTES, opened: Opened | None = None) -> Iterator[None]:
+    """Inside, new CPU tensors of at least `least_bytes` lie in mapped files; values are the same.
+
+    opened   gets a descriptor of every file by the name that it had; to be closed by the caller
+    Errors   ConfigError when the folder of temporary files is full
+    Source   mmap(2), MAP_SHARED; setrlimit(2), RLIMIT_DATA
+
+    >>> with mmap_init(least_bytes=4096):
+    ...     weight = torch.ones(32, 32)
+    >>> float(weight.sum()), is_mapped(weight)
+    (1024.0, True)
+    """
+    with _LightBuild(least_bytes, opened):
+        yield
+
+
+def settle(tensors: Iterable[Tensor]) -> None:
+    """Copy those of a module's tensors that lie in mapped files into the process's own memory.
+
+    In place: parameters stay the objects they are, and what shared memory shares it again.
+    """
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        if not is_mapped(tensor):
+            continue
+        if tensor.__dict__.pop(IS_PART, None) == tensor.data_ptr():
+            tensor.data = own_rows(tensor.detach(), slice(None))
+        else:
+            storage = tensor.untyped_storage()
+            place = storage.data_ptr()
+            if place not in copies:
+                read_ahead(tensor)
+                copies[place] = storage.clone()
+            tensor.data = over(copies[place], tensor, tensor.storage_offset())
+        tensor.__dict__.pop(IN_FILE, None)
+
+
+def own_rows(tensor: Tensor, rows: slice, device: torch.device | None = None) -> Tensor:
+    """Copy some rows of a tensor, and no others, into one of its shape in row order.
+
+    The other rows are made unread, and on a CPU take no memory until somebody writes them.
+
+    device   of the copy; None: the tensor's own
+    """
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
+    if tensor.dim():
+        read_ahead(tensor[rows])
+        copy[rows].copy_(tensor[rows])
+        return copy
+    return copy.copy_(tensor)
+
+
+def keep_part(tensor: Tensor, cut: Cut, rank: int) -> None:
+    """Cut a tensor in place to the part that rank `rank` of the cut's axis holds.
+
+    One that lies in a mapped file stays there, unread: other techniques may cut the part further.
+    A part in several pieces is copied, since it is no view.
+    """
+    spans = cut.spans(rank)
+    if len(spans) == 1 and is_mapped(tensor):
+        ((start, stop),) = spans
+        tensor.data = tensor.detach().narrow(cut.dim, start, stop - start)
+        setattr(tensor, IS_PART, tensor.data_ptr())
+        belongs_to_file(tensor)
+        return
+    for start, stop in spans:
+        read_ahead(tensor.detach().narrow(cut.dim, start, stop - start))
+    tensor.data = take(tensor.detach(), cut, rank)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor lies in a file of `mmap_init`'s.
+
+    >>> with mmap_init(least_bytes=0):
+    ...     is_mapped(torch.ones(2)), is_mapped(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    if not _is_plain(tensor):
+        return False
+    if is_shared(tensor):
+        return True
+    path = tensor.untyped_storage().filename
+    return path is not None and (path.startswith(OPEN) or os.path.basename(path).startswith(PREFIX))
+
+
+def belongs_to_file(tensor: Tensor) -> None:
+    """Note that a tensor lies in a file that is mapped privately, of which torch tells no name."""
+    setattr(tensor, IN_FILE, tensor.data_ptr())
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a tensor still lies in a file that another rank may have mapped too."""
+    return _is_plain(tensor) and tensor.__dict__.get(IN_FILE) == tensor.data_ptr()
+
+
+def over(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:
+    """A tensor of `like`'s shape, strides and dtype over a storage."""
+    return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
+
+
+def mapped(like: Tensor, opened: Opened | None = None) -> Tensor:
+    """A tensor of zeros with `like`'s shape, strides and dtype, in an unlinked file of its own.
+
+    opened   gets a descriptor of the file by its name
+    Errors   ConfigError when the folder of temporary files is full
+    """
+    from shoal.machine.free_memory import file_in_memory, reserve  # large models alone ask
+
+    size_bytes = _span_bytes(like)
+    if opened is not None:
+        descriptor = file_in_memory(PREFIX, size_bytes, opened.in_memory_bytes)
+        if descriptor is not None:
+            opened.in_memory_bytes += size_bytes
+            opened[name := f"{OPEN}{descriptor}"] = descriptor
+            return over(torch.UntypedStorage.from_file(name, shared=True, nbytes=size_bytes), like)
+    with tempfile.NamedTemporaryFile(prefix=PREFIX) as file:
+        reserve(file.fileno(), size_bytes)
+        storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=size_bytes)
+        if opened is not None:
+            opened[file.name] = os.dup(file.fileno())
+    return over(storage, like)
+
+
+def _span_bytes(like: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if not like.numel():
+        return 0
+    last = sum((n - 1) * step for n, step in zip(like.size(), like.stride(), strict=True))
+    return (last + 1) * like.element_size()
+
+
+class _LightBuild(UncompiledMode):
+    """Replaces what large operations allocate."""
+
+    def __init__(self, least_bytes: int, opened: Opened | None) -> None:
+        super().__init__()
+        self.least_bytes = max(1, least_bytes)  # nothing has no file
+        self.opened = opened
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given: dict[str, Any] = kwargs or {}
+        fill = FILLS.get(func.overloadpacket)
+        if fill is None or "out" in given or not _on_cpu(args, given):
+            return self._moved(func(*args, **given), (args, given))
+        template = _template(func, args, given)
+        if _span_bytes(template) < self.least_bytes or template.layout != torch.strided:
+            return func(*args, **given)
+        target = mapped(template, self.opened)
+        fill(target, args, given)
+        return target
+
+    def _moved(self, results: Any, inputs: Any) -> Any:
+        """Results of any other operation: those that are new and large are copied to files."""
+        known = {_place(t) for t in pytree.tree_leaves(inputs) if _is_plain(t)}
+
+        def move(leaf: Any) -> Any:
+            if not _is_plain(leaf) or _span_bytes(leaf) < self.least_bytes:
+                return leaf
+            return leaf if _place(leaf) in known else mapped(leaf, self.opened).copy_(leaf)
+
+        return pytree.tree_map(move, results)
+
+
+def _is_plain(value: Any) -> bool:
+    """A strided tensor with memory of its own on the CPU, no subclass that stands for one."""
+    plain = type(value) in (Tensor, nn.Parameter)
+    return plain and value.device.type == "cpu" and value.layout == torch.strided
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _on_cpu(args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
+    """Whether a factory makes a tensor on the CPU: told by `device`, else as its example's."""
+    example = args[0] if args and isinstance(args[0], Tensor) else None
+    if example is not None and not _is_plain(example):
+        return False
+    device = given.get("device")
+    return device is None or torch.device(device).type == "cpu"
+
+
+def _template(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Tensor:
+    """Shape, strides and dtype of what a factory would make."""
+    if func.overloadpacket is torch.ops.aten.clone:
+        form = given.get("memory_format") or torch.preserve_format
+        return torch.empty_like(args[0], device="meta", memory_format=form)
+    changed: dict[str, Any] = {**given, "device": "meta", "pin_memory": False}
+    if "generator" in given:
+        changed["generator"] = None  # of the CPU: shapes alone draw nothing
+    made: Tensor = func(*args, **changed)
+    return made
+
+
+def _leave(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    """Empty, and zeros too: a new file reads as zeros."""
+
+
+def _ones(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    target.fill_(1)
+
+
+def _full(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    target.fill_(given["fill_value"] if "fill_value" in given else args[-1])
+
+
+def _normal(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    target.normal_(generator=given.get("generator"))
+
+
+def _uniform(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    target.uniform_(generator=given.get("generator"))
+
+
+def _copy(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    target.copy_(args[0])
+
+
+def _table() -> dict[Any, Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], None]]:
+    """Operation → what fills the tensor that it would have made."""
+    aten = torch.ops.aten
+    kinds = {
+        _leave: (
+            *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+            *("zeros", "zeros_like", "new_zeros"),
+        ),
+        _ones: ("ones", "ones_like", "new_ones"),
+        _full: ("full", "full_like", "new_full"),
+        _normal: ("randn", "randn_like"),
+        _uniform: ("rand", "rand_like"),
+        _copy: ("clone", "_to_copy"),
+    }
+    return {getattr(aten, name): fill for fill, names in kinds.items() for name in names}
+
+
+FILLS = _table()

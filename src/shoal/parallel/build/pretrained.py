@@ -1,0 +1,131 @@
+"""Looks at models that transformers made from a checkpoint: its folder, and what its files hold.
+
+Nothing here imports transformers: without it no model was made from a checkpoint that is known.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.parallel.build.checkpoint_files import SMAPS, files_as_read
+
+
+def pretrained_class() -> type[Any] | None:
+    """Give the class of transformers' models; None where no such model can exist yet.
+
+    The library imports its parts when they are asked for, and this one takes two CPU seconds: a
+    program that has its tokenizer alone does not need them.
+    """
+    models = sys.modules.get("transformers.modeling_utils")
+    return getattr(models, "PreTrainedModel", None)
+
+
+def checkpoint_of(module: nn.Module) -> Path | None:
+    """The folder whose safetensors a model, or a part of one, was made from."""
+    kind = pretrained_class()
+    if kind is None:
+        return None
+    for part in module.modules():
+        if isinstance(part, kind) and part.name_or_path:
+            folder = Path(part.name_or_path)
+            if next(folder.glob("*.safetensors"), None) is not None:
+                return folder
+    return None
+
+
+def without_cache(module: nn.Module) -> Callable[[], None]:
+    """Turn off the keys and values that models of transformers keep for generating; gives the undo.
+
+    They do so unless told otherwise, in training too: a layer then writes into an object that it is
+    given, and what it computes depends on how often it was called.
+    """
+    found = {id(config): config for part in module.modules() for config in _configs(part)}
+    for config in found.values():
+        config.use_cache = False
+
+    def undo() -> None:
+        for config in found.values():
+            config.use_cache = True
+
+    return undo
+
+
+def _configs(part: nn.Module) -> Iterator[Any]:
+    config = getattr(part, "config", None)
+    for one in (
+        config,
+        *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())),
+    ):
+        if getattr(one, "use_cache", None) is True:
+            yield one
+
+
+@contextmanager
+def pretrained_shapes() -> Iterator[None]:
+    """Inside, transformers' own `from_pretrained` builds a model from its config, without weights.
+
+    For the meta device, where it refuses to load: whoever calls it has the weights from elsewhere,
+    and holds names, shapes and formats against them. Nothing happens where transformers was not
+    imported. What was asked for beside the config's own settings stays with the config.
+    """
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers import PreTrainedModel
+
+    def of_shapes(cls: Any, path: Any = None, *_: Any, config: Any = None, **more: Any) -> Any:
+        told, dtype = more.pop("output_loading_info", False), more.pop("dtype", None)
+        dtype = more.pop("torch_dtype", None) or dtype
+        if config is None:
+            config = cls.config_class.from_pretrained(path, **more)
+        kept = {key: more[key] for key in more if key.endswith("_implementation")}
+        kept |= {"dtype": getattr(config, "dtype", None) if dtype in (None, "auto") else dtype}
+        model = cls._from_config(config, **kept).eval()
+        return (model, {}) if told else model
+
+    own = PreTrainedModel.__dict__["from_pretrained"]
+    setattr(PreTrainedModel, "from_pretrained", classmethod(of_shapes))  # noqa: B010 (for mypy)
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, "from_pretrained", own)  # noqa: B010
+
+
+def made_beside(module: nn.Module, folder: Path) -> list[str]:
+    """Names of tensors that do not lie in files of a folder as they are saved there.
+
+    They were converted when they were read, or merged, or are no part of the checkpoint.
+    """
+    paths = {str(path.resolve()) for path in folder.glob("*.safetensors")}
+    read = [one for one in files_as_read() if one.path in paths]
+
+    def lies_there(tensor: Tensor) -> bool:
+        at = tensor.untyped_storage().data_ptr()
+        return any(one.start <= at < one.stop for one in read)
+
+    return [name for name, p in module.named_parameters() if p.numel() and not lies_there(p)]
+
+
+def said_of_files(module: nn.Module, folder: Path | None) -> list[str]:
+    """The line on a checkpoint of which not every process can read its part alone."""
+    if folder is None or not SMAPS.exists():
+        return []
+    names = made_beside(module, folder)
+    if not names:
+        return []
+    from shoal.base.text.units import bytes_text
+
+    sizes = {n: p.numel() * p.element_size() for n, p in module.named_parameters()}
+    made_bytes = sum(sizes[name] for name in names)
+    return [
+        f"model: {bytes_text(made_bytes)} of {bytes_text(sum(sizes.values()))} are not in the "
+        f"files of {folder} as the model holds them (another format, merged, or missing), first: "
+        f"{names[0]}; one process of each machine reads those whole, every process its part of the "
+        f"rest; try: save_pretrained of the model as it is built"
+    ]

@@ -1,0 +1,270 @@
+"""Tells where the tensors of a built model lie in files, and puts them into another rank's model.
+
+    table_of       on the rank that ran the builder: file and offset of every tensor
+    put_in         on the others: the same pages, mapped into a model made without numbers
+
+Small tensors go into files of their own, some dozens of a model: a file leaves the page cache when
+all ranks have let go of what is in it, while other layers are cut still. What lies in a
+checkpoint's file, as it was read, is mapped from there (checkpoint_files.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.errors import ShoalError
+from shoal.machine.process_memory import read_as_used, trim_heap
+from shoal.parallel.build.checkpoint_files import files_as_read
+from shoal.parallel.build.mmap_init import Opened, belongs_to_file, mapped, over
+from shoal.parallel.program import dtype_of
+
+ALIGNED = 64
+"""Bytes at a multiple of which each tensor begins in a file of small ones, as torch's own do."""
+
+SMALL_FILES = 64
+"""Of small tensors; between two the memory that they leave is returned, which takes 5 ms."""
+
+IN_MEMORY = -1
+"""In the place of a descriptor."""
+
+Build = Callable[[], nn.Module]
+Table = dict[str, Any]
+
+
+class CannotShare(ShoalError):
+    """Raised where a model cannot be put together from another rank's files; the text says why."""
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+# ---- the rank that builds
+
+
+def table_of(module: nn.Module, files: Opened) -> Table:
+    """Find where each tensor of a built module lies.
+
+    files   path → descriptor, of those that it was built in
+
+    Errors   CannotShare for tensors that are more than numbers in memory
+    """
+    named = _named(module)
+    storages: dict[int, Any] = {}
+    widths: dict[int, int] = {}
+    tensors: dict[str, list[Any]] = {}
+    for name, tensor in named.items():
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            plain = tensor.layout == torch.strided
+            kind = type(tensor).__name__ if plain else str(tensor.layout).removeprefix("torch.")
+            raise CannotShare(f"{name} is a {kind} tensor")
+        if tensor.device.type != "cpu":
+            raise CannotShare(f"{name} is on {tensor.device}")
+        key = _key(tensor)
+        storages.setdefault(key, tensor.untyped_storage())
+        widths[key] = max(widths.get(key, 1), tensor.element_size())
+    places: list[dict[str, Any]] = []
+    read, used = files_as_read(), set[tuple[int, int]]()
+    for key, storage in storages.items():
+        found = next((one for one in read if one.start <= key < one.stop), None)
+        if storage.filename in files:
+            descriptor = files[storage.filename]
+            places.append({"file": descriptor, "at": 0, "bytes": storage.nbytes()})
+        elif found is not None and found.place(key) % widths[key] == 0:
+            told = {"path": found.path, "at": found.place(key), "node": found.node}
+            used.add((found.start, found.stop))
+            places.append({**told, "bytes": storage.nbytes()})
+        else:
+            places.append({"file": IN_MEMORY, "at": 0, "bytes": storage.nbytes()})
+    for start, stop in used:
+        read_as_used(start, stop)
+    numbers = {key: number for number, key in enumerate(storages)}
+    of_storage: list[list[Tensor]] = [[] for _ in storages]
+    for name, tensor in named.items():
+        number = numbers[_key(tensor)]
+        tensors[name] = [number, tensor.storage_offset(), *_form(tensor)]
+        of_storage[number].append(tensor)
+    storages.clear()  # what moves into a file leaves its memory
+    _pack(of_storage, places, files)
+    nodes = {d: os.fstat(d).st_ino for d in {p["file"] for p in places if "file" in p}}
+    packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
+    return {
+        "process": os.getpid(),
+        "nodes": nodes,
+        "storages": places,
+        "tensors": tensors,
+        "packages": sorted(packages - {"__main__"}),
+    }
+
+
+def _pack(of_storage: list[list[Tensor]], places: list[dict[str, Any]], files: Opened) -> None:
+    """Move the storages that lie in no file into some, and note where as their places.
+
+    Their memory is returned on the way: a model of small tensors would be there twice at the end.
+
+    of_storage   per storage, the module's tensors that lie in it
+    places       of the storages, in the same order
+    """
+    pairs = zip(of_storage, places, strict=True)
+    left = [(tensors, place) for tensors, place in pairs if place.get("file") == IN_MEMORY]
+    each_bytes = sum(_rounded(place["bytes"]) for _, place in left) / SMALL_FILES
+    together: list[tuple[list[Tensor], dict[str, Any]]] = []
+    size_bytes = 0
+    for number, (tensors, place) in enumerate(left, start=1):
+        place["at"] = size_bytes
+        size_bytes += _rounded(place["bytes"])
+        together.append((tensors, place))
+        if size_bytes >= each_bytes or number == len(left):
+            _move(together, size_bytes, files)
+            trim_heap()
+            together, size_bytes = [], 0
+
+
+def _move(
+    together: list[tuple[list[Tensor], dict[str, Any]]], size_bytes: int, files: Opened
+) -> None:
+    """Move the tensors of some storages to their places in a new file."""
+    held = mapped(torch.empty(max(size_bytes, 1), dtype=torch.uint8, device="meta"), files)
+    whole = held.untyped_storage()
+    descriptor = files[str(whole.filename)]
+    for tensors, place in together:
+        place["file"] = descriptor
+        if not place["bytes"]:
+            continue
+        start, stop = place["at"], place["at"] + place["bytes"]
+        raw = _raw(tensors[0].untyped_storage(), 0, place["bytes"]).numpy().data
+        # Not through the mapping: the first write to a part of it filled 16 MiB with empty pages.
+        while start < stop:
+            start += os.pwrite(descriptor, raw[start - stop :], start)
+        del raw
+        for tensor in tensors:
+            tensor.data = over(whole[place["at"] : stop], tensor, tensor.storage_offset())
+            belongs_to_file(tensor)
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNED) * ALIGNED
+
+
+def _key(tensor: Tensor) -> int:
+    """Where a tensor's storage begins; 0 for one of no bytes."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() else 0
+
+
+def _form(tensor: Tensor) -> list[Any]:
+    return [dtype_of(tensor), list(tensor.shape), list(tensor.stride())]
+
+
+# ---- the ranks that map
+
+
+def without_data(build: Build, table: Table) -> nn.Module:
+    """Run the builder without numbers, and put those of a table in.
+
+    Packages of the model's classes are imported before, which the builder may do later: a library
+    may have to build otherwise without numbers, and `build` looks which are there.
+
+    Errors   CannotShare where it keeps more tensors than parameters and buffers; what it raises
+    """
+    for package in table["packages"]:
+        with suppress(Exception):  # the builder says it better
+            importlib.import_module(package)
+    before = _alive()
+    with torch.device("meta"):
+        module = build()
+    put_in(module, table)
+    if len(_alive()) > len(before):
+        gc.collect()  # what the builder threw away may lie in cycles
+    known = {id(tensor) for tensor in before}
+    if any(id(tensor) not in known for tensor in _alive()):
+        raise CannotShare("it keeps tensors that are no parameters and no buffers")
+    return module
+
+
+def _alive() -> list[Tensor]:
+    """All tensors on the meta device that anything refers to."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return [tensor for tensor in found if tensor.is_meta]
+
+
+def put_in(module: nn.Module, table: Table) -> None:
+    """Put the tensors of a table into a module, in place: parameters stay the objects they are.
+
+    module   on the meta device, or the one that the table was made of, whose files are mapped anew
+    Errors   CannotShare where it has other tensors
+    """
+    named = _named(module)
+    forms = {name: row[2:] for name, row in table["tensors"].items()}
+    if forms != {name: _form(tensor) for name, tensor in named.items()}:
+        raise CannotShare("without numbers the builder makes other tensors")
+    known: dict[str, Any] = {}
+    storages = [_storage(place, table, known) for place in table["storages"]]
+    done: set[int] = set()
+    for name, (number, offset, *_) in table["tensors"].items():
+        tensor = named[name]
+        if id(tensor) in done:
+            continue
+        done.add(id(tensor))
+        if tensor.is_meta:
+            _swap(tensor, over(storages[number], tensor, offset))
+        elif "path" not in table["storages"][number]:
+            tensor.data = over(storages[number], tensor, offset)
+        belongs_to_file(tensor)
+
+
+def _storage(place: dict[str, Any], table: Table, known: dict[str, Any]) -> Any:
+    """Map a part of a file privately.
+
+    known    files that are mapped already: one of a checkpoint, or of small tensors, holds many
+    Errors   CannotShare where this process does not see the other one's file
+    """
+    read = "path" in place
+    path = place["path"] if read else f"/proc/{table['process']}/fd/{place['file']}"
+    node = place["node"] if read else table["nodes"][str(place["file"])]
+    try:
+        told = os.stat(path)
+    except OSError as failure:
+        raise CannotShare(f"{path}: {failure.strerror}") from failure
+    if told.st_ino != node:
+        raise CannotShare(f"{path} is another file in this process")
+    if path not in known:
+        whole = torch.UntypedStorage.from_file(path, shared=False, nbytes=told.st_size)
+        if read:
+            read_as_used(whole.data_ptr(), whole.data_ptr() + told.st_size)
+        known[path] = whole
+    # A storage of its own over the same pages.
+    return known[path][place["at"] : place["at"] + place["bytes"]]
+
+
+def _raw(storage: Any, start: int, size_bytes: int) -> Tensor:
+    """Some bytes of a storage, as a tensor over them."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage, start, (size_bytes,), (1,))
+
+
+def _swap(tensor: Tensor, value: Tensor) -> None:
+    """Give a meta tensor a value; whoever refers to it sees the value."""
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    else:
+        value.requires_grad_(tensor.requires_grad)
+    value.__dict__.update(tensor.__dict__)
+    try:
+        torch.utils.swap_tensors(tensor, value)
+    except RuntimeError as failure:
+        raise CannotShare(
+            "it keeps parameters in ways that torch cannot follow (weak references, as in an LSTM; "
+            "graphs)"
+        ) from failure

@@ -1,0 +1,186 @@
+"""Runs a layer on this rank's tokens, in the place of its own forward.
+
+    layer       its split graph: parameters whole, tokens in parts, attention by all ranks together
+    embedding   looks up this rank's part of the ids
+    head        of which tp has dealt the vocabulary: runs as it does there, on this rank's tokens
+Where tokens do not divide for a call, the layer runs whole, on every rank alike.
+
+Under tp too, cp is outside: a rank's tokens are a whole to the ranks of tp, which divide the
+layer's weights and, between layers, these tokens once more. The graph has the collectives of both.
+
+What a graph takes or gives whole has a whole gradient there (`spmd/autograd_collectives.py`) and
+summands of one outside (`token_shard.py`): `counted_once` stands on the way in, `enter` on the way
+out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from shoal.base.errors import PlanError
+from shoal.parallel._torch import pytree
+from shoal.parallel.context_parallel.token_shard import shown
+from shoal.parallel.spmd import autograd_collectives
+from shoal.parallel.spmd.autograd_collectives import Axis, counted_once
+from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Split
+from shoal.parallel.spmd.sequence_shards import Deal, handed_on, is_shard, local_of, whole_of
+from shoal.parallel.spmd.split_block import BlockSplit
+from shoal.parallel.spmd.split_forward import Programs, SplitForward, summand
+from shoal.trace.isolation.replaced_forward import StandIn
+
+
+class ContextPrograms(Programs):
+    """The graphs of a class of equal layers; None for a kind of input whose tokens do not divide.
+
+    notices   takes a line when a call could not be divided
+    """
+
+    def __init__(self, split: BlockSplit, bare: nn.Module, notices: list[str]) -> None:
+        super().__init__(split, bare)
+        self.notices = notices
+        self.whole: set[Hashable] = set()
+
+    def find(
+        self, kind: Hashable, name: str, block: nn.Module, leaves: list[Any], structure: Any
+    ) -> BlockSplit | None:
+        """The graph for a kind of input."""
+        if kind in self.whole:
+            return None
+        if kind not in self.known:
+            try:
+                self.known[kind] = self.make(name, block, leaves, structure)
+            except PlanError:
+                self.whole.add(kind)
+                shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+                self.notices.append(
+                    f"layout.cp = {self.first.degree}: {name} runs whole on every rank for inputs "
+                    f"{shapes}, which do not divide as the sample's did"
+                )
+                return None
+        return self.known[kind]
+
+
+class ContextForward(SplitForward):
+    """A layer's forward as its split graph.
+
+    tensor   the ranks among which tp divides what each rank of `axis` has; None: nobody divides it
+    """
+
+    programs: ContextPrograms
+
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        programs: ContextPrograms,
+        axis: Axis,
+        tensor: Axis | None = None,
+    ) -> None:
+        self.tensor = tensor
+        super().__init__(name, block, programs, axis)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """What the layer's own forward gives, its tokens in parts."""
+        leaves, structure = pytree.tree_flatten((inputs, named), is_leaf=is_shard)
+        kind = self.insides.kind(leaves, structure)
+        split = self.programs.find(kind, self.name, self.block, leaves, structure)
+        if split is None:
+            args, kwargs = pytree.tree_unflatten([whole_of(leaf) for leaf in leaves], structure)
+            return self.forward(*args, **kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inside = split.inner.inputs if split.inner is not None else (WHOLE,) * len(tensors)
+        flat = [
+            self._enters_tensor(self._enters(value, label), its)
+            for value, label, its in zip(tensors, split.inputs, inside, strict=True)
+        ]
+        held = [self._held(name, split) for name in split.shapes]
+        held += [self.insides.tensor(name) for name in split.buffers]
+        outputs = self._run(split, [*held, *flat])
+        labelled = zip(outputs, split.outputs, strict=True)
+        return split.rebuild([self._leaves(value, label) for value, label in labelled])
+
+    def _run(self, split: BlockSplit, given: list[Tensor]) -> Sequence[Tensor]:
+        """The graph's results, as a rank of `axis` has them."""
+        code = self.programs.code(split)
+        if split.inner is None or self.tensor is None:
+            parts: Sequence[Tensor] = code(self.axis, *given)
+            return parts
+        both = code(self.axis, self.tensor, *given)
+        labelled = zip(both, split.inner.outputs, strict=True)
+        return [handed_on(value, label, self.tensor) for value, label in labelled]
+
+    def _held(self, name: str, split: BlockSplit) -> Tensor:
+        """A parameter, whose gradient here will be a summand of it over the ranks."""
+        value = self.insides.tensor(name)
+        if split.inner is not None and self.tensor is not None:
+            value = summand(name, value, split.inner, self.tensor)
+        return summand(name, value, split, self.axis)
+
+    def _enters_tensor(self, value: Tensor, label: Label) -> Tensor:
+        if isinstance(label, Split) and self.tensor is not None:
+            return local_of(value, Deal.even(self.tensor, label.dim, value.shape[label.dim]))
+        whole: Tensor = whole_of(value)
+        return whole
+
+    def _enters(self, value: Tensor, label: Label) -> Tensor:
+        if isinstance(label, Split):
+            length = value.shape[label.dim]
+            return local_of(value, Deal.even(self.axis, label.dim, length, summands=True))
+        return counted_once(whole_of(value), self.axis)
+
+    def _leaves(self, value: Tensor, label: Label) -> Tensor:
+        if isinstance(label, Split):
+            return shown(value, self.axis, label.dim, value.shape[label.dim] * self.axis.size)
+        return autograd_collectives.enter(value, self.axis) if value.is_floating_point() else value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of the model talks to the same ranks and shares the graphs."""
+        memo[id(self.tensor)] = self.tensor
+        return super().__deepcopy__(memo)
+
+
+class _OnOwnTokens(StandIn):
+    """Calls the layer's own forward, or another stand-in's, with this rank's tokens."""
+
+    def __init__(self, name: str, block: nn.Module, axis: Axis) -> None:
+        self.axis = axis
+        super().__init__(name, block)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of the model talks to the same ranks."""
+        memo[id(self.axis)] = self.axis
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+class ContextHead(_OnOwnTokens):
+    """A head as it is, on this rank's tokens: [batch, tokens, dim] to [batch, tokens, classes]."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """As nn.Linear."""
+        dim = hidden.dim() - 2
+        if dim < 1 or hidden.shape[dim] % self.axis.size:
+            whole: Tensor = self.forward(whole_of(hidden))
+            return whole
+        deal = Deal.even(self.axis, dim, hidden.shape[dim], summands=True)
+        return shown(self.forward(local_of(hidden, deal)), self.axis, dim, hidden.shape[dim])
+
+
+class ContextLookup(_OnOwnTokens):
+    """An nn.Embedding that looks up this rank's part of the ids, cut along their last dim."""
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """[..., tokens] to [..., tokens, dim]."""
+        length = ids.shape[-1] if ids.dim() else 0
+        if length < self.axis.size:
+            whole: Tensor = self.forward(ids)
+            return whole
+        deal = Deal.even(self.axis, ids.dim() - 1, length, summands=True)
+        rows = self.forward(local_of(ids, deal))  # all of it, or what tp makes of it
+        return shown(rows, self.axis, deal.dim, length)

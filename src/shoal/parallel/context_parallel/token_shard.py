@@ -1,0 +1,178 @@
+"""A tensor whose tokens lie on the ranks of a context-parallel group, between a model's layers.
+
+A `SequenceShard` gathers for whatever the user's code does with it. Here the most frequent things
+are done on the parts, since with long sequences a whole is what must not be there:
+
+    arithmetic and activations, with other parts of the same tokens or with what has none
+    changes of format, indexing that leaves the tokens alone, dropout (with the whole's own mask)
+    the default loss, of this rank's tokens (`sharing`)
+
+Gradients   Every rank runs the whole of the user's code, so what it computes alike on every rank
+            would count n times. Only the first rank's loss is differentiated, and every exchange
+            passes gradients on as what it is, a linear map: gather ↔ sum of parts, part ↔ zeros
+            around it, sum ↔ sum. A rank's gradient of anything whole, every parameter included, is
+            then a summand, however often and wherever it is used; parameters are summed over the
+            ranks once a step. Tokens' own gradients are whole where they are.
+Source      the transpose rules of SPMD programs, as in JAX's shard_map (psum ↔ psum)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.parallel._torch import in_backward, pytree
+from shoal.parallel.spmd import autograd_collectives
+from shoal.parallel.spmd.autograd_collectives import Axis
+from shoal.parallel.spmd.labelling.labels import Split
+from shoal.parallel.spmd.sequence_shards import Deal, SequenceShard, cut, is_shard, rebuild, show
+
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "softplus", "neg", "square", "sqrt")
+ARITHMETIC = ("add", "sub", "mul", "div", "true_divide", "rsub")
+OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg")
+FORMATS = ("to", "float", "double", "half", "bfloat16", "contiguous", "clone")
+
+
+def _named(names: tuple[str, ...], *homes: Any) -> set[Callable[..., Any]]:
+    return {getattr(home, name) for name in names for home in homes if hasattr(home, name)}
+
+
+POINTWISE = (
+    _named((*ACTIVATIONS, *ARITHMETIC), torch, Tensor, F)
+    | _named(tuple(f"__{name}__" for name in OPERATORS), Tensor)
+    | _named(FORMATS, Tensor)
+)
+"""Functions that act on every element alone, with broadcasting."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a loss asks of a shard, see `models.loss.Sharing`."""
+
+    deal: Deal
+
+    def own(self, targets: Tensor) -> Tensor:
+        """This rank's part of a tensor that is dealt by its tokens alike."""
+        return self.deal.part(targets)
+
+    def sum(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Over the ranks; the total is differentiable."""
+        whole: Tensor = _Sum.apply(total, self.deal.axis)
+        counted = count.clone()
+        self.deal.axis.all_reduce(counted)
+        return whole, counted
+
+
+class ContextShard(SequenceShard):
+    """This rank's tokens of a tensor; shown as the whole."""
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """For a loss that adds up over tokens; None where no tokens are dealt but features."""
+        return Sharing(self.deal) if self.deal.dim < self._local.dim() - 1 else None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """On the parts where that is the same, else on the whole."""
+        kwargs = kwargs or {}
+        done = None
+        if in_backward() and not torch.is_grad_enabled():
+            pass  # a user's own backward: what it has of gradients is a summand, other on each rank
+        elif func in POINTWISE:
+            done = _pointwise(func, args, kwargs)
+        elif func is Tensor.__getitem__:
+            done = _indexed(*args)
+        elif func is F.dropout:
+            done = _dropped(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs) if done is None else done
+
+
+pytree.register_pytree_node(
+    ContextShard, lambda shard: ([shard.local], (shard.deal, type(shard))), rebuild
+)
+
+
+def shown(local: Tensor, axis: Axis, dim: int, length: int) -> SequenceShard:
+    """This rank's tokens as the whole, of which dim `dim` has `length`."""
+    return show(local, Deal.even(axis, dim, length, summands=True), ContextShard)
+
+
+def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("out") is not None:
+        return None
+    leaves, structure = pytree.tree_flatten((args, kwargs), is_leaf=is_shard)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    shards = [leaf for leaf in tensors if isinstance(leaf, ContextShard)]
+    deal, after = shards[0].deal, shards[0].dim() - shards[0].deal.dim
+    parts: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            parts.append(leaf)
+        elif isinstance(leaf, ContextShard):
+            if leaf.deal.cuts != deal.cuts or leaf.dim() - leaf.deal.dim != after:
+                return None
+            parts.append(leaf.local)
+        elif is_shard(leaf):
+            return None
+        elif leaf.dim() < after or leaf.shape[-after] == 1:
+            parts.append(leaf)
+        elif leaf.shape[-after] == deal.cuts[-1]:
+            parts.append(cut(leaf, Deal(deal.axis, leaf.dim() - after, deal.cuts, True)))
+        else:
+            return None
+    args, kwargs = pytree.tree_unflatten(parts, structure)
+    result = func(*args, **kwargs)
+    return show(result, Deal(deal.axis, result.dim() - after, deal.cuts, True), ContextShard)
+
+
+def _indexed(value: Any, index: Any) -> Any:
+    """`h[:, :, 4:]` and the like: all tokens, some of the rest; None for anything else."""
+    places = index if isinstance(index, tuple) else (index,)
+    if not isinstance(value, ContextShard) or not all(isinstance(one, slice) for one in places):
+        return None
+    deal = value.deal
+    if deal.dim < len(places):
+        tokens = places[deal.dim]
+        if tokens.indices(deal.cuts[-1]) != (0, deal.cuts[-1], 1):
+            return None
+        every = slice(None)
+        places = (*places[: deal.dim], every, *places[deal.dim + 1 :])
+    return show(value.local[places], deal, ContextShard)
+
+
+def _dropped(value: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Dropout with this rank's part of the mask that one process draws."""
+    if not isinstance(value, ContextShard) or inplace or not training or not p:
+        return None
+    deal = value.deal
+    if deal.cuts[-1] % deal.axis.size:
+        return None
+    order = tuple(range(value.dim()))
+    dropped = autograd_collectives.dropout(
+        value.local, deal.axis, labels=(Split(deal.dim),), probability=p, order=order
+    )
+    return show(dropped, deal, ContextShard)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _summed(value, axis)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return _summed(upstream, ctx.axis), None
+
+
+def _summed(value: Tensor, axis: Axis) -> Tensor:
+    total = value.clone(memory_format=torch.contiguous_format)
+    axis.all_reduce(total)
+    return total

@@ -1,0 +1,388 @@
+"""One process, a replica of the model on each of several devices, as `nn.DataParallel` has them.
+
+    begin    the first device sends its weights to the others, and what else changed there
+    passes   micro-batch k runs on replica k modulo their number, each replica in its own thread
+    finish   the first device takes the others' gradients and adds them, in the replicas' order
+    update   the optimizer steps there alone: its state is in that device's memory only
+
+Of P bytes of weights (N − 1)·P leave the first device in a step and as much comes back, none of it
+beside the passes; under `ddp` every process sends 2(N − 1)/N·P, beside its backward pass. Other
+than nn.DataParallel, which cuts a micro-batch in N and averages the mean losses of the pieces,
+micro-batches stay whole and sums of losses are divided by the count of all targets; weights travel
+once per step, not per forward pass; and the loss is computed where its micro-batch is.
+
+Devices' generators are keyed for each replica, BatchNorm's statistics collected over all. What
+draws from the host's generators, or changes a buffer that no rule covers, belongs to no thread: the
+replicas of such a model run in turn, and hand the buffers on. The first step shows it, which always
+runs in turn. Source: torch.nn.parallel.DataParallel
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.base.plans.plan import Plan
+from shoal.fabric.collectives.traffic_counts import BROADCAST, SEND
+from shoal.fabric.device import is_accelerator
+from shoal.parallel._torch import BatchNorm, pytree, writes
+from shoal.parallel.data_parallel.thread_replicas import LATE, AddedGradients, drawn
+from shoal.parallel.program import Pass, Program, Reducer, trainable, whole_locals
+from shoal.trace.isolation.module_copies import copied_module
+
+Home = tuple[nn.Module, str]
+"""Where a buffer is: a module, and the buffer's name in it."""
+
+PLAIN = (bool, int, float, str)
+"""Attributes of a module that replicas take over from the first one."""
+
+
+class Keys(Protocol):
+    """Keys of a replica's generators, as `dropout_rng` makes them."""
+
+    def __call__(self, step: int, index: int) -> AbstractContextManager[None]:
+        """Around a micro-batch."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def on(self, device: torch.device) -> Keys:
+        """Keys for a replica on another device."""
+
+    def beside(self, others: bool) -> None:
+        """Whether passes of other devices run at the same time."""
+
+
+def check_replicas(plan: Plan, device: torch.device) -> None:
+    """Refuse more replicas than the process sees devices; a CPU takes any number.
+
+    Errors   PlanError with the nearest legal choice
+    """
+    if not is_accelerator(device):
+        return
+    count, there = plan.layout.threads, torch.accelerator.device_count()
+    if count > there:
+        nearest = f"layout.threads={there}" if there > 1 else "layout.strategy=single"
+        raise PlanError(
+            f"layout.threads = {count}: dp has a replica on each of so many devices, and this "
+            f"process sees {there}; try: {nearest}"
+        )
+
+
+def apply(program: Program) -> Program:
+    """Run the passes of a step on a replica per device, and the optimizer on the first."""
+    count, micro_batches = program.plan.layout.threads, program.plan.accumulate
+    devices = replica_devices(program.world.device, count)
+    replicas = Replicas(program, devices)
+    program.notices.append(
+        f"dp: {count} replicas in one process, on {', '.join(map(str, devices))}, for comparison; "
+        f"ddp's processes do not share one interpreter, sum gradients during backward, and send "
+        f"no weights (docs/compare.md)"
+    )
+    if 0 < micro_batches < count:
+        program.notices.append(
+            f"dp: a step has {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} for "
+            f"{count} devices, so some do nothing; try: a smaller train.micro_batch"
+        )
+    return replace(
+        program,
+        local=whole_locals(program),
+        reducer=GatheredGradients(program, replicas),
+        run=replicas.run,
+        around=(*program.around, replicas.watch),
+        on_close=(*program.on_close, replicas.close),
+    )
+
+
+def replica_devices(first: torch.device, count: int) -> list[torch.device]:
+    """The devices of one process on which replicas run, the first one's own at the head."""
+    there = torch.accelerator.device_count()
+    return [torch.device(first.type, ((first.index or 0) + k) % there) for k in range(count)]
+
+
+class Replicas:
+    """The program and its twins on the other devices, and the threads that run them."""
+
+    def __init__(self, program: Program, devices: Sequence[torch.device]) -> None:
+        self.devices, self.blocks = devices, program.blocks
+        self.rules = len(program.around)
+        self.twins = [_Twin(program, device) for device in devices[1:]]
+        self.modules = [program.module, *(twin.program.module for twin in self.twins)]
+        keyed = [program.keyed, *(twin.program.keyed for twin in self.twins)]
+        self.keys = [cast("Keys", keys) for keys in keyed]
+        self.buffers = [_loose(module) for module in self.modules]
+        self.pool = ThreadPoolExecutor(len(devices))
+        self.in_turn = self.looked = False
+        self.moving: set[int] = set()
+        self.latest = 0
+
+    def run(self, program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
+        """Run all passes; micro-batch k goes to replica k modulo their number."""
+        count, added = len(self.devices), program.around[self.rules :]
+        programs = [
+            replace(twin.program, around=(*twin.program.around, *added)) for twin in self.twins
+        ]
+        sums = [torch.zeros(2, dtype=torch.float64, device=one) for one in self.devices[1:]]
+        for keys in self.keys[1:]:
+            keys.begin()
+        ready = [
+            one.on(programs[place % count - 1], sums[place % count - 1]) if place % count else one
+            for place, one in enumerate(passes)
+        ]
+        for first in range(0, len(ready), count):
+            group = ready[first : first + count]
+            reducer.arm(first + len(group) == len(ready))
+            if self.in_turn or not self.looked:
+                for number, one in enumerate(group):
+                    self._alone(number, one)
+            else:
+                self._together(group)
+            reducer.passed(counted=True)
+        self._hand_on(0)
+        self.looked = True
+        for one in passes[:1]:
+            for own in sums:
+                one.sums.add_(own.to(one.sums.device))
+
+    def follow(self) -> int:
+        """Bring what changed on the first device to all others; gives the bytes that were sent."""
+        return sum(twin.follow() for twin in self.twins)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.shutdown()
+
+    @contextmanager
+    def watch(self, step: int, index: int) -> Iterator[None]:
+        """Around a pass of the first step, loss included: did it draw from the host's numbers?"""
+        before = None if self.looked else _host_state()
+        yield
+        if before is not None:
+            self._note()
+            self.in_turn = self.in_turn or before != _host_state()
+
+    def _note(self, *_: object) -> None:
+        self.in_turn = self.in_turn or drawn(torch.default_generator)
+
+    def _alone(self, number: int, one: Pass) -> None:
+        """Run a pass while no other runs; the first step's tell whether they have to."""
+        self._hand_on(number)
+        module, before, hooks = self.modules[number], self._look(number), []
+        for name in () if self.looked else self.blocks:
+            block = module.get_submodule(name)
+            # Before the hooks that key generators anew, and so would hide it.
+            hooks.append(block.register_forward_pre_hook(self._note, prepend=True))
+            hooks.append(block.register_forward_hook(self._note, prepend=True))
+        self._on_device(number, one)
+        for hook in hooks:
+            hook.remove()
+        self.moving.update(self._changed(number, before))
+        self.in_turn = self.in_turn or bool(self.moving)
+
+    def _together(self, group: Sequence[Pass]) -> None:
+        """Run a pass on each replica at the same time.
+
+        Errors   PlanError where one of them did what belongs to no thread
+        """
+        before = [self._look(number) for number in range(len(group))]
+        state = torch.default_generator.get_state()
+        for keys in self.keys:
+            keys.beside(True)
+        try:
+            works = [self.pool.submit(self._on_device, *one) for one in enumerate(group)]
+            wait(works)  # nobody goes on behind an error that is told
+        finally:
+            for keys in self.keys:
+                keys.beside(False)
+        for work in works:
+            work.result()
+        if not torch.equal(state, torch.default_generator.get_state()):
+            raise PlanError(LATE)
+        for number, looked in enumerate(before):
+            for place in self._changed(number, looked):
+                raise PlanError(
+                    f"layout.strategy = dp: the forward pass changed the buffer "
+                    f"{self.buffers[number][place][1]} for the first time after its first step; "
+                    f"try: layout.strategy=ddp"
+                )
+
+    def _on_device(self, number: int, one: Pass) -> None:
+        # What a model makes on "the" device, without a number, is made on its replica's.
+        device = self.devices[number]
+        with torch.accelerator.device_index(device.index):
+            try:
+                one(self.modules[number])
+            except RuntimeError as failure:
+                if "on the same device" not in str(failure):
+                    raise
+                raise PlanError(
+                    f"layout.strategy = dp: the replica on {device} met a tensor of another "
+                    f"device, which the model or the loss keeps without registering it: "
+                    f"{str(failure).splitlines()[0]}; try: register_buffer, or "
+                    f"layout.strategy=ddp"
+                ) from failure
+
+    def _look(self, number: int) -> list[tuple[Any, int]]:
+        """A replica's buffers, but BatchNorm's: which tensors, and how often written."""
+        return [_seen(home) for home in self.buffers[number]]
+
+    def _changed(self, number: int, before: list[tuple[Any, int]]) -> list[int]:
+        now = self._look(number)
+        return [
+            place
+            for place, (was, then) in enumerate(before)
+            if now[place][0] is not was or now[place][1] != then
+        ]
+
+    def _hand_on(self, number: int) -> None:
+        """Bring the buffers that passes change from the replica that ran last to the next."""
+        for place in self.moving if number != self.latest else ():
+            ends = self.buffers[self.latest][place], self.buffers[number][place]
+            _give(*ends, self.devices[number])
+        self.latest = number
+
+
+class _Twin:
+    """The program on another device, and what of it follows the first device's."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        own, self.device = program.world.device, device
+        keys = cast("Keys", program.keyed).on(device)
+        # What stands for what: in the module, in its rules, and in what prepares a batch.
+        known: dict[int, Any] = {id(program.notices): program.notices}
+        known |= {id(program.keyed): keys, id(own): device}
+        for tensor in (*program.module.parameters(), *program.module.buffers()):
+            twin = tensor.detach().to(device)
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            known[id(tensor)] = twin
+        try:
+            module = copied_module(program.module, known)
+        except Exception as failure:
+            raise PlanError(
+                f"layout.strategy = dp: the model cannot be copied to another device: {failure}; "
+                f"try: layout.strategy=ddp"
+            ) from failure
+        _bring_attributes(module, own, device)
+        self.program = replace(
+            program,
+            module=module,
+            parameters=trainable(module),
+            keyed=keys,
+            around=copy.deepcopy(program.around, known),
+            prepare=copy.deepcopy(program.prepare, known),
+        )
+        self.parts = list(zip(program.module.modules(), module.modules(), strict=True))
+        there = dict(module.named_parameters())
+        self.weights = [(one, there[name]) for name, one in program.parameters.items()]
+        self.frozen = [(one, there[name]) for name, one in program.frozen.items()]
+        self.written = [writes(one) for one, _ in self.frozen]
+        self.homes = [
+            ((ours, name), (theirs, name)) for ours, theirs in self.parts for name in ours._buffers
+        ]
+        self.known = [_seen(ours) for ours, _ in self.homes]
+
+    @torch.no_grad()
+    def follow(self) -> int:
+        """Take over the weights, and the rest where it changed; gives the bytes that came."""
+        for ours, theirs in self.parts:
+            _take_over(vars(ours), vars(theirs))
+        came: list[torch.Tensor] = []
+        for one, twin in self.weights:
+            twin.requires_grad_(one.requires_grad)
+            twin.copy_(one, non_blocking=True)
+            came.append(one)
+        for place, (one, twin) in enumerate(self.frozen):
+            if self.written[place] != writes(one):
+                self.written[place] = writes(one)
+                twin.copy_(one, non_blocking=True)
+                came.append(one)
+        for place, (home, twin_home) in enumerate(self.homes):
+            value, times = _seen(home)
+            if value is not self.known[place][0] or times != self.known[place][1]:
+                self.known[place] = value, times
+                _give(home, twin_home, self.device)
+                came += [value] if value is not None else []
+        return sum(one.numel() * one.element_size() for one in came)
+
+
+class GatheredGradients(AddedGradients):
+    """The reducer: gradients of all replicas, added on the first device in their order."""
+
+    def __init__(self, program: Program, replicas: Replicas) -> None:
+        super().__init__(program.parameters, replicas.modules[1:])
+        self.follow: Callable[[], int] = replicas.follow
+        self.traffic = program.world.traffic
+
+    def begin(self, rounds: int) -> None:
+        """No gradients anywhere, and the first device's weights everywhere."""
+        super().begin(rounds)
+        self.traffic.sent_bytes[BROADCAST] += self.follow()
+
+    def finish(self) -> None:
+        """Take the replicas' gradients and add them to the first device's."""
+        gradients = [p.grad for one in self.replicas for p in one.values() if p.grad is not None]
+        size = sum(one.numel() * one.element_size() for one in gradients)
+        del gradients  # each is free when it was added
+        self.traffic.sent_bytes[SEND] += size
+        super().finish()
+
+
+def _loose(module: nn.Module) -> list[Home]:
+    """Where a module's buffers are that BatchNorm's rule does not keep."""
+    parts = (part for part in module.modules() if not isinstance(part, BatchNorm))
+    return [(part, name) for part in parts for name in part._buffers]
+
+
+def _seen(home: Home) -> tuple[torch.Tensor | None, int]:
+    """(the buffer that is there, how often it was written to)."""
+    value = home[0]._buffers[home[1]]
+    return value, -1 if value is None else writes(value)
+
+
+@torch.no_grad()
+def _give(source: Home, target: Home, device: torch.device) -> None:
+    """Bring a buffer to another device, into the one that is there, where it has the same shape."""
+    value, there = source[0]._buffers[source[1]], target[0]._buffers[target[1]]
+    if value is not None and there is not None and value.shape == there.shape:
+        there.copy_(value, non_blocking=True)
+        return
+    target[0]._buffers[target[1]] = None if value is None else value.to(device)
+
+
+def _take_over(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Plain attributes of a module, such as whether it trains, are the first replica's."""
+    for name, value in ours.items():
+        if isinstance(value, PLAIN) and theirs.get(name) is not value:
+            theirs[name] = value
+
+
+def _bring_attributes(module: nn.Module, first: torch.device, device: torch.device) -> None:
+    """Bring tensors that a copy of a module keeps without registering them to its device."""
+
+    def moved(leaf: Any) -> Any:
+        lost = isinstance(leaf, torch.Tensor) and leaf.device == first
+        return leaf.detach().to(device) if lost else leaf
+
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if not name.startswith("_") or isinstance(value, torch.Tensor):
+                leaves = pytree.tree_leaves(value)
+                if any(isinstance(one, torch.Tensor) and one.device == first for one in leaves):
+                    part.__dict__[name] = pytree.tree_map(moved, value)
+
+
+def _host_state() -> tuple[Any, ...]:
+    """Where Python's and numpy's generators are."""
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, bytes(keys), tuple(rest)  # type: ignore[arg-type]  # legacy

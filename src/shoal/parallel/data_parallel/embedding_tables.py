@@ -1,0 +1,282 @@
+"""Embedding tables on parameter servers, the rest of the model ddp between the workers.
+
+The last ranks are servers. They hold the tables and nothing else, the workers the rest; a batch
+touches few rows of a large table, so those travel (fetched_rows.py), where under ddp all rows'
+gradients would, zeros too. A server adds what the workers bring, in the order of their ranks, and
+steps its part whole: momentum and weight decay move rows that no batch touched, as they do under
+ddp. The step's one all-reduce of counts and norms is over all ranks: one scale, one clipping for
+both parts.
+
+Of several servers each has some columns of every table. Rows come in unequal numbers (tokens are
+numbered by how frequent they are), tables in unequal sizes; columns are asked for equally often,
+whatever the data, and lie in one box of a checkpoint. The price is that row numbers, 4 bytes each,
+go to every server.
+
+    handled so     nn.Embedding, nn.EmbeddingBag and classes made of them; padding_idx; several
+                   lookups, accumulation; tables that lookups share
+    left to ddp    frozen tables; tables whose weight other layers hold too (a tied head)
+    refused        max_norm (a pass would write rows), weights that are read otherwise
+
+Source: PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework";
+columns: TorchRec's column-wise sharding
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.parameter_servers import SERVES, brings_own, workers_of
+from shoal.base.plans.placement import Cut, Placement
+from shoal.fabric.exchanges.point_to_point import PointToPoint
+from shoal.parallel.data_parallel import ddp
+from shoal.parallel.data_parallel.buckets import reduced_format
+from shoal.parallel.data_parallel.fetched_rows import Answers, Lookups, OnServers, by_host
+from shoal.parallel.program import Pass, Program, frozen, take, trainable
+from shoal.wire import phases
+
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
+def place(rows: Mapping[str, Placement], module: nn.Module, layout: Layout) -> dict[str, Placement]:
+    """Say which tables go to the servers, and which columns of them to which.
+
+    Errors   PlanError where there is none, for a name that is no table's, and for max_norm
+    """
+    found = dict(rows)
+    for number, name in enumerate(_chosen(module, layout)):
+        width, count = rows[name].shape[1], layout.servers
+        ends = [0]
+        for server in range(count):  # what is over goes to another server of each table
+            more = (server - number) % count < width % count
+            ends.append(ends[-1] + width // count + more)
+        cut = Cut("servers", 1, (tuple(ends),), tuple(range(count)))
+        found[name] = replace(rows[name], cut=cut, stages=(1,))
+    return found
+
+
+def _chosen(module: nn.Module, layout: Layout) -> list[str]:
+    """Names of the weights that `layout.serves` means."""
+    first = {id(p): name for name, p in module.named_parameters()}
+    holders = Counter(
+        id(p) for m in module.modules() for p in m._parameters.values() if p is not None
+    )
+    lookups: Counter[int] = Counter()
+    paths: dict[str, list[str]] = {}
+    for path, part in module.named_modules():
+        weight = part._parameters.get("weight")
+        if isinstance(part, TABLES) and weight is not None:
+            lookups[id(weight)] += 1
+            paths.setdefault(first[id(weight)], []).append(path)
+            _check_max_norm(path, part, layout)
+    weights = dict(module.named_parameters())
+    able = {
+        name: where
+        for name, where in paths.items()
+        if weights[name].requires_grad and holders[id(weights[name])] == lookups[id(weights[name])]
+    }
+    if layout.serves == SERVES[1]:
+        chosen = list(able)
+    else:
+        chosen = []
+        for word in layout.serves.split(","):
+            told = [n for n, where in able.items() if _matches(word.strip(), n, where)]
+            if not told:
+                raise _no_table(f"{word.strip()} is no table that servers can hold", layout, able)
+            chosen += [name for name in told if name not in chosen]
+    if not chosen:
+        raise _no_table("the model has no table for the servers", layout, able)
+    return chosen
+
+
+def _matches(word: str, name: str, paths: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(one, word) for one in (name, *paths))
+
+
+def _check_max_norm(path: str, part: nn.Module, layout: Layout) -> None:
+    if getattr(part, "max_norm", None) is not None:
+        raise PlanError(
+            f"layout.serves = {layout.serves}: {path}.max_norm shortens the rows that a pass looks "
+            f"up, which are the servers'; try: torch.nn.utils.parametrize with a norm of all "
+            f"rows, or layout.strategy=single"
+        )
+
+
+def _no_table(what: str, layout: Layout, able: Mapping[str, Any]) -> PlanError:
+    has = ", ".join(name.removesuffix(".weight") for name in able)
+    near = f"layout.serves={has.replace(', ', ',')}" if has else "layout.serves=weights"
+    return PlanError(
+        f"layout.serves = {layout.serves}: {what} (a trained weight of nn.Embedding or "
+        f"nn.EmbeddingBag that no other layer holds too); try: {near}, or layout.strategy=ddp"
+    )
+
+
+def cut(program: Program) -> Program:
+    """Keep what this rank holds: the tables' columns on a server, all but tables on a worker."""
+    module, rows = program.module, program.rows
+    serves, number = bool(program.at["pp"]), program.at["servers"]
+    every = [*module.named_parameters(), *module.named_buffers()]
+    names = {id(tensor): name for name, tensor in every}
+    instead: dict[int, Any] = {}
+    for part in module.modules():
+        for home in (part._parameters, part._buffers):
+            for key, tensor in home.items():
+                if tensor is None:
+                    continue
+                row = rows[names[id(tensor)]]
+                if row.is_table or serves:
+                    if id(tensor) not in instead:
+                        instead[id(tensor)] = _instead(tensor, row, serves, number)
+                    home[key] = instead[id(tensor)]
+    return replace(program, parameters=trainable(module), frozen=frozen(module))
+
+
+def _instead(tensor: torch.Tensor, row: Placement, serves: bool, number: int) -> torch.Tensor:
+    """What takes a tensor's place: a server's columns, a stand-in, or a form without numbers."""
+    if row.is_table and not serves:
+        return OnServers.of(cast(nn.Parameter, tensor), row)
+    if row.is_table and row.cut is not None:
+        return nn.Parameter(take(tensor.detach(), row.cut, number))
+    hollow = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(hollow, requires_grad=tensor.requires_grad)
+    return hollow
+
+
+def apply(program: Program) -> Program:
+    """Connect workers and servers, and give each the reducer of what it holds."""
+    layout = program.plan.layout
+    pairs = PointToPoint(by_host(program.world))
+    tables = [row for row in program.rows.values() if row.is_table]
+    workers, servers = (part(range(layout.processes), layout) for part in (_workers, _servers))
+    sent = reduced_format(program.plan)
+    phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE, always=True)
+    program.notices.extend(_lines(tables, workers, servers))
+    if program.world.rank in servers:
+        read: Mapping[str, torch.Tensor] = program.parameters
+        answers = Answers(pairs, workers, tables, read, sent)
+        program = ddp.apply(program, partial(_Serving, answers=answers, layout=layout))
+        ends: list[Any] = [answers.collected]
+        return replace(
+            program,
+            forward=_no_pass,
+            on_evaluate=(*program.on_evaluate, answers.open),
+            on_evaluated=(*program.on_evaluated, *ends),
+            on_close=(*program.on_close, answers.close),
+        )
+    lookups = Lookups(pairs, servers, tables, program.world.device, sent)
+    for part in program.module.modules():
+        for weight in part._parameters.values():
+            if isinstance(weight, OnServers):
+                weight.lookups = lookups
+    program = ddp.apply(program, partial(_Working, lookups=lookups))
+    return replace(
+        program,
+        on_evaluate=(*program.on_evaluate, lookups.begin),
+        on_evaluated=(*program.on_evaluated, lookups.end),
+    )
+
+
+def _workers(ranks: range, layout: Layout) -> range:
+    return ranks[: workers_of(layout)]
+
+
+def _servers(ranks: range, layout: Layout) -> range:
+    return ranks[workers_of(layout) :]
+
+
+def _lines(tables: list[Placement], workers: range, servers: range) -> list[str]:
+    """What the user is told at the start."""
+    names = ", ".join(row.name.removesuffix(".weight") for row in tables[:3])
+    more = f" and {len(tables) - 3} more" if len(tables) > 3 else ""
+    elements = sum(row.elements for row in tables)
+    who, others = (", ".join(map(str, ranks)) for ranks in (servers, workers))
+    return [
+        f"parameter-server: rank {who} holds {names}{more} ({elements:,} elements) and no samples; "
+        f"rows travel as batches look them up, and the rest is ddp between ranks {others}"
+    ]
+
+
+def _no_pass(program: Program, one: Pass) -> None:
+    """A server has no outputs. Errors: ConfigError where its rank brought samples to evaluate."""
+    if getattr(one, "parts", (None, None))[1] is not None:
+        raise brings_own(program.plan.layout)
+
+
+class _Working(ddp.SumReducer):
+    """A worker's: ddp of what it holds, and what it looked up goes to the servers."""
+
+    def __init__(self, *given: Any, lookups: Lookups) -> None:
+        super().__init__(*given)
+        self.lookups = lookups
+
+    def begin(self, rounds: int) -> None:
+        """Servers answer from here on."""
+        super().begin(rounds)
+        self.lookups.begin()
+
+    def finish(self) -> None:
+        """Bring the rows' gradients before waiting for the others'."""
+        self.lookups.end()
+        super().finish()
+
+    def local_norms(self) -> list[torch.Tensor]:
+        """Of buckets and of tables, as this rank computed them."""
+        return [*super().local_norms(), *self.lookups.norms()]
+
+
+class _Serving(ddp.SumReducer):
+    """A server's: the sums of its columns of the tables."""
+
+    def __init__(self, *given: Any, answers: Answers, layout: Layout) -> None:
+        super().__init__(*given)
+        self.answers, self.layout = answers, layout
+
+    def begin(self, rounds: int) -> None:
+        """Zero the sums, and let workers read."""
+        super().begin(rounds)
+        self.answers.open()
+
+    def arm(self, last: bool, once: bool = True) -> None:
+        """A pass on a server is of a batch that its rank brought. Errors: ConfigError."""
+        raise brings_own(self.layout)
+
+    def finish(self) -> None:
+        """Add what workers bring, in the order of their ranks: the same bits whoever is first."""
+        for told in self.answers.collected():
+            for name, brought in told.items():
+                sums = self.views[name]
+                sums.index_add_(0, brought.rows, brought.gradients.to(sums.dtype))
+                self.seen.add(name)
+        super().finish()
+
+    def local_norms(self) -> list[torch.Tensor]:
+        """None is computed here: whose numbers broke, the workers know."""
+        return []
+
+
+def check_optimizer(layout: Layout, allowed: Any) -> None:
+    """Refuse an optimizer that needs all of a weight, or all weights.
+
+    allowed   what may be cut of a weight beside it (`optim/elementwise_probe.py`): flat, apart
+    Errors    PlanError
+    """
+    if allowed.flat and layout.servers > 1:
+        raise PlanError(
+            f"layout.servers = {layout.servers}: cuts embedding tables by columns, and "
+            f"{allowed.flat}; try: layout.servers=1, or optimizer.name=adamw"
+        )
+    if allowed.apart:
+        raise PlanError(
+            f"layout.serves = {layout.serves}: no rank sees all parameters, and {allowed.apart}; "
+            f"try: layout.strategy=ddp, or optimizer.name=adamw"
+        )

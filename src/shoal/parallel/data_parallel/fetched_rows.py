@@ -1,0 +1,389 @@
+"""Rows of tables that lie on servers: a worker asks for those it looks up, and brings gradients.
+
+A model looks rows up with `F.embedding` or `F.embedding_bag`, whichever module calls them. On a
+worker a table's weight is a stand-in without memory: torch hands such calls to it, it asks the
+servers for the rows that it has not yet in this step, and looks up in those. Whatever else is done
+with the weight is refused, since its numbers are not here.
+
+    worker → server   [ASK, table, n], then n row numbers
+    server → worker   its columns of these rows
+    worker → server   [END, n of each table], then its columns of the rows' summed gradients, in the
+                      order in which they were asked for: row numbers do not travel again
+
+A session is the passes of one step, or an evaluation; servers answer inside of one only, so nobody
+reads rows that are being stepped. A row travels once in it, however often it is looked up. Each
+worker has a thread on every server: they need not keep step.
+Source: Li et al. 2014 (a worker pulls the keys that its data touch)
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.base.errors import BugError, ConfigError
+from shoal.base.plans.placement import Placement
+from shoal.fabric import World
+from shoal.fabric.collectives.traffic_counts import SEND, Traffic
+from shoal.fabric.exchanges.point_to_point import PointToPoint
+
+ASK, END = 1, 2
+UNUSED = -1
+"""Said at the end of a table that got no gradient."""
+
+FORM = frozenset({
+    "__get__", "__set__", "__delete__", "size", "dim", "numel", "stride", "element_size",
+    "is_floating_point", "is_complex", "is_contiguous", "data_ptr", "detach", "__repr__", "__len__",
+    "ndimension", "nelement", "storage_offset", "_has_compatible_shallow_copy_type",
+})  # fmt: skip
+"""What asks a tensor for its form, and reads no number of it."""
+
+
+class Brought:
+    """What a worker brings of one table at a session's end: [rows] numbers, [rows, width] sums."""
+
+    def __init__(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
+        self.rows, self.gradients = rows, gradients
+
+
+class OnServers(nn.Parameter):
+    """Stands for a table's weight on a worker: shape and format, no memory.
+
+    row      of the plan · lookups  that answer for it; None: no run is there
+    """
+
+    row: Placement
+    lookups: Lookups | None
+
+    @staticmethod
+    def of(weight: nn.Parameter, row: Placement) -> OnServers:
+        """A stand-in for a weight."""
+        hollow = torch.empty_like(weight, device="meta")
+        made: OnServers = torch.Tensor._make_subclass(OnServers, hollow, weight.requires_grad)
+        made.row, made.lookups = row, None
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Look up; tell the form; refuse the rest."""
+        if func is F.embedding or func is F.embedding_bag:
+            return _looked_up(func, *args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        if name not in FORM:
+            weight = next(one for one in _leaves((args, kwargs)) if isinstance(one, OnServers))
+            raise ConfigError(
+                f"model: {weight.row.name} is used in {name}(…), and its rows are on the parameter "
+                f"servers, which answer lookups alone (nn.Embedding, nn.EmbeddingBag, F.embedding, "
+                f"F.embedding_bag); try: layout.serves=weights, or the names of other tables"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _leaves(value: Any) -> list[Any]:
+    """All there is in tuples, lists and dicts."""
+    if isinstance(value, tuple | list):
+        return [leaf for one in value for leaf in _leaves(one)]
+    if isinstance(value, dict):
+        return [leaf for one in value.values() for leaf in _leaves(one)]
+    return [value]
+
+
+def _looked_up(
+    func: Callable[..., torch.Tensor], ids: torch.Tensor, weight: Any, *given: Any, **options: Any
+) -> torch.Tensor:
+    """Call `F.embedding` or `F.embedding_bag` on the rows that are needed, numbered anew."""
+    if not isinstance(weight, OnServers) or given:
+        raise BugError(f"{func.__name__} was handed over in another form than torch's own")
+    name, length = weight.row.name, weight.row.shape[0]
+    if weight.lookups is None or not weight.lookups.is_open:
+        raise ConfigError(
+            f"model: {name} is looked up outside of a run's calls, and its rows are on the "
+            f"parameter servers, which answer inside of run.step, run.evaluate and run.predict "
+            f"only; try: run.predict(inputs), called on every rank"
+        )
+    wanted, local = torch.unique(ids, return_inverse=True)
+    if wanted.numel() and not 0 <= int(wanted[0]) <= int(wanted[-1]) < length:
+        raise IndexError(f"index out of range in self: {name} has {length} rows")
+    rows = weight.lookups.rows(name, wanted.long())
+    padding = options.get("padding_idx")
+    if padding is not None:
+        at = (wanted == padding % length).nonzero()
+        options["padding_idx"] = int(at[0]) if at.numel() else None
+    return func(local.to(ids.dtype), rows, **options)
+
+
+class _Held:
+    """What a worker holds of one table in a session: rows that came, and sums of gradients.
+
+    ids, rows    in the order in which they came · sorted, order  for finding them
+    """
+
+    def __init__(self, number: int, row: Placement, device: torch.device) -> None:
+        if row.cut is None:
+            raise BugError(f"{row.name} is on servers without a cut")
+        self.number, self.row, self.device = number, row, device
+        self.spans = [row.cut.spans(part)[0] for part in row.cut.part]
+        self.dtype: torch.dtype = getattr(torch, row.dtype)
+        self.clear()
+
+    def clear(self) -> None:
+        """Another session."""
+        self.ids = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.sorted, self.order = self.ids, self.ids
+        self.rows = torch.empty((0, self.row.shape[1]), dtype=self.dtype, device=self.device)
+        self.sums = self.rows
+        self.used = False
+
+    def missing(self, wanted: torch.Tensor) -> torch.Tensor:
+        """Those of some row numbers, sorted, that are not here yet."""
+        if not self.ids.numel():
+            return wanted
+        near = torch.searchsorted(self.sorted, wanted).clamp_(max=self.sorted.numel() - 1)
+        return wanted[self.sorted[near] != wanted]
+
+    def take(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Rows that have come."""
+        self.ids, self.rows = torch.cat((self.ids, ids)), torch.cat((self.rows, rows))
+        self.sorted, self.order = torch.sort(self.ids)
+
+    def places(self, wanted: torch.Tensor) -> torch.Tensor:
+        """Where rows lie that are here."""
+        return self.order[torch.searchsorted(self.sorted, wanted)]
+
+    def add(self, places: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Add gradients of one lookup; every place comes once in it."""
+        short = self.rows.shape[0] - self.sums.shape[0]
+        if short:
+            more = self.sums.new_zeros((short, self.sums.shape[1]))
+            self.sums = torch.cat((self.sums, more))
+        self.sums.index_add_(0, places, gradients.to(self.dtype))
+        self.used = True
+
+
+class Lookups:
+    """A worker's side: rows by number, and at the end their gradients to the servers.
+
+    is_open   inside of a session
+    sent      format in which gradients travel; None: as they are kept
+    """
+
+    def __init__(
+        self,
+        pairs: PointToPoint,
+        servers: Sequence[int],
+        tables: Sequence[Placement],
+        device: torch.device,
+        sent: torch.dtype | None,
+    ) -> None:
+        self.pairs, self.servers, self.sent = pairs, servers, sent
+        self.held = {row.name: _Held(n, row, device) for n, row in enumerate(tables)}
+        self.is_open = False
+
+    def begin(self) -> None:
+        """A session begins, here and on the servers."""
+        if self.is_open:
+            raise ConfigError(
+                "run.step, run.evaluate or run.predict was called between the passes of a step, "
+                "and parameter servers answer one after the other; try: after run.update()"
+            )
+        self.is_open = True
+        for held in self.held.values():
+            held.clear()
+
+    def rows(self, name: str, wanted: torch.Tensor) -> torch.Tensor:
+        """The rows of some numbers, [n, width]; what is added to their gradients is brought back.
+
+        wanted   sorted, each once
+        """
+        held = self.held[name]
+        missing = held.missing(wanted)
+        if missing.numel():
+            held.take(missing, self._asked(held, missing))
+        places = held.places(wanted)
+        rows = held.rows[places]
+        if not wanted.numel():  # torch looks nothing up in a table without rows
+            rows = held.rows.new_zeros((1, held.rows.shape[1]))
+        if torch.is_grad_enabled() and held.row.trains:
+            rows.requires_grad_()
+
+            def ready(leaf: torch.Tensor) -> None:
+                if leaf.grad is not None:
+                    held.add(places, leaf.grad[: places.numel()])
+                    leaf.grad = None
+
+            rows.register_post_accumulate_grad_hook(ready)
+        return rows
+
+    def _asked(self, held: _Held, ids: torch.Tensor) -> torch.Tensor:
+        """Rows from the servers, each of which sends its columns."""
+        here = self.pairs.world.device
+        numbers = ids.to(device=here, dtype=_numbers(held.row))
+        head = _head(len(self.held), ASK, [held.number, ids.numel()]).to(here)
+        sent = [self.pairs.send(one, server) for server in self.servers for one in (head, numbers)]
+        coming = [
+            self.pairs.receive((ids.numel(), stop - start), held.dtype, server)
+            for server, (start, stop) in zip(self.servers, held.spans, strict=True)
+        ]
+        rows = torch.cat([one.wait() for one in coming], 1)
+        for one in sent:
+            one.wait()
+        return rows.to(held.device)
+
+    def norms(self) -> list[torch.Tensor]:
+        """Of the gradients that this worker computed, by table."""
+        return [torch.linalg.vector_norm(held.sums) for held in self.held.values() if held.used]
+
+    def end(self) -> None:
+        """The session is over: gradients go to the servers, if there are any."""
+        self.is_open = False
+        every = list(self.held.values())
+        here = self.pairs.world.device
+        told = [held.rows.shape[0] if held.used else UNUSED for held in every]
+        head = _head(len(every), END, told).to(here)
+        under_way = [self.pairs.send(head, server) for server in self.servers]
+        for held in every:
+            sums = held.sums.to(device=here, dtype=self.sent or held.dtype) if held.used else None
+            for server, (start, stop) in zip(self.servers, held.spans, strict=True):
+                if sums is not None:
+                    under_way.append(self.pairs.send(sums[:, start:stop], server))
+        for one in under_way:
+            one.wait()
+
+
+class Answers:
+    """A server's side: a thread per worker that gives rows, and takes gradients at the end.
+
+    tables   its part of each by name, in the order of the plan, as forward passes read them
+    """
+
+    def __init__(
+        self,
+        pairs: PointToPoint,
+        workers: Sequence[int],
+        rows: Sequence[Placement],
+        tables: Mapping[str, torch.Tensor],
+        sent: torch.dtype | None,
+    ) -> None:
+        self.world = pairs.world
+        self._done: queue.Queue[tuple[int, Any]] = queue.Queue()
+        self._lines = [_Line(pairs, one, rows, tables, sent, self._done) for one in workers]
+
+    def open(self) -> None:
+        """A session begins: rows may be read from here on."""
+        for line in self._lines:
+            line.tokens.put(True)
+
+    def collected(self) -> list[dict[str, Brought]]:
+        """Wait for the session's end; by worker, in the order of their ranks, what they brought.
+
+        Errors   RuntimeError of the backend where a worker is gone
+        """
+        found: dict[int, dict[str, Brought]] = {}
+        with self.world.traffic.waiting():
+            while len(found) < len(self._lines):
+                worker, brought = self._done.get()
+                if isinstance(brought, BaseException):
+                    raise brought
+                found[worker] = brought
+        for line in self._lines:
+            self.world.traffic.sent_bytes[SEND] += line.traffic.take()[0].get(SEND, 0)
+        return [found[worker] for worker in sorted(found)]
+
+    def close(self) -> None:
+        """No threads."""
+        for line in self._lines:
+            line.tokens.put(False)
+        for line in self._lines:
+            line.join()
+
+
+class _Line(threading.Thread):
+    """One worker, as a server sees it."""
+
+    def __init__(
+        self,
+        pairs: PointToPoint,
+        worker: int,
+        rows: Sequence[Placement],
+        tables: Mapping[str, torch.Tensor],
+        sent: torch.dtype | None,
+        done: queue.Queue[tuple[int, Any]],
+    ) -> None:
+        super().__init__(name=f"worker {worker}", daemon=True)
+        self.traffic = Traffic(watched=False)  # what threads wait for, nobody stands still for
+        self.pairs = copy.copy(pairs)
+        self.pairs.world = copy.copy(pairs.world)
+        self.pairs.world.traffic = self.traffic
+        self.worker, self.rows, self.tables, self.sent = worker, rows, tables, sent
+        self.done = done
+        self.tokens: queue.Queue[bool] = queue.Queue()
+        self.start()
+
+    def run(self) -> None:
+        """Answer, session by session."""
+        while self.tokens.get():
+            try:
+                self.done.put((self.worker, self._session()))
+            except Exception as failure:
+                self.done.put((self.worker, failure))
+                return
+
+    def _session(self) -> dict[str, Brought]:
+        asked: list[list[torch.Tensor]] = [[] for _ in self.rows]
+        length = len(_head(len(self.rows), END, []))
+        while True:
+            what, *told = self._next((length,), torch.int64).tolist()
+            if what == END:
+                return self._brought(told, asked)
+            number, count = told[:2]
+            row = self.rows[number]
+            ids = self._next((count,), _numbers(row)).long()
+            asked[number].append(ids)
+            table = self.tables[row.name].detach()
+            rows = table.index_select(0, ids.to(table.device)).to(self.pairs.world.device)
+            self.pairs.send(rows, self.worker).wait()
+
+    def _brought(
+        self, told: Sequence[int], asked: Sequence[Sequence[torch.Tensor]]
+    ) -> dict[str, Brought]:
+        found = {}
+        for row, count, ids in zip(self.rows, told, asked, strict=False):
+            if count == UNUSED:
+                continue
+            table = self.tables[row.name]
+            kept = self.sent or getattr(torch, row.dtype)
+            sums = self._next((count, table.shape[1]), kept)
+            numbers = torch.cat([sums.new_zeros(0, dtype=torch.int64), *ids])
+            found[row.name] = Brought(numbers.to(table.device), sums.to(table.device))
+        return found
+
+    def _next(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.pairs.receive(shape, dtype, self.worker).wait()
+
+
+def by_host(world: World) -> World:
+    """The same processes and counters, by host memory where messages go so."""
+    same = copy.copy(world)
+    same.device = world.messages
+    return same
+
+
+def _numbers(row: Placement) -> torch.dtype:
+    """The format in which row numbers travel."""
+    return torch.int32 if row.shape[0] < 2**31 else torch.int64
+
+
+def _head(tables: int, what: int, told: Sequence[int]) -> torch.Tensor:
+    """A message's head, of one length whatever it says."""
+    words = [what, *told]
+    return torch.tensor(words + [0] * (1 + max(2, tables) - len(words)))

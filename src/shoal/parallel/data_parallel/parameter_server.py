@@ -1,0 +1,139 @@
+"""A synchronous parameter server: workers push gradients to the servers and pull new weights.
+
+The last ranks are servers. Every gradient bucket is cut into one part per server, which adds up
+what the workers push, steps its part, and sends the new weights to all others; a worker keeps no
+optimizer state.
+
+    push   worker → server   its part of each bucket, as soon as that is full; one message each
+    pull   server → all      its part of each bucket, after the optimizer's step
+
+Messages between two ranks in one direction come in the order of the buckets on all ranks, so no
+message needs a name and nobody waits for one that was not sent. A server adds in the order of the
+ranks: the same bits whoever is first. All else is as zero1 does it (zero.py).
+
+Source: Li et al. 2014 (Scaling Distributed Machine Learning with the Parameter Server)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.base.layouts.parameter_servers import brings_own
+from shoal.fabric.exchanges.point_to_point import PointToPoint, Transfer
+from shoal.parallel.data_parallel.buckets import BucketReducer
+from shoal.parallel.data_parallel.zero import FlatWeights, stepped_by_parts
+from shoal.parallel.program import Local, Program
+from shoal.wire import phases
+
+
+def apply(program: Program) -> Program:
+    """Give the program a reducer whose sums and weights travel between workers and servers."""
+    weights = FlatWeights(program)
+    servers = program.plan.layout.servers
+    links = Links(PointToPoint(program.world), servers)
+    weights.worlds = [links for _ in weights.worlds]  # type: ignore[misc]  # as a World does
+    local = weights.local()
+    reducer = _Served(program, weights, local, links)
+    phases.unlike(phases.UPDATE, always=True)  # the servers' alone
+    who = f"rank {', '.join(map(str, links.servers))}"
+    program.notices.append(f"parameter-server: {who} holds the optimizer's state and no samples")
+    return stepped_by_parts(program, reducer, weights, local)
+
+
+@dataclass
+class Pushed:
+    """A push under way; `result(out)` waits, and gives a server its part of the sum.
+
+    sent       by a worker · arriving  by worker, on a server
+    nothing    an empty part, of those who get none
+    """
+
+    sent: Sequence[Transfer]
+    arriving: Sequence[Transfer]
+    nothing: torch.Tensor
+
+    def result(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait, then give this rank's part; `out` is overwritten with it where there is one."""
+        for one in self.sent:
+            one.wait()
+        if not self.arriving:
+            return self.nothing if out is None else out
+        parts = torch.stack([one.wait() for one in self.arriving])
+        if out is None:
+            return torch.sum(parts, 0)
+        # In the format that is kept, though what travelled may be narrower.
+        return torch.sum(parts, 0, dtype=out.dtype, out=out)
+
+
+@dataclass
+class Pulled:
+    """New weights under way, in both directions."""
+
+    transfers: Sequence[Transfer]
+    into: Sequence[torch.Tensor]
+
+    def wait(self) -> None:
+        """Return when those that come are in their place, and those that leave have left."""
+        for one, place in zip(self.transfers, self.into, strict=True):
+            arrived = one.wait()
+            if place.numel():
+                place.copy_(arrived)
+
+
+class Links:
+    """Messages between workers and servers, by the names that a world has for its collectives."""
+
+    def __init__(self, pairs: PointToPoint, servers: int) -> None:
+        self.pairs, self.rank = pairs, pairs.world.rank
+        ranks = range(pairs.world.size)
+        self.workers, self.servers = ranks[:-servers], ranks[-servers:]
+
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Pushed:
+        """Push a bucket: server r gets the sum over workers of cuts[r] to cuts[r + 1]."""
+        if self.rank in self.workers:
+            parts = [(server, tensor[slice(*cuts[server : server + 2])]) for server in self.servers]
+            sent = [self.pairs.send(part, server) for server, part in parts]
+            return Pushed(sent, [], tensor[:0])
+        shape = (cuts[self.rank + 1] - cuts[self.rank],)
+        coming = [self.pairs.receive(shape, tensor.dtype, worker) for worker in self.workers]
+        return Pushed([], coming, tensor[:0])
+
+    def all_gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Pulled:
+        """Complete a bucket of weights everywhere, by the servers' parts; begins, in place."""
+        parts = {server: tensor[slice(*cuts[server : server + 2])] for server in self.servers}
+        transfers, into = [], []
+        if self.rank in self.servers:
+            for peer in range(self.pairs.world.size):
+                if peer != self.rank:
+                    transfers.append(self.pairs.send(parts[self.rank], peer))
+                    into.append(tensor[:0])
+        for server, part in parts.items():
+            if server != self.rank:
+                transfers.append(self.pairs.receive(tuple(part.shape), part.dtype, server))
+                into.append(part)
+        return Pulled(transfers, into)
+
+
+class _Served(BucketReducer):
+    """Whole gradients on workers; on servers the sums of their parts."""
+
+    def __init__(
+        self, program: Program, weights: FlatWeights, local: dict[str, Local], links: Links
+    ) -> None:
+        super().__init__(program, local)
+        self.weights, self.links, self.layout = weights, links, program.plan.layout
+        self.rank = program.world.rank
+        self.worlds = [links for _ in self.worlds]  # type: ignore[misc]  # as a World does
+
+    def arm(self, last: bool, once: bool = True) -> None:
+        """A pass on a server is of a batch that its rank brought. Errors: ConfigError."""
+        if self.rank in self.links.servers:
+            raise brings_own(self.layout)
+        super().arm(last, once)
+
+    def publish(self) -> None:
+        """Servers give their parts of the new weights to all others."""
+        self.weights.publish()

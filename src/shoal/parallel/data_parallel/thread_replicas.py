@@ -1,0 +1,195 @@
+"""One process, several replicas, as `nn.DataParallel` has them: here only to be compared with.
+
+On a CPU; with several devices: `replicas.py`. Every replica has its own gradients, all share the
+weights' memory, and each runs every `threads`-th micro-batch in its own thread; afterwards the
+gradients are added in the order of the replicas. What `ddp` has before it: here one interpreter
+runs all replicas in turn between kernels, gradients of all replicas meet in one place after the
+backward pass instead of during it, and it ends at one machine.
+
+Random operations, BatchNorm and buffers that the forward pass changes are the process's own, not a
+thread's: with those the replicas run in turn. Whether there are random operations is seen in the
+first step, which runs in turn and looks whether a generator is still where it was last seeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.parallel._torch import BatchNorm, generators
+from shoal.parallel.program import Pass, Program, Reducer, aliases, whole_locals
+from shoal.trace.isolation.module_copies import copied_module
+
+LATE = (
+    "layout.strategy = dp: the model drew random numbers for the first time after its first step; "
+    "threads share one generator; try: layout.strategy=ddp"
+)
+"""Why a step ends that began in threads."""
+
+
+def apply(program: Program) -> Program:
+    """Run the passes of a step on replicas, in threads where that is safe."""
+    replicas = Replicas(program)
+    program.notices.append(
+        f"dp: {program.plan.layout.threads} replicas in one process, for comparison; ddp's "
+        f"processes do not share one interpreter, and sum gradients during backward"
+    )
+    return replace(
+        program,
+        local=whole_locals(program),
+        reducer=AddedGradients(program.parameters, replicas.others),
+        run=replicas.run,
+        around=(*program.around, replicas.watch),
+        on_close=(*program.on_close, replicas.close),
+    )
+
+
+class Replicas:
+    """The module and its copies, which share its weights' memory but not its gradients."""
+
+    def __init__(self, program: Program) -> None:
+        self.module, self.blocks = program.module, program.blocks
+        self.others = [_replica(program) for _ in range(program.plan.layout.threads - 1)]
+        # Each thread would else start as many workers as there are cores.
+        share = max(1, torch.get_num_threads() // (len(self.others) + 1))
+        self.pool = ThreadPoolExecutor(
+            len(self.others) + 1, initializer=torch.set_num_threads, initargs=(share,)
+        )
+        # A rule around micro-batches, keys aside, means buffers that belong to no thread.
+        self.in_turn = bool(program.around) or any(True for _ in program.module.buffers())
+        self.looked = False
+        self.generators = generators(program.world.device)
+
+    def run(self, program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
+        """Run all passes; micro-batch k goes to replica k modulo their number."""
+        modules = [self.module, *self.others]
+        for first in range(0, len(passes), len(modules)):
+            group = passes[first : first + len(modules)]
+            reducer.arm(first + len(group) == len(passes))
+            if self.in_turn or not self.looked:
+                for module, one in zip(modules, group, strict=False):
+                    self._look(module, one)
+            else:
+                before = [one.get_state() for one in self.generators]
+                works = [
+                    self.pool.submit(_in_thread, one, module)
+                    for module, one in zip(modules, group, strict=False)
+                ]
+                for work in works:
+                    work.result()
+                after = [one.get_state() for one in self.generators]
+                if not all(map(torch.equal, before, after)):
+                    raise PlanError(LATE)
+            reducer.passed(counted=True)
+        self.looked = True
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.shutdown()
+
+    @contextmanager
+    def watch(self, step: int, index: int) -> Iterator[None]:
+        """At the end of a pass, loss included: did it draw since its generators were last keyed?"""
+        yield
+        self._note()
+
+    def _look(self, module: nn.Module, one: Pass) -> None:
+        """Run one pass alone; in the first step also note whether its blocks draw."""
+        hooks = []
+        for name in () if self.looked else self.blocks:
+            block = module.get_submodule(name)
+            # Before the hooks that key generators anew, and so would hide it.
+            hooks.append(block.register_forward_pre_hook(self._note, prepend=True))
+            hooks.append(block.register_forward_hook(self._note, prepend=True))
+        one(module)
+        for hook in hooks:
+            hook.remove()
+
+    def _note(self, *_: object) -> None:
+        if not self.looked:
+            self.in_turn = self.in_turn or any(map(drawn, self.generators))
+
+
+def drawn(now: torch.Generator) -> bool:
+    """Tell whether a generator is no longer where its seed put it."""
+    seeded = torch.Generator(now.device).manual_seed(now.initial_seed())
+    return not torch.equal(now.get_state(), seeded.get_state())
+
+
+def _in_thread(one: Pass, module: nn.Module) -> None:
+    one(module, alone=False)
+
+
+def _replica(program: Program) -> nn.Module:
+    """A copy of the module over the same weights and buffers, with parameters of its own."""
+    shared: dict[int, object] = {id(buffer): buffer for buffer in program.module.buffers()}
+    # A rule keeps these layers' statistics, and it knows the module's own layers only.
+    shared.update({id(m): m for m in program.module.modules() if isinstance(m, BatchNorm)})
+    for parameter in program.module.parameters():
+        own = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        shared[id(parameter)] = own
+    return copied_module(program.module, shared)
+
+
+class AddedGradients:
+    """The reducer of `dp`: gradients of all replicas, added in their order."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], replicas: list[nn.Module]) -> None:
+        self.parameters = parameters
+        second = aliases(replicas[0]) if replicas else {}
+        self.replicas = [
+            {
+                name: parameter
+                for name, parameter in replica.named_parameters()
+                if name in parameters and name not in second and parameter is not parameters[name]
+            }
+            for replica in replicas
+        ]
+
+    def begin(self, rounds: int) -> None:
+        """No gradients anywhere."""
+        for parameters in (self.parameters, *self.replicas):
+            for parameter in parameters.values():
+                parameter.grad = None
+
+    def arm(self, last: bool, once: bool = True) -> None:
+        """Nothing travels."""
+
+    def passed(self, counted: bool) -> None:
+        """Nothing travels."""
+
+    def finish(self) -> None:
+        """Add the replicas' gradients to the module's own."""
+        for replica in self.replicas:
+            for name, parameter in replica.items():
+                if parameter.grad is None:
+                    continue
+                own = self.parameters[name]
+                came = parameter.grad.to(own.device, non_blocking=True)
+                own.grad = came if own.grad is None else own.grad.add_(came)
+                parameter.grad = None
+
+    def used(self) -> list[bool]:
+        """Which parameters got a gradient."""
+        return [p.grad is not None for p in self.parameters.values()]
+
+    def local_norms(self) -> list[torch.Tensor]:
+        """Norms of all gradients, by one call per dtype and device."""
+        return list(torch._foreach_norm(self.sums())) if self.sums() else []
+
+    def sums(self) -> list[torch.Tensor]:
+        """The gradients themselves."""
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def summed(self) -> list[str]:
+        """The parameters that have one."""
+        return [name for name, p in self.parameters.items() if p.grad is not None]
+
+    def publish(self) -> None:
+        """Replicas share the weights' memory."""

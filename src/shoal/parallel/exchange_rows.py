@@ -1,0 +1,63 @@
+"""States what a divided model will make travel, from how it was split and where it was cut.
+
+Nothing is run: the split's labels tell every collective of a layer, the cut tells what crosses
+between stages. Whoever predicts a run, and whoever compares its counters, reads it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from shoal.base.plans.comm_volume import Crossing, TensorExchange, Travel
+from shoal.parallel.pipeline.partition_model import StageCut
+from shoal.parallel.spmd.labelling.labels import Split
+from shoal.parallel.spmd.split_block import ModelSplit
+from shoal.trace.isolation.meta_inputs import tensors_of
+
+
+def travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
+    """What a model so divided will make travel.
+
+    samples   in the batch that the split and the cut were made with
+    """
+    stages = 1 if cut is None else cut.stages
+    stage_of = {} if cut is None else {call.name: call.stage for call in cut.calls}
+    exchanges: list[list[TensorExchange]] = [[] for _ in range(stages)]
+    for name, several in (split.exchanges if split else {}).items():
+        at = _stage(name, stage_of, stages)
+        exchanges[at] += [TensorExchange(e.kind, e.when, e.payload_bytes) for e in several]
+    parts = _parts(split) if split else {}
+    return Travel(
+        samples,
+        tuple(tuple(one) for one in exchanges),
+        () if cut is None else tuple(_crossing(cut, s, parts) for s in range(1, stages)),
+    )
+
+
+def _stage(name: str, stage_of: Mapping[str, int], stages: int) -> int:
+    """Where a module is computed: with the unit that it is, or lies in; the loss on the last."""
+    while name and name not in stage_of:
+        name = name.rpartition(".")[0]
+    return stage_of.get(name, stages - 1)
+
+
+def _parts(split: ModelSplit) -> dict[str, int]:
+    """Modules that give their rank's part of a sequence → of how many parts."""
+    found = dict.fromkeys(split.scattered, split.degree)
+    for group in split.classes:
+        if any(isinstance(label, Split) for label in group.split.outputs):
+            found |= dict.fromkeys(group.names, split.degree)
+    return found
+
+
+def _crossing(cut: StageCut, stage: int, parts: Mapping[str, int]) -> Crossing:
+    forward_bytes = backward_bytes = 0
+    for call, leaf in cut.crossings[stage]:
+        plan = cut.calls[call]
+        value: Tensor = tensors_of(plan.outputs)[leaf]
+        size_bytes = value.numel() * value.element_size() // parts.get(plan.name, 1)
+        forward_bytes += size_bytes
+        backward_bytes += size_bytes * value.is_floating_point()
+    return Crossing(forward_bytes, backward_bytes)

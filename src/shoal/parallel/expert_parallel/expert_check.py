@@ -1,0 +1,219 @@
+"""Is a layer that looks like stacked experts a sum over them? It is asked by running it.
+
+In float64 (or its own format, where its kernels know no other), on tokens of its own width and
+random choices (one expert gets none), the layer's outputs and all gradients must be those of the
+parts:
+
+    layer(x, chosen, w)  =  Σ over ranks, Σ over their places   w · part(x, own expert, 1)
+
+where a part is the same layer with the parameters that a rank would hold. A layer that keeps its
+number of experts in attributes is told the part's number; which attributes it must be told in is
+found out by trying. Layers that draw random numbers are refused: tokens of several ranks meet in
+them, so what is drawn would depend on the layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shoal.parallel._torch import generators
+from shoal.parallel.expert_parallel.expert_layer import telling
+from shoal.trace.find.listed_experts import ListedExperts
+from shoal.trace.find.stacked_experts import ExpertLayer
+from shoal.trace.isolation.module_copies import copied_module
+
+TOKENS = 24
+"""How many are sent through the layer; few, as it runs with all its experts in float64."""
+
+DIGITS = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""What may differ, by the size of what is compared; in shorter formats `COARSE`."""
+
+COARSE = 0.03
+
+
+class NotExperts(Exception):
+    """Why a layer is no sum over its experts: one line."""
+
+
+def checked(layer: ExpertLayer, degree: int) -> ExpertLayer:
+    """The layer, with what it must be told when it holds 1/degree of its experts.
+
+    Errors: NotExperts
+    """
+    try:
+        return _checked_in(torch.float64, layer, degree)
+    except RuntimeError:  # grouped products, for one, are made for shorter formats alone
+        own = next(p.dtype for p in layer.part.parameters())
+        try:
+            return _checked_in(own, layer, degree)
+        except RuntimeError as failure:
+            raise NotExperts(
+                f"it fails on other tokens: {str(failure).partition(chr(10))[0]}"
+            ) from failure
+
+
+def check_rows(layer: ListedExperts) -> None:
+    """Is an expert of a list one that treats every row alone? Asked as above, of one of them.
+
+    Errors: NotExperts
+    """
+    twin = copied_module(layer.entries[0]).to(torch.float64).train()
+    draws = _draws(layer.experts)
+    rows = torch.randn(TOKENS, layer.sample.shape[1], generator=draws, dtype=torch.float64)
+    rows = rows.to(layer.sample.device)
+    with torch.random.fork_rng():
+        before = _drawn(rows.device)
+        whole = _of_rows(twin, [rows])
+        if not torch.equal(before, _drawn(rows.device)):
+            raise NotExperts(
+                "it draws random numbers (dropout), which would depend on where its rows are"
+            )
+        parts = _of_rows(twin, list(rows.split([1, TOKENS // 2, TOKENS - 1 - TOKENS // 2])))
+    worst = max(_apart(a, b) for a, b in zip(whole, parts, strict=True))
+    if worst > DIGITS[torch.float64]:
+        raise NotExperts(
+            f"its rows see each other: apart they are off by {worst:.0e} of themselves"
+        )
+
+
+def _of_rows(expert: nn.Module, groups: list[Tensor]) -> list[Tensor]:
+    """Results for groups of rows, then gradients of rows and parameters."""
+    leaves = [rows.clone().requires_grad_() for rows in groups]
+    results = [expert(rows) for rows in leaves]
+    if not all(isinstance(one, Tensor) and one.dim() == 2 for one in results):
+        raise NotExperts("it does not give one row for every row")
+    result = torch.cat(results)
+    if len(result) != TOKENS:
+        raise NotExperts("it does not give one row for every row")
+    inputs = [*leaves, *(p for p in expert.parameters() if p.requires_grad)]
+    gradients = torch.autograd.grad(
+        result, inputs, result.detach().flip(0), allow_unused=True, materialize_grads=True
+    )
+    count = len(leaves)
+    return [result.detach(), torch.cat(gradients[:count]), *gradients[count:]]
+
+
+def _checked_in(dtype: torch.dtype, layer: ExpertLayer, degree: int) -> ExpertLayer:
+    twin = copied_module(layer.part).to(dtype).train()
+    values = _values(layer, dtype)
+    upstream = values[0].flip(0)
+    with torch.random.fork_rng():
+        before = _drawn(values[0].device)
+        whole = _outcome(layer, twin, values, upstream)
+        if not torch.equal(before, _drawn(values[0].device)):
+            raise NotExperts(
+                "it draws random numbers (dropout), which would depend on where its tokens are"
+            )
+    failed = "the outputs are not the weighted sum over its experts"
+    for counts in _attributes(layer):
+        told = replace(layer, counts=counts)
+        try:
+            parts = _of_parts(told, twin, values, upstream, degree)
+        except (RuntimeError, IndexError, ValueError) as failure:
+            failed = str(failure).partition("\n")[0]
+            continue
+        worst = max(_apart(a, b) for a, b in zip(whole, parts, strict=True))
+        if worst <= DIGITS.get(dtype, COARSE):
+            return told
+        failed = f"with its experts apart it is off by {worst:.0e} of itself"
+    raise NotExperts(failed)
+
+
+def _values(layer: ExpertLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, chosen, weights) like the sample's, but more of them, and one expert idle."""
+    tokens, chosen, _ = layer.sample
+    draws = _draws(layer.experts)
+    made = torch.randn(TOKENS, tokens.shape[1], generator=draws, dtype=torch.float64)
+    busy = max(layer.experts - 1, chosen.shape[1])
+    order = torch.rand(TOKENS, busy, generator=draws).argsort(1)[:, : chosen.shape[1]]
+    odds = torch.rand(TOKENS, chosen.shape[1], generator=draws, dtype=torch.float64)
+    device = tokens.device
+    picked = order.to(device=device, dtype=chosen.dtype)
+    return made.to(device, dtype), picked, (odds + 0.1).to(device, dtype)
+
+
+def _drawn(device: torch.device) -> Tensor:
+    """The state that draws on this device change."""
+    return generators(device)[-1].get_state()
+
+
+def _draws(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _attributes(layer: ExpertLayer) -> Iterator[tuple[str, ...]]:
+    """Sets of attributes that may say how many experts there are: none, one, all."""
+    named = [
+        name
+        for name, value in vars(layer.part).items()
+        if type(value) is int and value == layer.experts
+    ]
+    yield ()
+    yield from ((name,) for name in named)
+    for count in range(2, len(named) + 1):
+        yield from itertools.combinations(named, count)
+
+
+def _outcome(
+    layer: ExpertLayer, twin: nn.Module, values: tuple[Tensor, ...], upstream: Tensor
+) -> list[Tensor]:
+    """Outputs, then gradients of tokens, weights and all parameters."""
+    tokens, chosen, weights = (v.clone() for v in values)
+    inputs = [tokens.requires_grad_(), weights.requires_grad_(), *twin.parameters()]
+    output = layer.call(twin, tokens, chosen, weights)
+    if not isinstance(output, Tensor) or output.shape != tokens.shape:
+        raise NotExperts("it does not give one row for every token")
+    gradients = torch.autograd.grad(
+        output, inputs, upstream.to(output), allow_unused=True, materialize_grads=True
+    )
+    return [output.detach(), *gradients]
+
+
+def _of_parts(
+    layer: ExpertLayer,
+    twin: nn.Module,
+    values: tuple[Tensor, ...],
+    upstream: Tensor,
+    degree: int,
+) -> list[Tensor]:
+    """The same by ranks that hold 1/degree of the experts each."""
+    held = layer.experts // degree
+    tokens, chosen, weights = (v.clone() for v in values)
+    inputs = [tokens.requires_grad_(), weights.requires_grad_()]
+    names = [name for name, _ in twin.named_parameters()]
+    wholes = [p.detach().clone().requires_grad_() for p in twin.parameters()]
+    output = torch.zeros_like(tokens)
+    for rank in range(degree):
+        own = {n: p[rank * held : (rank + 1) * held] for n, p in zip(names, wholes, strict=True)}
+        here = (chosen // held == rank).nonzero()  # (token, choice)
+        if not len(here):
+            continue
+        rows = tokens[here[:, 0]]
+        whose = chosen[here[:, 0], here[:, 1]].sub(rank * held).unsqueeze(1)
+        ones = rows.new_ones(len(rows), 1)
+
+        with telling(twin, layer.counts, held):
+            results = layer.call(partial(_with, twin, own), rows, whose, ones)
+        scaled = results * weights[here[:, 0], here[:, 1]].unsqueeze(1)
+        output = output.index_add(0, here[:, 0], scaled)
+    gradients = torch.autograd.grad(
+        output, [*inputs, *wholes], upstream.to(output), allow_unused=True, materialize_grads=True
+    )
+    return [output.detach(), *gradients]
+
+
+def _with(twin: nn.Module, own: dict[str, Tensor], *args: Tensor, **named: Tensor) -> Tensor:
+    result: Tensor = functional_call(twin, own, args, named)
+    return result
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    size = float(ours.norm())
+    return float((ours - theirs).norm()) / (size or 1.0)

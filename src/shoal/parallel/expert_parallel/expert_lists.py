@@ -1,0 +1,206 @@
+"""Experts that are a list of modules: the model calls each with its rows, wherever it is held.
+
+The code around the list is the user's own: it chooses rows, calls the experts in the order of their
+list, all of them or those that got rows, and adds up what they give. A call is one exchange for one
+expert: every rank's rows go to the rank that holds it, and its results go home.
+
+Protocol  per expert: how many rows come from each rank · rows · results
+          a rank that does not call an expert joins with no rows: before its next call of a later
+          one, and after the layer's last. So ranks need not call the same experts
+          a rank without a micro-batch of its own runs another's for nothing: its rows travel, and
+          an expert that got no others gets no gradient, as in one process, where nobody called it
+Backward  autograd is free to choose an order where none follows from values, and ranks must not
+          differ: an empty tensor runs through all exchanges of a call, from each to the next, and
+          into what the layer gives. Backward they run from the last to the first
+Cost      three exchanges per expert, where experts in a stack need three per layer
+          (`token_routing.py`)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.base.errors import PlanError
+from shoal.fabric import World
+from shoal.fabric.exchanges.all_to_all import to_each
+from shoal.parallel._torch import pytree
+from shoal.parallel.expert_parallel.expert_load import Loads
+from shoal.trace.find.listed_experts import ListedExperts
+from shoal.trace.isolation.replaced_forward import StandIn
+
+NOT_CALLED = -1
+"""In the place of a number of rows: a rank only joins."""
+
+WEIGHTLESS = -2
+"""n rows of a pass that weighs nothing stand as WEIGHTLESS - n."""
+
+
+def number_sent(rows: int, *, called: bool, weighs: bool) -> int:
+    """Return what a rank tells the others of its call of an expert.
+
+    Args:
+        rows: how many it sends.
+        called: whether the model's code called the expert; if not, the rank only joins.
+        weighs: whether the pass counts.
+
+    >>> [number_sent(3, called=True, weighs=weighs) for weighs in (True, False)]
+    [3, -5]
+    >>> [rows_of(number) for number in (3, -5, NOT_CALLED)]
+    [3, 3, 0]
+    """
+    if not called:
+        return NOT_CALLED
+    return rows if weighs else WEIGHTLESS - rows
+
+
+def rows_of(number: int) -> int:
+    """Return the rows that come with a number of `number_sent`."""
+    return number if number >= 0 else max(WEIGHTLESS - number, 0)
+
+
+class ListedForward(StandIn):
+    """A layer that calls a list of experts: opens and closes the exchanges of each of its calls."""
+
+    def __init__(self, layer: ListedExperts, axis: World, loads: Loads) -> None:
+        self.axis, self.loads = axis, loads
+        self.each, self.width = layer.experts // axis.size, layer.sample.shape[1]
+        super().__init__(layer.name, layer.part)
+        self.entries = [
+            _Entry(name, entry, place, self)
+            for place, (name, entry) in enumerate(zip(layer.names, layer.entries, strict=True))
+        ]
+        self.now: _Exchanges | None = None
+
+    # A compiled block leaves its graph here: what travels is a fact of the data.
+    @torch.compiler.disable
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """What the layer's own forward gives, with all experts."""
+        leaves = pytree.tree_leaves((inputs, named))
+        like = next(t for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
+        before, self.now = self.now, _Exchanges(self, like)
+        try:
+            outputs = self.forward(*inputs, **named)
+            last, counts = self.now.close()
+        finally:
+            self.now = before
+        self.loads.note(self.name, torch.tensor([*counts, 0], device=like.device))
+        flat, structure = pytree.tree_flatten(outputs)
+        places = [k for k, t in enumerate(flat) if isinstance(t, Tensor) and t.requires_grad]
+        if places and last.requires_grad:
+            flat[places[0]] = _Closed.apply(flat[places[0]], last)
+        return pytree.tree_unflatten(flat, structure)
+
+    def take_away(self) -> None:
+        """Leave the layer and its experts as they were."""
+        for entry in self.entries:
+            entry.take_away()
+        super().take_away()
+
+
+class _Entry(StandIn):
+    """One expert of the list, here or elsewhere."""
+
+    def __init__(self, name: str, block: Any, place: int, home: ListedForward) -> None:
+        self.place, self.home = place, home
+        super().__init__(name, block)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[n, d] to [n, d']."""
+        if self.home.now is None:
+            raise PlanError(
+                f"layout.ep = {self.home.axis.size}: {self.name} is called outside of the forward "
+                f"pass of {self.home.name}; try: layout.ep=1"
+            )
+        return self.home.now.call(self.place, rows)
+
+
+class _Exchanges:
+    """Those of one call of the layer.
+
+    like   the layer's input: rows that a rank does not have are of its format
+    """
+
+    def __init__(self, home: ListedForward, like: Tensor) -> None:
+        self.home, self.axis, self.like = home, home.axis, like
+        self.chain = like.new_zeros(0).requires_grad_(torch.is_grad_enabled())
+        self.counts: list[int] = []
+        self.none = like.new_zeros(0, home.width)
+
+    def call(self, place: int, rows: Tensor) -> Tensor:
+        """An expert's results for rows of this rank."""
+        if place < len(self.counts):
+            raise PlanError(
+                f"layout.ep = {self.axis.size}: {self.home.name} calls expert {place} after expert "
+                f"{len(self.counts) - 1}: ranks can only exchange rows in the order of the list; "
+                f"try: a loop in that order, or layout.ep=1"
+            )
+        if rows.dim() != 2 or rows.shape[1] != self.home.width or rows.dtype != self.none.dtype:
+            raise PlanError(
+                f"layout.ep = {self.axis.size}: {self.home.entries[place].name} is called with "
+                f"{list(rows.shape)} of {rows.dtype}, not with rows of {self.home.width} numbers "
+                f"in the format of its layer's input ({self.none.dtype}); try: layout.ep=1"
+            )
+        self._skip_to(place)
+        return self._exchange(place, rows)
+
+    def close(self) -> tuple[Tensor, list[int]]:
+        """Join the exchanges that are left; gives the end of the chain, and rows by expert."""
+        self._skip_to(len(self.home.entries))
+        return self.chain, self.counts
+
+    def _skip_to(self, place: int) -> None:
+        while len(self.counts) < place:
+            self._exchange(len(self.counts), self.none, called=False)
+
+    def _exchange(self, place: int, rows: Tensor, *, called: bool = True) -> Tensor:
+        self.counts.append(len(rows))
+        axis, owner = self.axis, place // self.home.each
+        number = number_sent(len(rows), called=called, weighs=not self.home.loads.joining)
+        told = axis.all_gather(torch.tensor([number], device=rows.device)).flatten().tolist()
+        sent = [len(rows) * (rank == owner) for rank in range(axis.size)]
+        received = [rows_of(n) * (axis.rank == owner) for n in told]
+        came, self.chain = _Passed.apply(rows, self.chain, axis, sent, received)
+        if axis.rank == owner and any(n != NOT_CALLED for n in told):
+            # Called without rows, its gradient is zero; called for nothing alone, it has none.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and max(told) > NOT_CALLED):
+                results = self.home.entries[place].forward(came)
+        else:  # none, of the width and format that experts alike give here
+            alike = self.home.entries[axis.rank * self.home.each].forward
+            with torch.no_grad():
+                results = alike(came[:0])
+        home: Tensor
+        home, self.chain = _Passed.apply(results, self.chain, axis, received, sent)
+        return home
+
+
+class _Passed(torch.autograd.Function):
+    """Rows to other ranks, and back the way they came, after what followed in the chain."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, chain: Tensor, axis: World, sent: list[int], received: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        return to_each(axis, rows, sent, received), chain.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, chain: Tensor) -> tuple[Tensor | None, ...]:
+        back = to_each(ctx.axis, gradient.contiguous(), ctx.received, ctx.sent)
+        return back, chain, None, None, None
+
+
+class _Closed(torch.autograd.Function):
+    """What the layer gives, with the end of the chain behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, chain: Tensor) -> Tensor:
+        ctx.save_for_backward(chain)  # the last thing saved: recomputing runs through to here
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        (chain,) = ctx.saved_tensors
+        return upstream, torch.zeros_like(chain)

@@ -1,0 +1,143 @@
+"""Find weights that a model's own forward pass changes, where a layout would lose what it changed.
+
+Some models hold the norm of a weight down where they use it (`weight.data = renorm(weight.data)`),
+others turn a router to float32 (`self.router.to(torch.float32)`). On one process that is part of
+training. Where a layout keeps weights in memory of its own (parts of them, or narrow copies), the
+optimizer then steps numbers that the module no longer reads, or the next update overwrites what the
+model wrote; nothing fails. So a run's first step is looked at.
+
+Limits: a forward pass that changes weights in later steps only is not noticed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shoal.base.errors import ConfigError
+from shoal.base.plans.plan import Plan
+from shoal.parallel._torch import writes
+from shoal.parallel.program import Program
+
+Look = tuple[torch.dtype, int, int]
+"""A weight's format, where it lies, how often it was written."""
+
+FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
+"""Torch's formats by our names."""
+
+
+class RewrittenError(ConfigError):
+    """A model that changes its own weights, on a layout that cannot keep what it changes.
+
+    is_cast   it changes their format
+    """
+
+    def __init__(self, text: str, is_cast: bool) -> None:
+        super().__init__(text)
+        self.is_cast = is_cast
+
+
+@contextmanager
+def refuse_rewritten(program: Program) -> Iterator[None]:
+    """Context manager around a step's passes: refuse weights that the model itself has changed.
+
+    Every rank enters it. Changes that the layout keeps, as one process does, pass.
+    Errors   at its end, on all ranks alike: RewrittenError for a change that would be lost
+    """
+    before = {name: _look(p) for name, p in program.parameters.items()}
+    yield
+    said = program.world.gather_json(_lost(program, before))
+    for text, is_cast in filter(None, said):
+        raise RewrittenError(text, is_cast)
+
+
+def _lost(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | None:
+    """Find the first weight whose change the program would lose: (text, whether it is a cast)."""
+    if program.plan.parks_parameters:
+        return None  # they move in and out; one process has no offload to compare with
+    layout = program.plan.layout
+    tables = {id(m.weight) for m in program.module.modules() if getattr(m, "max_norm", None)}
+    for name, parameter in program.parameters.items():
+        was, now = before[name], _look(parameter)
+        if was == now:
+            continue
+        own = program.local.get(name)
+        stepped = own is not None and own.parameter is parameter and layout.threads == 1
+        if name in program.cuts:
+            is_lost = True
+        elif was[0] != now[0]:
+            is_lost = not stepped or layout.processes > 1
+        elif was[1] != now[1]:
+            is_lost = not stepped
+        else:
+            is_lost = name in program.parts or layout.threads > 1
+        if not is_lost and id(parameter) in tables and program.data.size > 1:
+            return (
+                f"{name}: max_norm shortens the rows that a pass looks up, which on "
+                f"{program.data.size} ranks are those of their own samples, so their weights would "
+                f"drift apart; try: torch.nn.utils.parametrize with a norm of all rows, or one "
+                f"process"
+            ), False
+        if is_lost:
+            return _told(name, was, now, program.plan)
+    return None
+
+
+def watch_units(units: Sequence[nn.Module], program: Program) -> list[RemovableHandle]:
+    """Look at the gathered weights of each unit around its first forward pass; give the hooks.
+
+    units    modules whose own hooks gather before these look, and let go after them
+    Raises   in that forward pass: RewrittenError with what `refuse_rewritten` would say
+    """
+    paths = {id(part): path for path, part in program.module.named_modules()}
+    return [hook for unit in units for hook in _around(unit, paths[id(unit)], program.plan)]
+
+
+def _around(unit: nn.Module, path: str, plan: Plan) -> tuple[RemovableHandle, RemovableHandle]:
+    kept: dict[str, tuple[nn.Parameter, Look]] = {}
+
+    def before(module: nn.Module, _given: Any) -> None:
+        first.remove()
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "to_local") and not parameter.is_meta:  # not an inner unit's
+                kept[name] = parameter, _look(parameter)
+
+    def after(module: nn.Module, _given: Any, _outputs: Any) -> None:
+        second.remove()
+        for name, parameter in module.named_parameters():
+            held, was = kept.pop(name, (None, None))
+            if was is not None and held is parameter and was != _look(parameter):
+                where = f"{path}.{name}" if path else name
+                raise RewrittenError(*_told(where, was, _look(parameter), plan))
+
+    first = unit.register_forward_pre_hook(before)
+    second = unit.register_forward_hook(after, prepend=True)
+    return first, second
+
+
+def _look(parameter: nn.Parameter) -> Look:
+    return parameter.dtype, parameter.data_ptr(), writes(parameter)
+
+
+def _told(name: str, was: Look, now: Look, plan: Plan) -> tuple[str, bool]:
+    layout = plan.layout.text()
+    if was[0] != now[0]:
+        to = str(now[0]).removeprefix("torch.")
+        return (
+            f"{name}: the model's own forward pass turns it into {to}, and {layout} in "
+            f"{plan.compute} would train on without it; try: cast values there (weight.to("
+            f"torch.{to}) in the place of module.to(torch.{to})), or precision.compute="
+            f"{FORMATS.get(now[0], 'fp32')}"
+        ), True
+    what = "puts it into other memory" if was[1] != now[1] else "writes it"
+    fp32 = "" if plan.compute in ("fp32", "fp64") else " with precision.compute=fp32"
+    return (
+        f"{name}: the model's own forward pass {what}, and {layout} in {plan.compute} would lose "
+        f"what it wrote; try: torch.nn.utils.parametrize, which computes a weight from the "
+        f"one that trains, or layout.strategy=ddp{fp32}"
+    ), False

@@ -1,0 +1,275 @@
+"""What the stages of a pipeline say to each other, derived from the action lists of all ranks.
+
+Messages are no actions: the lists say who needs what. A forward's outputs arrive at the next stage,
+a backward's gradients at the one before; between two ranks they travel in the order of the sender's
+list, which the receiver reads too. So both sides agree without a tag:
+
+    post   receives for the next action are posted before the present one computes; never waits.
+           Not while `early` is off: an allocator that finds no memory waits for all that its device
+           was given, and what is posted may hang on what this rank has yet to compute
+    take   waits for what an action needs; counts as exposed
+    send   begins and never waits. What is sent is let go of as soon as the schedule shows that it
+           was received: when something arrives that its taker made afterwards
+
+The form of what crosses (shapes, dtypes, who needs a gradient) is told once per input signature, in
+a header of plain integers before the values: how many, then they. Gradients have the form of the
+values that need them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from shoal.base.errors import BugError, ClusterError, PlanError
+from shoal.base.plans.pipeline_actions import Action, Schedule
+from shoal.fabric import World
+from shoal.fabric.exchanges.point_to_point import PointToPoint, Transfer
+from shoal.parallel.pipeline.stage_tensors import Form, decode, encode, gradients_of, shown
+
+OUTPUTS, GRADIENTS = "F", "B"
+
+
+class Message(NamedTuple):
+    """Outputs ("F") of the stage before, or gradients ("B") from the one after, that arrive."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    @property
+    def source(self) -> int:
+        """The stage that sends it."""
+        return self.stage - 1 if self.kind == OUTPUTS else self.stage + 1
+
+    @property
+    def boundary(self) -> int:
+        """The stage whose inputs it is about."""
+        return self.stage if self.kind == OUTPUTS else self.stage + 1
+
+    def text(self) -> str:
+        """For a person: what, whose, and to whom."""
+        what = "outputs" if self.kind == OUTPUTS else "gradients"
+        return f"{what} of stage {self.source} for stage {self.stage}, micro-batch"
+
+
+def needed(schedule: Schedule, act: Action) -> Message | None:
+    """The message that the action waits for; None at the ends of the chain and for W.
+
+    >>> from shoal.planning.pipeline_schedules import make_schedule
+    >>> needed(make_schedule("gpipe", 2, 1), Action("B", 0, 0))
+    Message(kind='B', stage=0, micro_batch=0)
+    """
+    place = act.stage % schedule.pieces
+    if act.kind == "F" and place > 0:
+        return Message(OUTPUTS, act.stage, act.micro_batch)
+    if act.kind in "BI" and place < schedule.pieces - 1:
+        return Message(GRADIENTS, act.stage, act.micro_batch)
+    return None
+
+
+def given(schedule: Schedule, act: Action) -> Message | None:
+    """The message that the action makes; None at the ends of the chain and for W.
+
+    >>> from shoal.planning.pipeline_schedules import make_schedule
+    >>> given(make_schedule("gpipe", 2, 1), Action("F", 0, 0))
+    Message(kind='F', stage=1, micro_batch=0)
+    """
+    place = act.stage % schedule.pieces
+    if act.kind == "F" and place < schedule.pieces - 1:
+        return Message(OUTPUTS, act.stage + 1, act.micro_batch)
+    if act.kind in "BI" and place > 0:
+        return Message(GRADIENTS, act.stage - 1, act.micro_batch)
+    return None
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one rank receives and sends in a schedule.
+
+    incoming   by peer: the messages for this rank, in the order in which the peer sends them
+    made_at    position in the peer's list of the action that makes an incoming message
+    taken_at   position in the peer's list of the action that takes an outgoing message
+    """
+
+    incoming: dict[int, tuple[Message, ...]]
+    made_at: dict[Message, int]
+    taken_at: dict[Message, int]
+
+
+def route(schedule: Schedule, rank: int) -> Route:
+    """The messages between `rank` and its peers.
+
+    >>> from shoal.planning.pipeline_schedules import make_schedule
+    >>> [m.micro_batch for m in route(make_schedule("1f1b", 2, 3), 1).incoming[0]]
+    [0, 1, 2]
+    """
+    incoming: dict[int, list[Message]] = {}
+    made_at, taken_at = {}, {}
+    for peer, acts in enumerate(schedule.ranks):
+        for position, act in enumerate(acts if peer != rank else ()):
+            made, taken = given(schedule, act), needed(schedule, act)
+            if made and schedule.stage_rank[made.stage] == rank:
+                incoming.setdefault(peer, []).append(made)
+                made_at[made] = position
+            if taken and schedule.stage_rank[taken.source] == rank:
+                taken_at[taken] = position
+    return Route({peer: tuple(told) for peer, told in incoming.items()}, made_at, taken_at)
+
+
+@dataclass
+class _Peer:
+    """What is still to come from one rank, and what it has not certainly received."""
+
+    to_post: deque[Message]
+    header: Transfer | None = None
+    sent: list[tuple[int, list[Transfer]]] = field(default_factory=list)
+
+
+class Messages:
+    """One rank's messages of the step that runs, and the forms known from steps before.
+
+    early   receives are posted before they are needed; each rank may say so for itself
+    """
+
+    def __init__(self, pipe: World) -> None:
+        self.pipe, self.early = pipe, True
+        self.wire = PointToPoint(pipe)
+        self.forms: dict[Hashable, Form] = {}
+        self.signature: Callable[[int], Hashable] = lambda micro_batch: None
+        self.route = Route({}, {}, {})
+        self.peers: dict[int, _Peer] = {}
+        self.posted: dict[Message, list[Transfer]] = {}
+        self.rank_of: tuple[int, ...] = ()
+
+    def begin(
+        self, route: Route, stage_rank: tuple[int, ...], signature: Callable[[int], Hashable]
+    ) -> None:
+        """A step comes; signature: of the inputs of a micro-batch, the same on every rank."""
+        self.settle()
+        self.route, self.rank_of, self.signature = route, stage_rank, signature
+        self.posted = {}
+        self.peers = {peer: _Peer(deque(told)) for peer, told in route.incoming.items()}
+
+    def is_here(self, message: Message) -> bool:
+        """Whether the message stays on this rank, which then hands it over itself."""
+        return self.rank_of[message.stage] == self.rank_of[message.source]
+
+    def post(self, message: Message) -> None:
+        """Post the receive for it and for what comes before it, as far as their forms are known."""
+        if self.early:
+            self._advance(message, wait=False)
+
+    def take(self, message: Message) -> tuple[list[torch.Tensor], Form]:
+        """Wait for a message: its tensors, and their form.
+
+        Errors: ClusterError that names stages and micro-batch where it does not come
+        """
+        source = self.rank_of[message.source]
+        try:
+            self._advance(message, wait=True)
+            tensors = [transfer.wait() for transfer in self.posted.pop(message)]
+            self._received(source, self.route.made_at[message])
+        except RuntimeError as failure:
+            raise self._lost(message, "did not come from", source, failure) from failure
+        form = self._form(message)
+        if form is None:
+            raise BugError(f"{self._name(message)}: arrived, but in which form is not known")
+        return tensors, form
+
+    def send(self, message: Message, tensors: Sequence[torch.Tensor], form: Form) -> None:
+        """Begin to send; forms of outputs must be as they were for the same signature.
+
+        Errors: PlanError where a shape depends on data
+        """
+        target = self.rank_of[message.stage]
+        sent = list(tensors)
+        if message.kind == OUTPUTS:
+            known = self.forms.setdefault(self._key(message), form)
+            if known is form:
+                told = torch.tensor(encode(form), dtype=torch.int64, device=self.pipe.device)
+                sent = [told.new_tensor([told.numel()]), told, *sent]
+            elif known != form:
+                raise self._moved(message, known, form)
+        try:
+            transfers = [self.wire.send(tensor, target) for tensor in sent]
+        except RuntimeError as failure:
+            raise self._lost(message, "cannot be sent to", target, failure) from failure
+        peer = self.peers.setdefault(target, _Peer(deque()))
+        peer.sent.append((self.route.taken_at[message], transfers))
+
+    def settle(self) -> None:
+        """Wait until all that was sent has been received."""
+        for target in self.peers:
+            try:
+                self._received(target, None)
+            except RuntimeError as failure:
+                raise ClusterError(
+                    f"stages on rank {self.pipe.rank} of the pipeline: rank {target} does not "
+                    f"receive what was sent to it: {_first_line(failure)}"
+                ) from failure
+
+    def _received(self, target: int, position: int | None) -> None:
+        """Let go of what `target` took at or before this position of its list; None: of all."""
+        peer = self.peers[target]
+        kept = []
+        for taken_at, transfers in peer.sent:
+            if position is None or taken_at <= position:
+                for transfer in transfers:
+                    transfer.wait()
+            else:
+                kept.append((taken_at, transfers))
+        peer.sent = kept
+
+    def _advance(self, message: Message, *, wait: bool) -> None:
+        """Post receives in the sender's order until this one; stop at an unknown form or wait."""
+        source = self.rank_of[message.source]
+        peer = self.peers[source]
+        while message not in self.posted:
+            coming = peer.to_post[0]
+            form = self._form(coming)
+            if form is None and coming.kind == OUTPUTS:
+                if peer.header is None:
+                    peer.header = self.wire.receive((1,), torch.int64, source)
+                if wait:
+                    length, peer.header = int(peer.header.wait().item()), None
+                    told = self.wire.receive((length,), torch.int64, source).wait()
+                    form = self.forms[self._key(coming)] = decode(told.tolist())
+            if form is None:
+                if wait:
+                    raise BugError(f"{self._name(coming)}: comes before its outputs were sent")
+                return
+            peer.to_post.popleft()
+            values = form if coming.kind == OUTPUTS else gradients_of(form)
+            self.posted[coming] = [self.wire.receive(v.shape, v.dtype, source) for v in values]
+
+    def _key(self, message: Message) -> Hashable:
+        signature = self.signature(message.micro_batch)
+        return message.boundary, signature, torch.is_grad_enabled()
+
+    def _form(self, message: Message) -> Form | None:
+        """Of the values at the message's boundary."""
+        return self.forms.get(self._key(message))
+
+    def _name(self, message: Message) -> str:
+        return f"pipeline: {message.text()} {message.micro_batch}"
+
+    def _lost(self, message: Message, how: str, peer: int, failure: RuntimeError) -> ClusterError:
+        return ClusterError(
+            f"{self._name(message)}: {how} rank {peer} of the pipeline: {_first_line(failure)}"
+        )
+
+    def _moved(self, message: Message, known: Form, form: Form) -> PlanError:
+        return PlanError(
+            f"{self._name(message)}: are {shown(form)}, and were {shown(known)} for inputs of the "
+            f"same shapes: shapes that depend on data cannot cross between stages; try: "
+            f"another layout.pp, or layout.pp=1"
+        )
+
+
+def _first_line(failure: BaseException) -> str:
+    return str(failure).strip().split("\n")[0]

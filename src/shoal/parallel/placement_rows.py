@@ -1,0 +1,180 @@
+"""Derives where every tensor of a model goes under a layout: the rows that a run then follows.
+
+`derive` finds out how the model can be divided, by the record of what it does; `rows_of` turns that
+and the layout into one `Placement` per parameter and buffer. Neither needs another process, so a
+plan can be placed before anything starts; `compose.place` does the same and checks the parts on the
+ranks before they are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shoal.base.layouts.layout import Layout
+from shoal.base.layouts.policies import BlocksPolicy
+from shoal.base.plans.placement import Placement
+from shoal.base.plans.plan import Plan
+from shoal.parallel import precision
+from shoal.parallel.program import dtype_of
+from shoal.trace.find.blocks import gathered_blocks
+
+if TYPE_CHECKING:
+    from shoal.parallel.context_parallel.split_units import Units
+    from shoal.parallel.expert_parallel import Experts
+    from shoal.parallel.pipeline.partition_model import StageCut
+    from shoal.parallel.spmd.split_block import ModelSplit
+    from shoal.trace.flow.forward_record import Record
+
+Rows = dict[str, Placement]
+
+
+@dataclass(frozen=True)
+class Called:
+    """How often a forward pass calls modules, and which of them repeat.
+
+    times    by name; absent: once
+    blocks   that are called often, of a model that has none by its lists and attributes
+    reached  blocks of which a part is called from outside of them
+    """
+
+    times: Mapping[str, int] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+    reached: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Derived:
+    """How a model can be divided.
+
+    split, cut   by tp, by pp · experts  layers that ep deals out
+    units        that share a sequence under cp · called  how often blocks are called, for zero 3
+    """
+
+    split: ModelSplit | None = None
+    cut: StageCut | None = None
+    experts: Sequence[Experts] = ()
+    units: Units | None = None
+    called: Called = Called()
+
+
+def derive(record: Record, plan: Plan) -> Derived:
+    """Find how a model can be divided as a plan's layout wants; unchecked.
+
+    Errors   PlanError where it cannot, naming the part and the nearest legal choice
+    """
+    layout = plan.layout
+    split, cut = None, None
+    experts: Sequence[Experts] = ()
+    if layout.ep > 1:
+        from shoal.parallel.expert_parallel import dealt
+
+        experts = dealt(record, layout)
+    if layout.pp > 1:
+        from shoal.parallel.pipeline import stages_of_model
+
+        cut = stages_of_model(record, layout)
+    if layout.tp > 1:
+        from shoal.parallel.tensor_parallel import alone, split_by
+
+        opaque = alone(layout)
+        split = split_by(plan, record, layout.tp, staged=layout.pp > 1, opaque=opaque)
+    called = called_of(record) if layout.zero == 3 else Called()
+    return Derived(split, cut, experts, called=called)
+
+
+def rows_of(module: nn.Module, plan: Plan, derived: Derived, device: torch.device) -> Rows:
+    """Say of every parameter and buffer who holds, sums and steps it, by first name.
+
+    module   whole; its numbers do not matter
+    device   of the ranks: not all of them read narrow copies
+    Errors   PlanError for a stack of experts that tp has cut already
+    """
+    rows = _whole(module, plan, device)
+    if derived.split is not None:
+        from shoal.parallel import tensor_parallel
+
+        rows = tensor_parallel.place(rows, derived.split)
+    if plan.layout.cp > 1:
+        rows = {name: _also_over(row, "cp") for name, row in rows.items()}
+    if derived.cut is not None:
+        from shoal.parallel import pipeline
+
+        rows = pipeline.place(rows, derived.cut, plan.layout)
+    if plan.layout.serves:
+        from shoal.parallel.data_parallel import embedding_tables
+
+        rows = embedding_tables.place(rows, module, plan.layout)
+    if derived.experts:
+        from shoal.parallel import expert_parallel
+
+        rows = expert_parallel.place(rows, derived.experts, module, plan.layout)
+    rows = {name: _over_data(row, plan.layout) for name, row in rows.items()}
+    return _gathered(rows, module, plan, derived.called) if plan.layout.zero == 3 else rows
+
+
+def _whole(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
+    """The rows of a module that nothing divides."""
+    narrow = precision.copies(module, plan.compute, device)
+    rows = {}
+    for name, p in module.named_parameters():
+        compute = narrow.get(name, "")
+        rows[name] = Placement(name, tuple(p.shape), dtype_of(p), p.requires_grad, compute)
+    for name, buffer in module.named_buffers():
+        rows[name] = Placement(name, tuple(buffer.shape), dtype_of(buffer), is_buffer=True)
+    return rows
+
+
+def called_of(record: Record) -> Called:
+    """How often a record saw blocks called."""
+    often = {name: times for name, times in record.often.items() if times > 1}
+    blocks = () if record.trunk.leaf else record.trunk.blocks
+    reached = record.reached(name for name, _ in record.module.named_modules() if name)
+    return Called(often, blocks, frozenset(reached))
+
+
+def _gathered(rows: Rows, module: nn.Module, plan: Plan, called: Called) -> Rows:
+    """Say with which block each tensor is gathered under zero 3; experts have their own units."""
+    from shoal.base.layouts.resharding import gathered_together
+
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = dict(rows)
+    units = gathered_blocks(module, plan)
+    units = units or gathered_blocks(module, BlocksPolicy(blocks=called.blocks))
+    for unit, block in units.items():
+        if unit in called.reached:
+            continue  # gathered with the root: its part is called when the unit is not
+        times = called.times.get(unit, 1)
+        for parameter in block.parameters():
+            row = found[names[id(parameter)]]
+            # On a stage that makes some of its calls only, the others would gather it for nothing.
+            partly = times > 1 and len(row.stages) > 1
+            if row.data == "rows" and not row.is_expert and not partly:
+                found[row.name] = replace(row, unit=unit, calls=times)
+    dealt = [row for row in found.values() if row.unit and not row.is_expert]
+    blocks, elements = len({row.unit for row in dealt}), sum(row.elements for row in dealt)
+    if gathered_together(blocks, elements, plan.names_blocks):
+        found |= {row.name: replace(row, unit="", calls=1) for row in dealt}
+    return found
+
+
+def _also_over(row: Placement, axis: str) -> Placement:
+    return replace(row, sum_over=(*row.sum_over, axis)) if row.trains else row
+
+
+def _over_data(row: Placement, layout: Layout) -> Placement:
+    """What the data-parallel axes do with a tensor, whatever else divides it."""
+    if row.is_buffer:
+        return row
+    axes = tuple(axis for axis in row.data_axes if row.degree(axis, layout) > 1)
+    data = ("whole", "states", "states", "rows")[layout.zero]
+    undealt = not row.elements or not row.shape or row.degree(row.data_axes[1], layout) == 1
+    if data == "rows" and undealt:
+        data = "whole"  # nothing to deal, a scalar without rows, or nobody to deal them to
+    if data == "states" and not (row.trains and axes):
+        data = "whole"
+    return replace(row, sum_over=(*axes, *row.sum_over) if row.trains else (), data=data)

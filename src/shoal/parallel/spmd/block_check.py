@@ -1,0 +1,166 @@
+"""The check at the start: does a block that is split compute what the block alone computes?
+
+One block of every class, on the real ranks, in float64, with perturbed parameters (zero biases and
+unit norms hide mistakes), on the sample's own inputs: outputs, gradients of inputs and of all
+parameters. A mistake shows as a difference of 1e-3 to 1, rounding as 1e-15, so they never meet.
+A block that does not run in float64 is checked in float32, where rounding is 1e-7.
+
+A block that fails stays whole, and is named with what differs and the cause (`check_causes.py`).
+
+Source: planted bugs and what shows them were measured; a missing backward reduction leaves outputs
+and loss exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.parallel.spmd.autograd_collectives import Axis
+from shoal.parallel.spmd.block_trial import Trial, distance_of
+from shoal.parallel.spmd.split_block import BlockClass, BlockSplit, ModelSplit
+from shoal.parallel.spmd.verified_blocks import PASSED
+from shoal.trace.graph.layer_graph import is_function
+from shoal.trace.isolation.lifted_casts import NARROW, CastsLifted
+from shoal.trace.isolation.preserve_state import without_trace
+from shoal.wire.phases import counting
+
+if TYPE_CHECKING:
+    from shoal.parallel.spmd.check_causes import Finding
+
+EXACT, CAST = 1e-10, 1e-4
+"""Largest difference that is rounding, of the whole's norm: in float64, and where the block
+computes in float32."""
+
+
+def checked(
+    module: nn.Module, split: ModelSplit, axis: Axis, *, strict: bool = False
+) -> ModelSplit:
+    """`split` without the blocks that fail the check, which stay whole and are named.
+
+    module   still whole, equal on every rank of `axis`; every rank calls at once
+    Errors   PlanError under `strict`, or where nothing is left that is split
+    """
+    failed: dict[str, str] = {}
+    for group in counting("check layers", len(split.classes), split.classes):
+        finding = check_class(module, group, axis)
+        if finding is None:
+            continue
+        failed[finding.block] = finding.text()
+        if strict:
+            raise PlanError(
+                f"layout.tp = {split.degree}: {finding.block}: {finding.text()}; try: layout.tp=1"
+            )
+    if not failed:
+        return split
+    from shoal.parallel.spmd.model_split import without  # no module of cp's, which checks too
+
+    return without(module, split, failed)
+
+
+def check_class(module: nn.Module, group: BlockClass, *axes: Axis) -> Finding | None:
+    """The check of a class's first block; None where all is equal. Every rank must call.
+
+    axes   those of the group's split, and of the split inside of it
+
+    A block that casts to float32 on its way is checked without its casts: they may blow up the
+    rounding of a right split, and hide a small mistake.
+    """
+    passed, known = PASSED.get(), known_by(group, axes)
+    if passed is None or known is None:
+        return _checked(module, group, axes)
+    device = next(module.parameters()).device
+    here = torch.tensor([int(known in passed)], device="cpu" if device.type == "meta" else device)
+    for axis in axes:  # a check is a collective: all ranks skip it, or none
+        here = axis.all_gather(here).min().reshape(1)
+    if bool(here):
+        return None
+    finding = _checked(module, group, axes)
+    if finding is None:
+        passed.add(known)
+    return finding
+
+
+def known_by(group: BlockClass, axes: tuple[Axis, ...]) -> object:
+    """What a check hangs on: the program, written in float64, its shapes, and how it is split.
+
+    The model's own autograd functions are compared by identity, their names are not enough; None
+    for a program with constants, whose code does not tell them.
+    """
+    split = group.split
+    nodes = split.run.graph.nodes
+    if any(node.op == "get_attr" for node in nodes):
+        return None
+    code = split.run.code
+    for dtype in NARROW:
+        code = code.replace(str(dtype), "torch.float64")
+    inputs = split.flatten(group.call.args, group.call.kwargs)
+    return (
+        group.names,
+        axes,
+        code,
+        tuple(n.target for n in nodes if is_function(n.target)),
+        tuple((tuple(t.shape), t.requires_grad) for t in inputs),
+        *(_division(one) for one in (split, split.inner) if one is not None),
+    )
+
+
+def _division(split: BlockSplit) -> object:
+    """How one axis divides a block's tensors, and where its ranks exchange them."""
+    return (
+        tuple(split.shapes.items()),
+        tuple(split.parameters.items()),
+        split.partial,
+        (split.inputs, split.outputs),
+        tuple((e.kind, e.when, e.after) for e in split.exchanges),
+    )
+
+
+def _checked(module: nn.Module, group: BlockClass, axes: Sequence[Axis]) -> Finding | None:
+    try:
+        with CastsLifted():
+            return _check(module, group, axes, torch.float64)
+    except Exception:  # a block that insists on its own casts
+        try:
+            return _check(module, group, axes, torch.float64)
+        except Exception:  # operations or constants that float64 does not have
+            try:
+                return _check(module, group, axes, torch.float32)
+            except torch.OutOfMemoryError:  # nothing is wrong with the split
+                raise
+            except Exception as error:  # as on every rank: their parts are of one size
+                from shoal.parallel.spmd.check_causes import Finding
+
+                line = (str(error).splitlines() or [""])[0]
+                return Finding(group.names[0], 0.0, (), "", f"{type(error).__name__}: {line}")
+
+
+def _check(
+    module: nn.Module, group: BlockClass, axes: Sequence[Axis], dtype: torch.dtype
+) -> Finding | None:
+    name = group.names[0]
+    with without_trace(module):
+        trial = Trial(module.get_submodule(name), group, axes, dtype)
+        expected = trial.alone()
+        got = trial.together()
+        tolerance = CAST if trial.casts else EXACT
+        outputs = trial.everywhere(distance_of(got.outputs, expected.outputs))
+        wrong = [
+            n
+            for n, wanted in expected.gradients.items()
+            if trial.everywhere(expected.off(wanted - got.gradients[n])) > tolerance
+        ]
+        wrong.reverse()
+        wrong.sort(key=lambda n: n.startswith("input "))  # the last parameter first, inputs last
+        if not (wrong or outputs > tolerance):
+            return None
+        from shoal.parallel.spmd.check_causes import Finding, in_gradients, in_outputs
+
+        if outputs > tolerance:
+            return Finding(name, outputs, tuple(wrong), in_outputs(trial, tolerance))
+        cause = in_gradients(trial, tolerance, wrong, got, expected)
+        return Finding(name, 0.0, tuple(wrong), cause)

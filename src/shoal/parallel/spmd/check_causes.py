@@ -1,0 +1,138 @@
+"""Says what a block's failed check found, and its likely cause: by trying what would undo it.
+
+difference      likely cause
+outputs         a bias that every rank adds · a fused weight cut into the wrong segments · a
+                rank that works with another rank's part of what all of them hold
+gradients only  a sum over ranks that is missing in the backward pass, or is done twice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.parallel.spmd.block_trial import Results, Trial, distance_of
+from shoal.parallel.spmd.labelling.labels import Label, Split, divides, in_segments
+
+SEGMENTS = (1, 2, 3, 4)
+"""Numbers of segments that are tried to name a cause."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a split block.
+
+    block     its name · outputs  their difference, of their norm; 0 if they are right
+    wrong     gradients that differ, that of the last parameter first · cause  the likely one
+    fails     what it raises where it does not run at all
+    """
+
+    block: str
+    outputs: float
+    wrong: tuple[str, ...]
+    cause: str
+    fails: str = ""
+
+    def text(self) -> str:
+        """One line."""
+        if self.fails:
+            return f"split, it does not run ({self.fails})"
+        what = f"its outputs differ by {self.outputs:.1e} of their norm"
+        if not self.outputs:
+            more = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
+            what = f"outputs are right, the gradient of {self.wrong[0]}{more} differs"
+        return f"split, it computes something else: {what}; likely cause: {self.cause}"
+
+
+def in_outputs(trial: Trial, tolerance: float) -> str:
+    """Name the likely cause of wrong outputs; of two axes the inner one was right by itself."""
+    expected = trial.alone().outputs
+
+    def mended(got: Results, wanted: list[Tensor]) -> bool:
+        return trial.everywhere(distance_of(got.outputs, wanted)) <= tolerance
+
+    degree = trial.axis.size
+    biases = _row_biases(trial)
+
+    def divided(name: str, value: Tensor) -> Tensor:
+        return value / degree if name in biases else value
+
+    if biases and mended(trial.together(divided), expected):
+        return f"every rank adds {' and '.join(biases)}, which so counts {degree} times"
+    for size, names in _fused(trial).items():
+        for segments in SEGMENTS:
+            cuts: dict[str, Label] = {}
+            for n in names:
+                label = trial.split.parameters[n]
+                if isinstance(label, Split) and divides(size, segments, degree):
+                    cuts[n] = Split(label.dim, segments)
+            if not cuts or cuts == {n: trial.split.parameters[n] for n in names}:
+                continue
+            if mended(trial.together(labels=cuts), expected):
+                return (
+                    f"{' and '.join(names)} hold {segments} segments and were cut as "
+                    f"{in_segments(trial.split.parameters[names[0]]).removeprefix(' in ') or 'one'}"
+                )
+    shared = _shared_matrices(trial)
+
+    def alike(name: str, value: Tensor) -> Tensor:
+        return value.mean(0, keepdim=True).expand_as(value) if name in shared else value
+
+    if shared and mended(trial.together(alike), trial.alone(alike).outputs):
+        return f"ranks work with the wrong part of {' and '.join(shared)}, which all hold"
+    return "an exchange in the forward pass is missing, or stands at the wrong place"
+
+
+def in_gradients(
+    trial: Trial, tolerance: float, wrong: Sequence[str], got: Results, expected: Results
+) -> str:
+    """Name the likely cause of wrong gradients behind right outputs."""
+    degree = trial.axis.size
+    parts, repeated = [], []
+    for n in wrong:
+        if n not in got.own:  # it is cut
+            continue
+        wanted, summed = expected.gradients[n], trial.summed(got.own[n])
+        if trial.everywhere(expected.off(summed - wanted)) <= tolerance:
+            parts.append(n)
+        elif trial.everywhere(expected.off(summed - wanted * degree)) <= tolerance:
+            repeated.append(n)
+    if repeated and len(repeated) == len(wrong):
+        return f"the gradient of {repeated[0]} is whole on every rank and is summed all the same"
+    held = [n for n in parts if not n.startswith("input")]
+    if held and len(parts) == len(wrong):
+        return (
+            f"all ranks hold {' and '.join(held)}, each has a part of the gradient, and nobody "
+            f"sums it"
+        )
+    return f"a sum over ranks is missing, or done twice, in the backward pass before {wrong[0]}"
+
+
+def _row_biases(trial: Trial) -> list[str]:
+    """Whole vectors beside a split weight of the same layer."""
+    layers = {n.rpartition(".")[0] for n in trial.split.parameters}
+    return [
+        n
+        for n, p in trial.parameters.items()
+        if p.dim() == 1 and n not in trial.split.parameters and n.rpartition(".")[0] in layers
+    ]
+
+
+def _fused(trial: Trial) -> dict[int, list[str]]:
+    """Cut parameters by the size of the dim that is cut: a weight and its bias go together."""
+    sizes: dict[int, list[str]] = {}
+    for n, label in trial.split.parameters.items():
+        if isinstance(label, Split):
+            sizes.setdefault(trial.parameters[n].shape[label.dim], []).append(n)
+    return sizes
+
+
+def _shared_matrices(trial: Trial) -> list[str]:
+    """Matrices of which several ranks hold the same part."""
+    return [
+        n
+        for n, p in trial.parameters.items()
+        if p.dim() > 1 and not isinstance(trial.split.parameters.get(n), Split)
+    ]

@@ -1,0 +1,1 @@
+"""Label the values of a traced layer: whole, slice or summand, by running operations."""

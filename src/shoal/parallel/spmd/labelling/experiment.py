@@ -1,0 +1,200 @@
+"""Runs one operation on random tensors: whole, and on what each rank would hold of them.
+
+Floating numbers are random float64, so that nothing fits by chance, and positive where others
+give NaN. Whole numbers are all distinct and booleans random, unless it runs on the sample's alone,
+as what looks up indices may. Buffers that the operation changes count as results too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.parallel._torch import pytree
+from shoal.parallel.spmd.labelling.labels import Label, Partial, cut
+from shoal.parallel.spmd.labelling.outcome import close
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of tensor number `index` in a call's arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a call: its shape, its kind of numbers, and its values if they are no floats."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    known: Tensor | None = field(default=None, compare=False)
+    digest: bytes = b""
+
+    @property
+    def elements(self) -> int:
+        """How many."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation with its arguments; tensors are Slots into `values`.
+
+    arguments   the template as text: calls with equal ones are the same
+    buffers     places of buffers, which the operation may change
+    """
+
+    target: Any
+    arguments: str
+    template: Any = field(compare=False)
+    values: tuple[Value, ...] = ()
+    buffers: frozenset[int] = frozenset()
+
+
+class Experiment:
+    """A call's random tensors and its result on them.
+
+    changed   buffers that it changes: place → value afterwards
+    draws     whether it draws random numbers of its own
+    """
+
+    def __init__(self, call: Call, values: list[Tensor], result: Any) -> None:
+        self.call, self.values, self.result = call, values, result
+        self.changed: dict[int, Tensor] = {}
+        self.draws = False
+
+    @staticmethod
+    def of(call: Call) -> Experiment | None:
+        """Run it; None where it cannot run on such tensors."""
+        looked_at = any(value.known is not None for value in call.values)
+        for own, positive in itertools.product(
+            (False, True) if looked_at else (True,), (False, True)
+        ):
+            values = [_sample(value, k, positive, own) for k, value in enumerate(call.values)]
+            held = _copies(call, values)
+            result = run(call, call.template, held)
+            if result is None or (not positive and _has_nan(result)):
+                continue
+            made = Experiment(call, values, result)
+            made.changed = {k: held[k] for k in call.buffers if not close(held[k], values[k])}
+            made.draws = _draws(call, values, result)
+            return made
+        return None
+
+    def on_rank(
+        self, labels: Sequence[Label], once: frozenset[int], rank: int, degree: int
+    ) -> list[Tensor]:
+        """What a rank holds of every tensor."""
+        held = []
+        for k, (value, label) in enumerate(zip(self.values, labels, strict=True)):
+            if k in once:
+                held.append(value if rank == 0 else torch.zeros_like(value))
+            elif isinstance(label, Partial):
+                held.append(_summand(value, k, rank, degree))
+            else:
+                held.append(cut(value, label, rank, degree))
+        return held
+
+    def rerun(
+        self, template: Any, held: list[Tensor], labels: Sequence[Label], rank: int, degree: int
+    ) -> Any:
+        """A rank's result; None where it fails or leaves other values in buffers."""
+        mine = _copies(self.call, held)
+        result = run(self.call, template, mine)
+        if result is None:
+            return None
+        for k in self.call.buffers:
+            after = cut(self.changed.get(k, self.values[k]), labels[k], rank, degree)
+            if not close(after, mine[k]):
+                return None
+        return result
+
+
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
+    AssertionError,
+    NotImplementedError,
+    ZeroDivisionError,
+)
+
+
+def run(call: Call, template: Any, values: Sequence[Tensor]) -> Any:
+    """The call's result, or None where it fails."""
+    args, kwargs = pytree.tree_map_only(Slot, lambda slot: values[slot.index], template)
+    try:
+        with torch.no_grad():
+            return call.target(*args, **kwargs)
+    except FAILURES:
+        return None
+
+
+def _copies(call: Call, values: list[Tensor]) -> list[Tensor]:
+    """The same values, in memory that may be written to where the operation may write."""
+    schema = getattr(call.target, "_schema", None)
+    everything = schema is None or schema.is_mutable
+    return [v.clone() if everything or k in call.buffers else v for k, v in enumerate(values)]
+
+
+_pool: list[Tensor] = [torch.empty(0, dtype=torch.float64)]
+
+
+def _numbers(count: int, start: int) -> Tensor:
+    """`count` numbers of a fixed random sequence, from place `start`."""
+    if _pool[0].numel() < start + count:
+        generator = torch.Generator().manual_seed(20250)
+        size = 2 * (start + count)
+        _pool[0] = torch.randn(size, dtype=torch.float64, generator=generator)
+    return _pool[0][start : start + count]
+
+
+def _sample(value: Value, place: int, positive: bool, own: bool) -> Tensor:
+    """A tensor of a call; `own`: whole numbers and booleans are the sample's."""
+    start = 97 * place + 13  # no two tensors of a call are alike
+    if value.known is not None and not own:  # a sample's may all be equal: every cut would fit
+        numbers = _numbers(value.elements, start).view(value.shape)
+        if value.dtype == torch.bool:
+            return numbers > 0
+        return numbers.flatten().argsort().view(value.shape).to(value.dtype)
+    if value.known is not None:
+        return value.known
+    if value.dtype.is_complex:
+        pairs = _numbers(2 * value.elements, start).view(*value.shape, 2)
+        return torch.view_as_complex(pairs)
+    numbers = _numbers(value.elements, start).view(value.shape)
+    return numbers.abs() + 0.1 if positive else numbers
+
+
+def _summand(value: Tensor, place: int, rank: int, degree: int) -> Tensor:
+    def drawn(one: int) -> Tensor:
+        return _numbers(value.numel(), 1009 * one + 89 * place).view(value.shape)
+
+    if rank:
+        return drawn(rank)
+    return value - torch.stack([drawn(one) for one in range(1, degree)]).sum(0)
+
+
+def _draws(call: Call, values: list[Tensor], result: Any) -> bool:
+    """It says that it may draw random numbers, and a second run differs."""
+    if torch.Tag.nondeterministic_seeded not in getattr(call.target, "tags", ()):
+        return False
+    second = run(call, call.template, _copies(call, values))
+    pairs = zip(_tensors(result), _tensors(second), strict=True)
+    return any(not torch.equal(one, other) for one, other in pairs)
+
+
+def _has_nan(result: Any) -> bool:
+    return any(t.is_floating_point() and bool(t.isnan().any()) for t in _tensors(result))
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -1,0 +1,357 @@
+"""Gives every value of a traced layer a label, for one choice of which weights are split.
+
+Walking the graph in order, an operation is called with what its inputs are, if there is a rule for
+that. A weight meets a whole activation: column, its result is split. It meets a split activation:
+row, its result is a sum over ranks, completed at once or, where only sums follow, later. Else
+whole inputs are cut (which costs nothing), and at last split ones are gathered: a *conflict*.
+
+Source: GSPMD's propagation (2105.04663); column and row: Megatron-LM (1909.08053).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from shoal.base.errors import BugError
+from shoal.parallel.spmd.labelling.candidates import cuts
+from shoal.parallel.spmd.labelling.labels import (
+    PARTIAL,
+    WHOLE,
+    Label,
+    Partial,
+    Split,
+    Tiled,
+    divides,
+)
+from shoal.parallel.spmd.labelling.operation_terms import (
+    Choice,
+    Conflict,
+    NotSplit,
+    Step,
+    may_stay_split,
+)
+from shoal.parallel.spmd.labelling.problem import Problem, is_getitem
+from shoal.parallel.spmd.labelling.rules import Rule
+from shoal.trace.graph.layer_graph import is_in_place, is_opaque
+
+SMALL = 8
+"""A sum over ranks that no weight asked for may have a share of its input: 1 / SMALL."""
+
+
+class Labelling:
+    """The labels of one attempt.
+
+    choices      per weight matrix; absent: split where possible
+    fixed        parameters whose label is given
+    lazy         places of outputs that may stay split: whoever reads them gathers them
+    labels       per node: its label, or a tuple of them
+    steps        per operation
+    parameters   labels of parameters, by name; roles: column or row, where they are split
+    conflicts    what must be gathered
+    summed       elements of sums over ranks that no weight asked for
+    outputs      the layer's results, and the label under which each is handed out
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        choices: Mapping[str, Choice],
+        fixed: Mapping[str, Label] | None = None,
+        lazy: frozenset[int] = frozenset(),
+    ) -> None:
+        self.problem, self.choices, self.lazy = problem, choices, lazy
+        self.labels: dict[fx.Node, Any] = {}
+        self.steps: dict[fx.Node, Step] = {}
+        self.parameters: dict[str, Label] = dict(fixed or {})
+        self.roles: dict[str, str] = {}
+        self.conflicts: list[Conflict] = []
+        self.summed = 0
+        self.outputs: list[tuple[fx.Node, Label]] = []
+        self._origins: dict[fx.Node, tuple[str, ...]] = {}
+        self._of_sequence: dict[tuple[int, ...], Label] = {}  # by shape: how the sequence is cut
+        self._along_sequence: set[fx.Node] = set()
+        self._run()
+
+    def _run(self) -> None:
+        graph = self.problem.traced.graph
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._operation(node)
+            elif node.op == "output":
+                self._output(node)
+            elif node not in self.problem.parameters:
+                self.labels[node] = self._input(node)
+        for node in graph.nodes:  # weights, now that all parameters are decided
+            if self.problem.sources[node] and node.op == "call_function":
+                self.weight(node, {})
+
+    def _input(self, node: fx.Node) -> Label:
+        dim = self.problem.sequence_dim
+        floating = node.op == "placeholder" and node.meta["val"].is_floating_point()
+        if dim is None or node not in self.problem.inputs or self._of_sequence or not floating:
+            return WHOLE
+        shape = tuple(node.meta["val"].shape)
+        if len(shape) <= dim or not divides(shape[dim], 1, self.problem.degree):
+            raise NotSplit(shape, dim, self.problem.degree)
+        self._of_sequence[shape] = Split(dim)
+        self._along_sequence.add(node)
+        return Split(dim)
+
+    def _output(self, node: fx.Node) -> None:
+        values: Any = node.args[0]
+        for place, value in enumerate(values):
+            along = self._of_sequence.get(tuple(value.meta["val"].shape), WHOLE)
+            # Samples × places in one dim: a rank's part is a run of each sample, which no reader
+            # outside puts together; it would gather it there.
+            wanted = along if may_stay_split(along) else WHOLE
+            label = self.label(value)
+            split = isinstance(label, Split | Tiled) and label not in (wanted, along)
+            if split and not self.cheap(value):
+                if place in self.lazy and may_stay_split(label):
+                    wanted = label
+                else:
+                    who = self._who_split(value)
+                    self.conflicts.append(Conflict(node, value, who, place))
+            self.outputs.append((value, wanted))
+
+    def carried(self, problem: Problem, twins: Mapping[fx.Node, fx.Node]) -> Labelling:
+        """The same labels for a graph that is alike; `twins` has its node for each of this one."""
+        other = copy.copy(self)
+        other.problem = problem
+        other.labels = {twins[node]: label for node, label in self.labels.items()}
+        other.steps = {twins[node]: step for node, step in self.steps.items()}
+        other.outputs = [(twins[node], label) for node, label in self.outputs]
+        other.conflicts = [
+            replace(one, node=twins[one.node], value=twins[one.value]) for one in self.conflicts
+        ]
+        return other
+
+    def label(self, node: fx.Node) -> Any:
+        """The label of a value; a weight's follows from its parameters."""
+        if self.problem.sources[node]:
+            return self.weight(node, {})
+        return self.labels[node]
+
+    # ---- weights
+
+    def weight(self, node: fx.Node, given: Mapping[str, Label]) -> Any:
+        """Label of a weight, its parameters labelled as `given` or as decided; None: no rule."""
+        if node in self.problem.parameters:
+            name = self.problem.parameters[node]
+            return given.get(name, self.parameters.get(name, WHOLE))
+        if not self.problem.sources[node]:
+            return WHOLE
+        if is_getitem(node):
+            source: Any = node.args[0]
+            several = self.weight(source, given)
+            place: Any = node.args[1]
+            return several[place] if isinstance(several, tuple) else several
+        wants = tuple(self.weight(one, given) for one in self.problem.slots(node))
+        if any(label is None for label in wants):
+            return None
+        rule = self.rule(node, wants)
+        if rule is None and PARTIAL in wants:  # squares of a cut weight, summed: few numbers
+            wants = tuple(WHOLE if want == PARTIAL else want for want in wants)
+            rule = self.rule(node, wants)
+        if rule is not None and not given:
+            self.steps[node] = Step(wants, rule)
+            self.labels[node] = rule.out
+        return None if rule is None else rule.out
+
+    def _undecided(self, node: fx.Node) -> dict[str, tuple[int, ...]]:
+        """Parameters in an operation's weights about which nothing is said yet; their shapes."""
+        slots = self.problem.slots(node)
+        names = itertools.chain(*(sorted(self.problem.sources[one]) for one in slots))
+        return {
+            name: tuple(self.problem.by_name[name].meta["val"].shape)
+            for name in dict.fromkeys(names)
+            if name not in self.parameters
+        }
+
+    # ---- operations
+
+    def rule(
+        self, node: fx.Node, wants: Sequence[Label], once: frozenset[int] = frozenset()
+    ) -> Rule | None:
+        """The rule for an operation whose inputs are handed in under these labels."""
+        if all(label == WHOLE for label in wants) and not once:
+            value: Any = node.meta.get("val")
+            many = isinstance(value, list | tuple)
+            return Rule(tuple(WHOLE for _ in value) if many else WHOLE)
+        rules, call = self.problem.rules, self.problem.call(node)
+        rule = rules.find(call, tuple(wants), self.problem.degree, once)
+        if rule is not None and rule.joint and not self.problem.shares:
+            return None
+        if rule is not None and rule.averaged and not self.problem.averages:
+            return None
+        if rule is not None and is_in_place(node) and not self._may_write(node, wants, rule):
+            return None
+        return rule
+
+    def _may_write(self, node: fx.Node, wants: Sequence[Label], rule: Rule) -> bool:
+        """An in-place operation keeps its target's label, unless a new tensor will do."""
+        target: Any = node.args[0]
+        return node in self.problem.replaceable or wants[0] == rule.out == self.label(target)
+
+    def _operation(self, node: fx.Node) -> None:
+        if self.problem.sources[node]:
+            return  # labelled when it is used
+        if is_getitem(node):
+            source: Any = node.args[0]
+            self.labels[node] = self.label(source)[node.args[1]]
+            self._inherit(node, [source])
+            return
+        slots = self.problem.slots(node)
+        if not all(isinstance(one.meta.get("val"), Tensor) for one in slots):
+            self._keep(node, Step(tuple(WHOLE for _ in slots), Rule(WHOLE)))
+            return
+        undecided = self._undecided(node)
+        if not undecided and all(self.label(one) == WHOLE for one in slots):
+            self._keep(node, self._whole_step(node))
+        elif not self._stays_partial(node, slots):
+            self._keep(node, self._step(node, slots, undecided))
+
+    def _whole_step(self, node: fx.Node) -> Step:
+        wants = tuple(WHOLE for _ in self.problem.slots(node))
+        rule = self.rule(node, wants)
+        if rule is None:
+            raise BugError(f"no rule for whole inputs of {node.target}")
+        return Step(wants, rule)
+
+    def _stays_partial(self, node: fx.Node, slots: list[fx.Node]) -> bool:
+        """Sums that only go into other sums are completed later, once."""
+        if not all(isinstance(self.label(one), Partial) for one in slots):
+            return False
+        if any(len(one.users) > 1 for one in slots) or is_in_place(node):
+            return False
+        rule = self.rule(node, [PARTIAL] * len(slots))
+        if rule is None or rule.out != PARTIAL:
+            return False
+        self._keep(node, Step((PARTIAL,) * len(slots), rule))
+        return True
+
+    def _step(
+        self, node: fx.Node, slots: list[fx.Node], undecided: Mapping[str, tuple[int, ...]]
+    ) -> Step:
+        """Decide about weights, if any are undecided; else, or if that fails, fit the rest."""
+        values = [None if self.problem.sources[one] else self._completed(one) for one in slots]
+        if undecided:
+            if is_opaque(node.target):
+                from shoal.parallel.spmd.labelling.opaque_weights import (
+                    choose,  # few models have such parts
+                )
+            else:
+                from shoal.parallel.spmd.labelling.weight_cuts import (
+                    choose,  # cp has all weights whole: none are
+                )
+
+            step = choose(self, node, values, undecided)
+            if step is not None:
+                return step
+        self.parameters.update(dict.fromkeys(undecided, WHOLE))
+        values = [self._gathered_anyway(n, v) for n, v in zip(slots, values, strict=True)]
+        return self._fit(node, slots, values)
+
+    def _completed(self, node: fx.Node) -> Any:
+        """What becomes of a sum over ranks: its part along the sequence, else the whole."""
+        label = self.label(node)
+        if not isinstance(label, Partial):
+            return label
+        return self._of_sequence.get(tuple(node.meta["val"].shape), WHOLE)
+
+    def _gathered_anyway(self, node: fx.Node, label: Any) -> Any:
+        """A part of the sequence that a split weight gathers is whole for whole weights too."""
+        if label is None or label == WHOLE or not self.cheap(node):
+            return label
+        for user in node.users:
+            for name in set().union(*(self.problem.sources[n] for n in self.problem.slots(user))):
+                given = self.parameters.get(name)
+                left = given is None and self.choices.get(name, Choice()).kind != "whole"
+                is_matrix = self.problem.by_name[name].meta["val"].dim() > 1
+                if is_matrix and (left or isinstance(given, Split)):
+                    return WHOLE
+        return label
+
+    # ---- everything else
+
+    def _fit(self, node: fx.Node, slots: list[fx.Node], values: list[Any]) -> Step:
+        """Call it as things are; else cut whole inputs; else gather split ones."""
+        labels: list[Label] = [
+            self.weight(one, {}) if label is None else label
+            for one, label in zip(slots, values, strict=True)
+        ]
+        weights = [bool(self.problem.sources[one]) for one in slots]
+        if None in labels:  # a weight of parameters that do not fit each other
+            return self._whole_step(node)
+        shapes = [_shape(one) for one in slots]
+        split = [k for k, label in enumerate(labels) if isinstance(label, Split | Tiled)]
+        split.sort(key=lambda k: (not self.cheap(slots[k]), -k))  # keys before queries
+        for count in range(len(split)):
+            for gathered in itertools.combinations(split, count):
+                wants = [WHOLE if k in gathered else label for k, label in enumerate(labels)]
+                for tried, once in cuts(shapes, wants, weights, self.problem.degree):
+                    rule = self.rule(node, tried, once)
+                    if rule is not None and (rule.out == PARTIAL or not once):
+                        return Step(tuple(tried), rule, once)
+        return self._whole_step(node)
+
+    # ---- what follows from a step
+
+    def _keep(self, node: fx.Node, step: Step) -> None:
+        self.steps[node] = step
+        self.labels[node] = step.rule.out
+        slots = self.problem.slots(node)
+        used = [one for one, want in zip(slots, step.wants, strict=True) if want != WHOLE]
+        self._inherit(node, used)
+        split = [one for one in slots if isinstance(self.label(one), Split | Tiled)]
+        unfit = [one for one in slots if self.label(one) is None]
+        for one, want in zip(slots, step.wants, strict=True):
+            if one in unfit or (one in split and want != self.label(one) and not self.cheap(one)):
+                names = [name for other in (one, *split, *unfit) for name in self._who_split(other)]
+                self.conflicts.append(Conflict(node, one, tuple(dict.fromkeys(names))))
+        if step.rule.out == PARTIAL and not any(self.problem.sources[one] for one in slots):
+            self._weigh(node, used)
+
+    def _weigh(self, node: fx.Node, used: list[fx.Node]) -> None:
+        """A sum over ranks that no weight asked for: fine if small (the mean in a norm)."""
+        size = self.problem.size(node)
+        split = [one for one in used if isinstance(self.label(one), Split | Tiled)]
+        self.summed += size if split else 0
+        if split and size * SMALL > max(self.problem.size(one) for one in split):
+            self.conflicts.append(Conflict(node, split[0], self._who_split(split[0]), dear=True))
+
+    def _inherit(self, node: fx.Node, used: list[fx.Node]) -> None:
+        """Note who split a value, and whether it is cut along the sequence only."""
+        label = self.labels[node]
+        if not isinstance(label, Split | Tiled | tuple):
+            return
+        names = [name for one in used for name in self._who_split(one)]
+        self._origins[node] = tuple(dict.fromkeys(names))
+        values = [one for one in used if not self.problem.sources[one]]
+        values = [one for one in values if self.label(one) != WHOLE]
+        if values and all(self.cheap(one) or self._scattered(one) for one in values):
+            self._along_sequence.add(node)
+            if isinstance(label, Split):
+                self._of_sequence.setdefault(_shape(node), label)
+
+    def _who_split(self, node: fx.Node) -> tuple[str, ...]:
+        own = [n for n in sorted(self.problem.sources[node]) if self.parameters.get(n) != WHOLE]
+        return tuple(own) or self._origins.get(node, ())
+
+    def cheap(self, node: fx.Node) -> bool:
+        """Whether gathering it is part of the plan: a value cut along the sequence."""
+        return node in self._along_sequence
+
+    def _scattered(self, node: fx.Node) -> bool:
+        """Whether a sum over ranks becomes its part along the sequence."""
+        return isinstance(self.label(node), Partial) and _shape(node) in self._of_sequence
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)

@@ -1,0 +1,143 @@
+"""A label says what each of n processes holds of a tensor: all of it, a slice, or a summand.
+
+    Whole            every rank holds the tensor
+    Split(d, g)      dim d is cut into g segments, and every segment into n equal parts; rank r
+                     holds part r of each segment, one after another (g = 3: fused q, k and v;
+                     g = (4, 1, 1): four times as many heads of q as of k and of v)
+    Partial          every rank holds a tensor of the full shape; their sum is the tensor
+    Tiled(…)         the ranks form a grid; each of its axes has a label of its own (4 ranks that
+                     share 2 key/value heads: 2 × 2, the outer axis splits, the inner one does not)
+
+Source: the placements of GSPMD (Xu et al. 2021, 2105.04663) and DTensor, with segments added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.base.errors import PlanError
+from shoal.base.plans.placement import Groups, segment_sizes
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every rank holds all of it."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A label: rank r holds part r of dim `dim`, equal parts of each of its `groups` segments."""
+
+    dim: int
+    groups: Groups = 1
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The tensor is the sum of what the ranks hold."""
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A label on a grid of ranks: (degree, Whole or Split) for each axis, the outermost first."""
+
+    axes: tuple[tuple[int, Whole | Split], ...]
+
+
+Label = Whole | Split | Partial | Tiled
+
+WHOLE = Whole()
+PARTIAL = Partial()
+
+
+def divides(size: int, groups: Groups, degree: int) -> bool:
+    """Whether a dim of this size can be cut so.
+
+    >>> divides(12, 3, 2), divides(12, 3, 8), divides(16, (2, 1, 1), 4), divides(8, (2, 1, 1), 4)
+    (True, False, True, False)
+    """
+    sizes = segment_sizes(size, groups)
+    return size > 0 and bool(sizes) and all(n % degree == 0 for n in sizes)
+
+
+def count_of(groups: Groups) -> int:
+    """How many segments these are."""
+    return groups if isinstance(groups, int) else len(groups)
+
+
+def in_segments(label: Label) -> str:
+    """A label's segments in words; nothing where there is one.
+
+    >>> in_segments(Split(0, 3)), in_segments(Split(0, (4, 1, 1))), in_segments(Split(0))
+    (' in 3 segments', ' in segments of 4 : 1 : 1', '')
+    """
+    groups = label.groups if isinstance(label, Split) else 1
+    if isinstance(groups, int):
+        return f" in {groups} segments" if groups > 1 else ""
+    return f" in segments of {' : '.join(str(share) for share in groups)}"
+
+
+def cut(tensor: Tensor, label: Label, rank: int, degree: int) -> Tensor:
+    """What rank `rank` of `degree` holds of a whole tensor: contiguous, maybe a view of it.
+
+    Errors: PlanError where the dim does not divide.
+    """
+    if isinstance(label, Tiled):
+        for position, (parts, inner) in zip(grid_place(label, rank), label.axes, strict=True):
+            tensor = cut(tensor, inner, position, parts)
+        return tensor
+    if not isinstance(label, Split):
+        return tensor
+    dim, groups = label.dim, label.groups
+    size = tensor.shape[dim]
+    if not divides(size, groups, degree):
+        least = min(segment_sizes(size, groups) or (size // count_of(groups),))
+        raise PlanError(
+            f"a dim of size {size}{in_segments(label)} does not divide into {degree} equal parts; "
+            f"try: a degree that divides {least}"
+        )
+    if isinstance(groups, int):
+        width = size // (groups * degree)
+        parts = tensor.unflatten(dim, (groups, degree, width)).select(dim + 1, rank)
+        return parts.flatten(dim, dim + 1).contiguous()
+    segments = tensor.split(segment_sizes(size, groups), dim)
+    return torch.cat([segment.chunk(degree, dim)[rank] for segment in segments], dim)
+
+
+def join(shards: Sequence[Tensor], label: Label) -> Tensor:
+    """The whole tensor from what every rank holds, in the order of the ranks."""
+    if isinstance(label, Tiled):
+        for parts, inner in reversed(label.axes):
+            rows = [shards[k : k + parts] for k in range(0, len(shards), parts)]
+            shards = [join(row, inner) for row in rows]
+        return shards[0]
+    if isinstance(label, Partial):
+        return torch.stack(list(shards)).sum(0)
+    if isinstance(label, Split):
+        if label.groups == 1:
+            return torch.cat(list(shards), label.dim)
+        if isinstance(label.groups, int):
+            width = shards[0].shape[label.dim] // label.groups
+            pieces = [shard.unflatten(label.dim, (label.groups, width)) for shard in shards]
+            return torch.stack(pieces, label.dim + 1).flatten(label.dim, label.dim + 2)
+        widths = segment_sizes(shards[0].shape[label.dim], label.groups)
+        held = [shard.split(widths, label.dim) for shard in shards]  # [rank][segment]
+        return torch.cat([part for same in zip(*held, strict=True) for part in same], label.dim)
+    return shards[0]
+
+
+def grid_place(label: Tiled, rank: int) -> tuple[int, ...]:
+    """Coordinates of a rank in the label's grid, the last axis fastest.
+
+    >>> grid_place(Tiled(((2, Split(0)), (2, Whole()))), 3)
+    (1, 1)
+    """
+    place = []
+    for parts, _ in reversed(label.axes):
+        place.append(rank % parts)
+        rank //= parts
+    return tuple(reversed(place))

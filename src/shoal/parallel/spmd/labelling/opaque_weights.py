@@ -1,0 +1,122 @@
+"""Decides how the parameters of an opaque part are cut: all of them at once, by running the part.
+
+    whole inputs × parameters cut alike   → a sum over ranks
+
+A layer of experts: the rows of every expert's first matrix (of gate and up, two segments), and the
+columns of its second. Which dims these are is not known beforehand, so all are tried, what leaves
+least whole first; a bias that all ranks would add is handed in by rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import fx
+
+from shoal.parallel._torch import pytree
+from shoal.parallel.spmd.labelling.candidates import Shape
+from shoal.parallel.spmd.labelling.labels import PARTIAL, WHOLE, Label, Split, count_of, divides
+from shoal.parallel.spmd.labelling.operation_terms import Choice, Step
+from shoal.parallel.spmd.labelling.rules import Rule
+from shoal.parallel.spmd.labelling.weight_cuts import Labelling, wanted
+from shoal.trace.graph.layer_graph import Untraceable
+
+SEGMENTS = (1, 2)
+"""Numbers of segments tried: one, or gate and up."""
+
+MOST_PARAMETERS = 6
+"""Parts with more are split by their children."""
+
+
+def choose(
+    labelling: Labelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
+) -> Step | None:
+    """Decide about all parameters of an opaque part; None: they stay whole.
+
+    values, undecided   as for `weights.choose`
+    """
+    slots = labelling.problem.slots(node)
+    wants = [
+        WHOLE if label is not None and labelling.cheap(one) else label
+        for one, label in zip(slots, values, strict=True)
+    ]
+    if any(label not in (None, WHOLE) for label in wants) or len(undecided) > MOST_PARAMETERS:
+        return None
+    for given in _assignments(undecided, labelling.choices, labelling.problem.degree):
+        step = _tried(labelling, slots, node, wants, given)
+        if step is not None:
+            cut = {name: label or WHOLE for name, label in given.items()}
+            labelling.parameters.update(cut)
+            for name, label in given.items():
+                if label != WHOLE:
+                    labelling.roles[name] = "once" if label is None else "with its part"
+            return step
+    return None
+
+
+def _assignments(
+    shapes: Mapping[str, Shape], choices: Mapping[str, Choice], degree: int
+) -> Iterator[dict[str, Label | None]]:
+    """Labels to try, what leaves least whole first; None: handed in by rank 0 alone."""
+    most = max(len(shape) for shape in shapes.values())
+    stacked = most > 2 and len({shape[0] for shape in shapes.values() if len(shape)}) == 1
+    options: list[list[Label | None]] = []
+    for name, shape in shapes.items():
+        splits: list[Label | None] = [
+            Split(d, g)
+            for g in SEGMENTS
+            for d in range(int(stacked), len(shape))
+            if divides(shape[d], g, degree)
+        ]
+        if choices.get(name, Choice()).kind == "whole":
+            splits = []
+        beside: list[Label | None] = [None, WHOLE] if len(shape) < most else []
+        options.append([*splits, *beside] or [WHOLE])  # a whole matrix makes a whole product
+
+    def dear(labels: tuple[Label | None, ...]) -> tuple[int, int]:
+        pairs = list(zip(labels, shapes.values(), strict=True))
+        left = sum(math.prod(shape) for label, shape in pairs if not isinstance(label, Split))
+        return left, sum(count_of(label.groups) for label, _ in pairs if isinstance(label, Split))
+
+    for labels in sorted(itertools.product(*options), key=dear):
+        if any(isinstance(label, Split) for label in labels):
+            yield dict(zip(shapes, labels, strict=True))
+
+
+def _tried(
+    labelling: Labelling,
+    slots: list[fx.Node],
+    node: fx.Node,
+    values: list[Any],
+    given: Mapping[str, Label | None],
+) -> Step | None:
+    """The step with these labels, where the ranks' results add up to the whole ones."""
+    if (asked := wanted(labelling, slots, values, given)) is None:
+        return None
+    wants, once = asked
+    rule = labelling.rule(node, wants, once)
+    return Step(tuple(wants), rule, once) if rule is not None and _adds_up(node, rule) else None
+
+
+def _adds_up(node: fx.Node, rule: Rule) -> bool:
+    """Whether all floating results are sums: one that every rank has whole has whole gradients."""
+    results = pytree.tree_leaves(node.meta["val"])
+    outs = rule.out if isinstance(rule.out, tuple) else (rule.out,) * len(results)
+    return all(
+        out == PARTIAL for one, out in zip(results, outs, strict=True) if one.is_floating_point()
+    )
+
+
+def check_split(parts: Iterable[str], labels: Mapping[str, Label]) -> None:
+    """What is no graph is one operation of its layer only where that splits it.
+
+    parts   names in the layer · labels  of the layer's parameters
+    Errors  Untraceable: the layer is better split by its children
+    """
+    for part in parts:
+        inside = [label for name, label in labels.items() if name.startswith(f"{part}.")]
+        if all(label == WHOLE for label in inside):
+            raise Untraceable(f"{part} hangs on numbers, and cut parameters do not make up a sum")

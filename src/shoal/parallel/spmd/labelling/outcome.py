@@ -1,0 +1,157 @@
+"""Reads a label off results: how what the ranks computed makes up what one process computed.
+
+put together along dim d, in segments g   → Split(d, g)
+put together along two dims               → Tiled, the ranks as a grid
+added up, or averaged                     → Partial
+equal                                     → Whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.base.plans.placement import Groups, proportions, segment_sizes
+from shoal.parallel.spmd.labelling.labels import PARTIAL, WHOLE, Label, Split, Tiled, join
+
+MOST_GROUPS = 64
+"""So many counts of segments are tried, the smallest first, where no input's count fits."""
+
+
+def labels_of(
+    whole: Any,
+    results: Sequence[Any],
+    labels: Sequence[Label],
+    degree: int,
+    shapes: Sequence[tuple[int, ...]] = (),
+) -> Any:
+    """The label of a result, or of each of several; None where the parts do not fit.
+
+    labels   of the inputs: their segments are tried first · shapes  of the inputs, where several
+             may have been put together
+    """
+    if not isinstance(whole, list | tuple):
+        return label_of(whole, results, labels, degree, shapes)
+    if any(len(result) != len(whole) for result in results):
+        return None
+    out = []
+    for k, item in enumerate(whole):
+        label = label_of(item, [result[k] for result in results], labels, degree)
+        if label is None:
+            return None
+        out.append(label)
+    return tuple(out)
+
+
+def label_of(
+    whole: Any,
+    parts: Sequence[Any],
+    labels: Sequence[Label],
+    degree: int,
+    shapes: Sequence[tuple[int, ...]] = (),
+) -> Label | None:
+    """The label of one result."""
+    if not isinstance(whole, Tensor):
+        return WHOLE if all(part == whole for part in parts) else None
+    if any(part.shape != parts[0].shape or part.dim() != whole.dim() for part in parts):
+        return None
+    if parts[0].shape == whole.shape:
+        if all(close(whole, part) for part in parts):
+            return WHOLE
+        added = whole.is_floating_point() and close(whole, torch.stack(list(parts)).sum(0))
+        return PARTIAL if added else None
+    dims = [d for d in range(whole.dim()) if whole.shape[d] != parts[0].shape[d]]
+    thin = [_thin(part, dims) for part in (whole, *parts)]  # most wrong labels show there
+    known = [*_joined(whole, dims, labels, shapes), *groups_in(labels)]
+    for label in _candidates(whole, parts[0], dims, known, degree):
+        if close(thin[0], join(thin[1:], label)) and close(whole, join(parts, label)):
+            return label
+    return None
+
+
+def is_average(whole: Any, parts: Sequence[Any]) -> bool:
+    """Whether ranks' results average to the whole one: a mean over what is split in equal parts."""
+    if not all(isinstance(t, Tensor) and t.shape == parts[0].shape for t in (whole, *parts)):
+        return False
+    return whole.is_floating_point() and close(whole, torch.stack(list(parts)).mean(0))
+
+
+def _thin(tensor: Tensor, dims: list[int]) -> Tensor:
+    """One index in the middle of every dim but these."""
+    for d in range(tensor.dim()):
+        if d not in dims and tensor.shape[d]:
+            tensor = tensor.narrow(d, tensor.shape[d] // 2, 1)
+    return tensor
+
+
+def _candidates(
+    whole: Tensor, part: Tensor, dims: list[int], known: Sequence[Groups], degree: int
+) -> Iterator[Label]:
+    ratios = {d: whole.shape[d] // max(1, part.shape[d]) for d in dims}
+    if any(ratios[d] * part.shape[d] != whole.shape[d] for d in dims):
+        return
+    if len(dims) == 1:
+        (d,) = dims
+        ratio = ratios[d]
+        splits = [Split(d, g) for g in _groups(part.shape[d], known)]
+        if ratio == degree:
+            yield from splits
+        elif degree % ratio == 0:
+            copies = degree // ratio
+            yield from (Tiled(((ratio, split), (copies, WHOLE))) for split in splits)
+            yield from (Tiled(((copies, WHOLE), (ratio, split))) for split in splits)
+    elif len(dims) == 2 and ratios[dims[0]] * ratios[dims[1]] == degree:
+        for a, b in (dims, dims[::-1]):
+            for one in _groups(part.shape[a], known):
+                for other in _groups(part.shape[b], known):
+                    yield Tiled(((ratios[a], Split(a, one)), (ratios[b], Split(b, other))))
+
+
+def _joined(
+    whole: Tensor, dims: list[int], labels: Sequence[Label], shapes: Sequence[tuple[int, ...]]
+) -> list[Groups]:
+    """Segments of a result that is made of its inputs, one after another: theirs, in order."""
+    if len(dims) != 1 or len(shapes) < 2:
+        return []
+    (d,) = dims
+    sizes: list[int] = []
+    for shape, label in zip(shapes, labels, strict=True):
+        if len(shape) != whole.dim() or any(
+            k != d and shape[k] != whole.shape[k] for k in range(whole.dim())
+        ):
+            return []
+        groups = label.groups if isinstance(label, Split) and label.dim == d else 1
+        sizes += segment_sizes(shape[d], groups)
+    return [proportions(sizes)] if sum(sizes) == whole.shape[d] and min(sizes) > 0 else []
+
+
+def groups_in(labels: Sequence[Label | None]) -> list[Groups]:
+    """Segments that the labels have, then one.
+
+    >>> groups_in([WHOLE, Split(0, 3), Split(1, (2, 1, 1))])
+    [3, (2, 1, 1), 1]
+    """
+    found: list[Groups] = []
+    for label in labels:
+        for _, one in label.axes if isinstance(label, Tiled) else ((0, label),):
+            if isinstance(one, Split):
+                found.append(one.groups)
+    return list(dict.fromkeys([*found, 1]))
+
+
+def _groups(size: int, known: Sequence[Groups]) -> list[Groups]:
+    """Segments to try: those that are known, then as many as the divisors of a part's size."""
+    every = [g for g in range(1, size + 1) if size % g == 0][:MOST_GROUPS]
+    return [g for g in dict.fromkeys([*known, *every]) if segment_sizes(size, g)]
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    """Equal but for rounding."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return bool(torch.equal(one, other))
+    return bool(torch.allclose(one, other, rtol=1e-8, atol=1e-8, equal_nan=True))

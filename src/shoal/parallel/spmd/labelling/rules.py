@@ -1,0 +1,282 @@
+"""Finds how an operation acts on parts of tensors by running it: no table of operations.
+
+The operation runs once on whole random tensors and once per rank on what the labels say that rank
+holds; `outcome.py` reads off how the results make up the whole one. Numbers among the arguments
+may mean sizes of the whole tensor: if the operation fails as it stands, it is tried with some of
+them divided. Large tensors are tried at smaller sizes, equal ones staying equal.
+
+Source: EasyDist's discovery (alibaba/easydist), with segments, grids and divided arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shoal.parallel._torch import pytree
+from shoal.parallel.spmd.labelling.experiment import Call, Experiment, Value, run
+from shoal.parallel.spmd.labelling.labels import (
+    PARTIAL,
+    WHOLE,
+    Label,
+    Partial,
+    Split,
+    Tiled,
+    cut,
+    divides,
+)
+from shoal.parallel.spmd.labelling.node_arguments import (
+    Edit,
+    divided,
+    edits,
+    numbers_in,
+    renumbered,
+)
+from shoal.parallel.spmd.labelling.outcome import is_average, labels_of
+from shoal.trace.graph.layer_graph import is_reference, shared_attention
+
+LARGE = 1 << 18
+"""Elements in a call's tensors from which smaller sizes are tried."""
+
+TOO_MANY = 1 << 26
+"""Elements of an opaque part that no rule is found with, where it cannot be made smaller."""
+
+KEPT = 16
+"""Experiments kept at a time: they hold tensors."""
+
+DROPOUTS = frozenset({torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default})
+"""Random operations whose mask can be drawn whole and cut."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What comes out, and what must be done for it.
+
+    out      a label, or one for each of several results
+    edits    which arguments are divided
+    masked   dropout: each rank takes its part of the whole mask
+    writes   places of buffers that it changes
+    averaged the ranks' results average to the whole one: summed, each divided by their number
+    joint    attention that the ranks compute together, each with its part of the sequence
+    """
+
+    out: Label | tuple[Label, ...]
+    edits: tuple[Edit, ...] = ()
+    masked: bool = False
+    writes: tuple[int, ...] = ()
+    averaged: bool = False
+    joint: bool = False
+
+
+class Rules:
+    """Rules found so far, by call and labels; one for all layers of a model."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[object, ...], Rule | None] = {}
+        self._experiments: dict[Call, Experiment | None] = {}
+
+    def find(
+        self, call: Call, labels: tuple[Label, ...], degree: int, once: frozenset[int] = frozenset()
+    ) -> Rule | None:
+        """The rule for inputs with these labels, or None where the ranks' results do not fit.
+
+        once   places of tensors that rank 0 alone hands in, the others zeros
+        """
+        key = (call, labels, degree, once)
+        if key not in self.known:
+            self.known[key] = self._search(call, labels, degree, once)
+        return self.known[key]
+
+    def forget_tensors(self) -> None:
+        """Keep the rules and let go of the tensors that they were found with."""
+        self._experiments.clear()
+
+    def _search(
+        self, call: Call, labels: tuple[Label, ...], degree: int, once: frozenset[int]
+    ) -> Rule | None:
+        if not _possible(call, labels, degree):
+            return None
+        if call.target is shared_attention and (rule := _joint(call, labels)) is not None:
+            return rule
+        if sum(value.elements for value in call.values) > LARGE:
+            small = _smaller(call, labels, degree)
+            if small is None and is_reference(call.target):
+                from shoal.trace.graph.opaque_parts import smaller  # which made the call
+
+                small = smaller(call, degree)
+                if small is None and sum(value.elements for value in call.values) > TOO_MANY:
+                    return None
+            if small is not None and _possible(small, labels, degree) and self._experiment(small):
+                found = self._try(small, labels, degree, once)
+                if found is None or not found.edits or _fits(call, labels, degree, found):
+                    return found
+        return self._try(call, labels, degree, once)
+
+    def _experiment(self, call: Call) -> Experiment | None:
+        if call not in self._experiments:
+            if len(self._experiments) >= KEPT:
+                self.forget_tensors()
+            self._experiments[call] = Experiment.of(call)
+        return self._experiments[call]
+
+    def _try(
+        self, call: Call, labels: tuple[Label, ...], degree: int, once: frozenset[int]
+    ) -> Rule | None:
+        whole = self._experiment(call)
+        if whole is None:
+            return None
+        if whole.draws:
+            cannot = call.target not in DROPOUTS or isinstance(labels[0], Partial)
+            return None if cannot else Rule(labels[0], masked=True)
+        held = [whole.on_rank(labels, once, 0, degree)]
+        for edit in edits(call.template, degree, grids(labels, degree)):
+            template = divided(call.template, edit)
+            results = [whole.rerun(template, held[0], labels, 0, degree)]
+            if results[0] is None:
+                continue
+            if len(held) == 1:
+                held += [whole.on_rank(labels, once, rank, degree) for rank in range(1, degree)]
+            for rank in range(1, degree):
+                results.append(whole.rerun(template, held[rank], labels, rank, degree))
+            if any(result is None for result in results):
+                continue
+            shapes = [value.shape for value in call.values]
+            out = labels_of(whole.result, results, labels, degree, shapes)
+            if out is not None:
+                return Rule(out, edit, writes=tuple(sorted(whole.changed)))
+            if is_average(whole.result, results) and not whole.changed:
+                return Rule(PARTIAL, edit, averaged=True)
+        return None
+
+
+def _possible(call: Call, labels: tuple[Label, ...], degree: int) -> bool:
+    """Whether tensors of these shapes and kinds can have these labels."""
+    for value, label in zip(call.values, labels, strict=True):
+        if isinstance(label, Partial) and not value.dtype.is_floating_point:
+            return False
+        for parts, one in label.axes if isinstance(label, Tiled) else ((degree, label),):
+            if isinstance(one, Split) and not divides(value.shape[one.dim], one.groups, parts):
+                return False
+    return True
+
+
+def _joint(call: Call, labels: tuple[Label, ...]) -> Rule | None:
+    """Queries, keys and values of neighbouring tokens: nobody needs to see all of them.
+
+    Of a mask a rank has the rows of its queries, or all where one row is every query's.
+    """
+    along = Split(len(call.values[0].shape) - 2)
+    if any(label != along for label in labels[:3]):
+        return None
+    for value, label in zip(call.values[3:], labels[3:], strict=True):
+        dim = len(value.shape) - 2
+        if label != (Split(dim) if value.shape[dim] > 1 else WHOLE):
+            return None
+    return Rule(along, joint=True)
+
+
+def grids(labels: Sequence[Label | None], degree: int) -> list[int]:
+    """Outer degrees of the grids of ranks to try: that of a tiled label, else every divisor.
+
+    >>> grids([], 8)
+    [2, 4]
+    """
+    tiled = [label.axes[0][0] for label in labels if isinstance(label, Tiled)]
+    return tiled[:1] or [k for k in range(2, degree) if degree % k == 0]
+
+
+def _smaller(call: Call, labels: Sequence[Label], degree: int) -> Call | None:
+    """The same call at smaller sizes, equal ones staying equal; None where values are known.
+
+    Numbers above 4, which are more than a dim's number, must be sizes and become smaller with them.
+    """
+    if call.buffers or any(value.known is not None for value in call.values):
+        return None
+    if call.target is torch.ops.aten.reshape.default:
+        return _smaller_reshape(call, labels, degree)
+    sizes = {n for value in call.values for n in value.shape}
+    numbers = {n for _, n in numbers_in(call.template) if n > 4}
+    if not numbers <= sizes:
+        return None
+    small = _shrunk(sorted(sizes), degree, _units(call, labels))
+    return _with(
+        call,
+        [tuple(small[n] for n in value.shape) for value in call.values],
+        renumbered(call.template, {n: small[n] for n in numbers}),
+    )
+
+
+def _smaller_reshape(call: Call, labels: Sequence[Label], degree: int) -> Call | None:
+    """A reshape whose first and last dims, as far as they stay as they are, are smaller."""
+    args, kwargs = call.template
+    shape, wanted = call.values[0].shape, tuple(args[1])
+    pairs = list(zip(shape, wanted, strict=False))
+    first = next((k for k, (n, m) in enumerate(pairs) if n != m), len(pairs))
+    ends = list(zip(reversed(shape[first:]), reversed(wanted[first:]), strict=False))
+    last = next((k for k, (n, m) in enumerate(ends) if n != m), len(ends))
+    kept = sorted({*shape[:first], *(shape[len(shape) - last :])})
+    inner = {*shape[first : len(shape) - last], *wanted[first : len(wanted) - last]}
+    small = _shrunk(kept, degree, _units(call, labels), besides=inner)
+
+    def shrunk(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        middle = sizes[first : len(sizes) - last]
+        ends = (sizes[:first], sizes[len(sizes) - last :])
+        return (*(small[n] for n in ends[0]), *middle, *(small[n] for n in ends[1]))
+
+    return _with(call, [shrunk(shape)], ([args[0], list(shrunk(wanted)), *args[2:]], kwargs))
+
+
+def _units(call: Call, labels: Sequence[Label]) -> dict[int, int]:
+    """By size, what a dim that is cut in segments must stay a multiple of, beside the ranks."""
+    units: dict[int, int] = {}
+    for value, label in zip(call.values, labels, strict=True):
+        for _, one in label.axes if isinstance(label, Tiled) else ((0, label),):
+            if isinstance(one, Split):
+                size = value.shape[one.dim]
+                count = one.groups if isinstance(one.groups, int) else sum(one.groups)
+                units[size] = math.lcm(units.get(size, 1), count)
+    return units
+
+
+def _shrunk(
+    sizes: Sequence[int], degree: int, units: Mapping[int, int], besides: Collection[int] = ()
+) -> dict[int, int]:
+    """Smaller sizes that can be cut as the old ones; those that differ go on to differ."""
+    taken = {*besides, *sizes}  # by sizes that may stay as they are
+    small: dict[int, int] = {}
+    multiple = 4
+    for n in sizes:
+        while multiple % units.get(n, 1) or (multiple * degree in taken and multiple * degree < n):
+            multiple += 1
+        if n <= multiple * degree or n % degree:
+            small[n] = n
+        else:
+            small[n] = multiple * degree
+            multiple += 1
+    return small
+
+
+def _with(call: Call, shapes: Sequence[tuple[int, ...]], template: Any) -> Call:
+    values = tuple(Value(s, v.dtype) for s, v in zip(shapes, call.values, strict=True))
+    return replace(call, arguments=repr(template), template=template, values=values)
+
+
+def _fits(call: Call, labels: tuple[Label, ...], degree: int, rule: Rule) -> bool:
+    """Whether a rule found at smaller sizes gives each rank results of the right shapes."""
+    whole = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in call.values]
+    result, template = run(call, call.template, whole), divided(call.template, rule.edits)
+    if result is None:
+        return False
+    wholes = pytree.tree_leaves(result)
+    outs = rule.out if isinstance(rule.out, tuple) else (rule.out,) * len(wholes)
+    for rank in range(degree):
+        held = [cut(t, label, rank, degree) for t, label in zip(whole, labels, strict=True)]
+        mine = pytree.tree_leaves(run(call, template, held))
+        wanted = [cut(t, label, rank, degree) for t, label in zip(wholes, outs, strict=True)]
+        if [t.shape for t in wanted] != [getattr(t, "shape", None) for t in mine]:
+            return False
+    return True

@@ -1,0 +1,240 @@
+"""Decides where gradients are summed: the cheapest place between whole values and split work.
+
+A value that every rank holds whole has, on every rank, either its whole gradient or a part of it.
+Split work gives parts; the layer's inputs and outputs, and what was summed, have whole ones. A
+value at which one becomes the other costs an all-reduce in the backward pass (`exchange.enter`),
+once per value. The cheapest set of such values is a minimum cut of the graph of whole values, and
+of several the last: so norms before a column product keep whole gradients, and a key projection
+that stays whole beside a split query shares the query's all-reduce.
+
+    parameter with parts     free: summed once a step, with all others of its kind
+    gathered value           reduce-scatter, or with whole gradients nothing at all
+    whole value that is cut  all-gather, or with parts nothing at all
+
+Source: max-flow min-cut (Ford and Fulkerson 1956), shortest augmenting paths (Edmonds, Karp 1972).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from shoal.base.errors import BugError
+from shoal.parallel.spmd.labelling.label_graph import Labelling
+from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Partial, Split
+from shoal.trace.graph.layer_graph import Traced, Untraceable
+
+LATENCY = 1 << 12
+"""What one more collective costs, in elements. Elements, not bytes: the place must not depend on
+the precision that a layer happens to be traced in."""
+
+ENDLESS = 1 << 60
+
+Held = tuple[fx.Node, str]
+"""A whole value: a node as it is ("own"), gathered, or reduced."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Which whole values have parts of a gradient on every rank.
+
+    parts     values (and parameters) that do
+    entered   values with whole gradients that go into split work through `exchange.enter`
+    """
+
+    parts: frozenset[Held]
+    entered: frozenset[Held]
+
+    def gives_parts(self, held: Held) -> bool:
+        """Whether what is handed on from this value comes back in parts."""
+        return held in self.parts or held in self.entered
+
+
+def held_as(label: Label, want: Label) -> str | None:
+    """In which whole form a value is handed on; None: split, or a sum that is scattered."""
+    if label == WHOLE:
+        return "own"
+    if isinstance(label, Partial):
+        return "reduced" if want == WHOLE else None
+    return None if label == want else "gathered"
+
+
+def place_sums(labelling: Labelling, partial: frozenset[str] | None = None) -> Sums:
+    """The cheapest places.
+
+    partial   the parameters whose gradients may be in parts, where that is settled: those that
+              are whole must be counted once where all of these are summed
+    Errors: Untraceable where there is no place for that.
+    """
+    flow = _Flow()
+    network = _Network(labelling, flow)
+    if partial is not None:
+        network.settle(partial)
+    for node in labelling.problem.traced.graph.nodes:
+        if node.op == "call_function":
+            network.operation(node)
+    for value, wanted in labelling.outputs:
+        network.output(value, wanted)
+    late = flow.reaching_sink()
+    inside = {held for held in network.seen if (held, "in") in late}
+    after = {held for held in network.seen if (held, "out") in late}
+    return Sums(frozenset(inside), frozenset(after - inside))
+
+
+class _Network:
+    """Whole values as pairs of flow nodes: source side whole gradients, sink side parts."""
+
+    def __init__(self, labelling: Labelling, flow: _Flow) -> None:
+        self.labelling, self.flow = labelling, flow
+        self.problem = labelling.problem
+        self.seen: set[Held] = set()
+        self.settled = False
+        self.certain = need_gradients(self.problem.traced)
+
+    def value(self, held: Held) -> Held:
+        """Make sure that a whole value is in the network."""
+        if held in self.seen:
+            return held
+        self.seen.add(held)
+        node, form = held
+        size = 0
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            size = value.numel()
+            cost = 2 * size + LATENCY if node in self.certain else 1
+            self.flow.add((held, "in"), (held, "out"), cost)
+        else:
+            self.flow.add((held, "in"), (held, "out"), ENDLESS)  # several results: enter each
+        if form == "reduced" or (form == "own" and node in self.problem.inputs):
+            self.flow.add(SOURCE, (held, "in"), ENDLESS)
+        elif form == "gathered":
+            self.flow.add(SOURCE, (held, "in"), size + LATENCY)
+        elif form == "own" and node in self.problem.parameters and not self.settled:
+            self.flow.add(SOURCE, (held, "in"), 1)
+        return held
+
+    def settle(self, partial: frozenset[str]) -> None:
+        """Trained parameters have whole gradients unless they are among these."""
+        self.settled = True
+        for node, name in self.problem.parameters.items():
+            whole = self.labelling.parameters.get(name, WHOLE) == WHOLE
+            if node in self.problem.traced.trained and whole:
+                held = self.value((node, "own"))
+                self.flow.add(SOURCE, (held, "in"), 1 if name in partial else ENDLESS)
+
+    def operation(self, node: fx.Node) -> None:
+        """How an operation's inputs and output hang together."""
+        step = self.labelling.steps.get(node)
+        if step is None:  # picks one of several results
+            source = node.args[0]
+            if not isinstance(source, fx.Node):
+                raise BugError(f"{node} picks a result of {source}, which is no operation")
+            if self.labelling.label(node) == WHOLE and differentiable(node):
+                self._follows(self.value((node, "own")), self.value((source, "own")))
+            return
+        plain = all(want == WHOLE for want in step.wants) and not step.once
+        slots = self.problem.slots(node)
+        for one, want in zip(slots, step.wants, strict=True):
+            label = self.labelling.label(one)
+            form = held_as(label, want)
+            if form is None or not differentiable(one) or isinstance(label, tuple):
+                continue
+            held = self.value((one, form))
+            if want != WHOLE:
+                cost = one.meta["val"].numel() + LATENCY
+                self.flow.add((held, "out"), SINK, cost if isinstance(want, Split) else ENDLESS)
+            elif not plain:
+                self.flow.add((held, "out"), SINK, ENDLESS)
+            elif differentiable(node):
+                self._follows(self.value((node, "own")), held)
+
+    def _follows(self, made: Held, source: Held) -> None:
+        """Made of parts-giving values it gives parts; with a whole gradient so have its sources."""
+        self.flow.add((source, "out"), (made, "in"), ENDLESS)
+        self.flow.add((made, "in"), (source, "in"), ENDLESS)
+
+    def output(self, node: fx.Node, wanted: Label) -> None:
+        """What leaves the layer has a whole gradient."""
+        form = held_as(self.labelling.label(node), wanted)
+        if form is None or not differentiable(node):
+            return
+        held = self.value((node, form))
+        if wanted == WHOLE:
+            self.flow.add(SOURCE, (held, "in"), ENDLESS)
+        else:
+            self.flow.add((held, "out"), SINK, node.meta["val"].numel() + LATENCY)
+
+
+def differentiable(node: fx.Node) -> bool:
+    """Whether gradients can flow through a value: floating numbers, alone or among several."""
+    value = node.meta.get("val")
+    leaves = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves)
+
+
+def need_gradients(traced: Traced) -> set[fx.Node]:
+    """Values that surely need a gradient: made of parameters or inputs that do."""
+    found: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        made = differentiable(node) and any(one in found for one in node.all_input_nodes)
+        if node in traced.trained or made:
+            found.add(node)
+    return found
+
+
+SOURCE, SINK = "source", "sink"
+
+
+class _Flow:
+    """A flow network with whole-number capacities."""
+
+    def __init__(self) -> None:
+        self.capacity: dict[Hashable, dict[Hashable, int]] = {SOURCE: {}, SINK: {}}
+
+    def add(self, start: Hashable, stop: Hashable, capacity: int) -> None:
+        """An edge; of parallel ones the capacities add up."""
+        edges = self.capacity.setdefault(start, {})
+        edges[stop] = min(ENDLESS, edges.get(stop, 0) + capacity)
+        self.capacity.setdefault(stop, {}).setdefault(start, 0)
+
+    def reaching_sink(self) -> set[Hashable]:
+        """Nodes from which the sink can be reached once the flow is greatest."""
+        while True:
+            path = self._path()
+            if path is None:
+                break
+            pairs = list(zip(path, path[1:], strict=False))
+            room = min(self.capacity[a][b] for a, b in pairs)
+            if room >= ENDLESS:
+                raise Untraceable("a value must have whole and partial gradients at once")
+            for a, b in pairs:
+                self.capacity[a][b] -= room
+                self.capacity[b][a] += room
+        found: set[Hashable] = {SINK}
+        waiting: deque[Hashable] = deque([SINK])
+        while waiting:
+            node = waiting.popleft()
+            for other in self.capacity[node]:
+                if other not in found and self.capacity[other][node] > 0:
+                    found.add(other)
+                    waiting.append(other)
+        return found
+
+    def _path(self) -> list[Hashable] | None:
+        before: dict[Hashable, Hashable] = {SOURCE: SOURCE}
+        waiting: deque[Hashable] = deque([SOURCE])
+        while waiting:
+            node = waiting.popleft()
+            for other, room in self.capacity[node].items():
+                if room > 0 and other not in before:
+                    before[other] = node
+                    if other == SINK:
+                        path: list[Hashable] = [other]
+                        while path[-1] != SOURCE:
+                            path.append(before[path[-1]])
+                        return path[::-1]
+                    waiting.append(other)
+        return None

@@ -1,0 +1,142 @@
+"""Decides how the weights of one operation are cut, where they meet their first activation.
+
+    whole activation × weight cut along its outputs   → split result       (column)
+    split activation × weight cut along its inputs    → sum over ranks     (row)
+    split activation × weight cut alike               → split result       (bias, per-channel scale)
+
+Which dim is which is not known beforehand: every dim is tried, and `rules.py` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import fx
+
+from shoal.parallel.spmd.labelling.candidates import Shape, assignments, parts_of
+from shoal.parallel.spmd.labelling.labels import PARTIAL, WHOLE, Label, Split, Tiled
+from shoal.parallel.spmd.labelling.operation_terms import Choice, Step
+from shoal.parallel.spmd.labelling.problem import Problem
+from shoal.parallel.spmd.labelling.rules import Rule
+
+
+class Labelling(Protocol):
+    """Attempt to label a layer (`label_graph.py`), which asks back about weights."""
+
+    problem: Problem
+    choices: Mapping[str, Choice]
+    parameters: dict[str, Label]
+    roles: dict[str, str]
+
+    def weight(self, node: fx.Node, given: Mapping[str, Label]) -> Any:
+        """The label of a value made of parameters alone, under these labels of theirs."""
+
+    def rule(
+        self, node: fx.Node, wants: Sequence[Label], once: frozenset[int] = frozenset()
+    ) -> Rule | None:
+        """How the operation acts on inputs with these labels; None: not at all."""
+
+    def cheap(self, node: fx.Node) -> bool:
+        """Whether gathering this value costs little."""
+
+
+def choose(
+    labelling: Labelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
+) -> Step | None:
+    """Decide about the undecided parameters of an operation; None: they had better stay whole.
+
+    values      labels of the operation's tensors, None for weights
+    undecided   shapes by name
+    """
+    matrices = {name: shape for name, shape in undecided.items() if len(shape) > 1}
+    vectors = {name: shape for name, shape in undecided.items() if len(shape) <= 1}
+    choice = labelling.choices.get(next(iter(matrices)), Choice()) if matrices else Choice()
+    if choice.kind == "whole":
+        return None
+    degree = labelling.problem.degree
+    for met in _meetings(labelling, node, values, choice, bool(matrices)):
+        for given in assignments(matrices, vectors, met, choice.groups, degree):
+            step = _decide(labelling, node, met, given)
+            if step is not None:
+                return step
+    return None
+
+
+def _meetings(
+    labelling: Labelling, node: fx.Node, values: list[Any], choice: Choice, matrix: bool
+) -> Iterator[list[Any]]:
+    """Under which labels a weight may meet the other inputs: as row first, then as column."""
+    slots = labelling.problem.slots(node)
+    if any(isinstance(label, Split | Tiled) for label in values) and choice.kind != "column":
+        yield values
+    free = choice.kind == "column"
+    gathered = [
+        WHOLE if label is not None and (free or labelling.cheap(one)) else label
+        for one, label in zip(slots, values, strict=True)
+    ]
+    if choice.kind == "row":
+        for k, label in enumerate(gathered):
+            shape = tuple(slots[k].meta["val"].shape)
+            for part in parts_of(shape, [], labelling.problem.degree):
+                if label == WHOLE:
+                    yield [*gathered[:k], part, *gathered[k + 1 :]]
+    elif matrix:
+        yield gathered
+
+
+def wanted(
+    labelling: Labelling,
+    slots: list[fx.Node],
+    values: list[Any],
+    given: Mapping[str, Label | None],
+) -> tuple[list[Label], frozenset[int]] | None:
+    """Labels of an operation's slots with these of parameters, and slots that rank 0 alone fills.
+
+    values   labels that are settled; None: of a parameter · given  None: rank 0 alone hands it in
+    Gives    None where a slot comes from parameters that these labels do not decide
+    """
+    sources = labelling.problem.sources
+    labels = {name: label or WHOLE for name, label in given.items()}
+    alone = {name for name, label in given.items() if label is None}
+    wants: list[Label] = []
+    for one, label in zip(slots, values, strict=True):
+        found = labelling.weight(one, labels) if label is None else label
+        if found is None:
+            return None
+        wants.append(found)
+    return wants, frozenset(k for k, one in enumerate(slots) if sources[one] & alone)
+
+
+def _decide(
+    labelling: Labelling, node: fx.Node, values: list[Any], given: Mapping[str, Label | None]
+) -> Step | None:
+    """Keep these labels of parameters if there is a rule for them."""
+    slots = labelling.problem.slots(node)
+    labels = {name: label or WHOLE for name, label in given.items()}
+    if (asked := wanted(labelling, slots, values, given)) is None:
+        return None
+    wants, once = asked
+    rule = labelling.rule(node, wants, once)
+    if rule is None and (cut := _with_buffers(labelling, slots, wants, labels)):
+        wants, rule = cut, labelling.rule(node, cut, once)
+    if rule is None or rule.out == WHOLE or (once and rule.out != PARTIAL):
+        return None
+    if rule.out == PARTIAL and not any(isinstance(x, Split | Tiled) for x in values):
+        return None  # a product over cut weights alone: more to sum than to save
+    labelling.parameters.update(labels)
+    role = "row" if rule.out == PARTIAL else "column"
+    labelling.roles.update({name: role for name, label in labels.items() if label != WHOLE})
+    labelling.roles.update({name: "once" for name, label in given.items() if label is None})
+    return Step(tuple(wants), rule, once)
+
+
+def _with_buffers(
+    labelling: Labelling, slots: list[fx.Node], wants: list[Label], labels: Mapping[str, Label]
+) -> list[Label] | None:
+    """Buffers cut as the vectors beside them (running statistics, per channel)."""
+    buffers = labelling.problem.buffers
+    cut = next((label for label in labels.values() if isinstance(label, Split)), None)
+    if cut is None or not any(one in buffers for one in slots):
+        return None
+    return [cut if one in buffers else want for one, want in zip(slots, wants, strict=True)]

@@ -1,0 +1,337 @@
+"""A tensor that lies in parts on several ranks and looks whole to everybody else.
+
+Under sequence parallelism a block hands its rank's part of the sequence straight to the next block.
+Between two blocks stands the user's own code, which knows nothing of parts: whatever it does with a
+`SequenceShard` gathers the whole first, so it is always right, and free where it does nothing.
+
+Protocol  shape, dtype, device …: the whole tensor's, at once   `.local`: this rank's part
+          any torch function on it: all-gather, kept with the shard, then the function on the whole
+          What is computed from a gathered whole is computed by every rank alike, so the gradient of
+          the whole is complete on each and a rank just takes its part of it: gather forward, slice
+          backward. A deal of `summands` says otherwise: only their sum over the ranks is complete.
+          A library that walks structures (recompute, FSDP's hooks) sees `.local`, an ordinary
+          tensor: the class is registered with torch's pytree.
+Source    Korthikanti et al. 2022 (2205.05198) for the parts; the wrapper is our own
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.base.errors import PlanError
+from shoal.parallel._torch import pytree
+from shoal.parallel.spmd.autograd_collectives import Axis
+from shoal.parallel.spmd.labelling.labels import Label, Split
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How one dim of a tensor is dealt to the ranks of an axis.
+
+    dim    which one · cuts  rank r has the indices from cuts[r] to cuts[r + 1]
+    summands   the ranks' gradients of a gathered whole add up to its gradient, and so do those of
+               a whole that is cut; else each rank has all of it
+    """
+
+    axis: Axis
+    dim: int
+    cuts: tuple[int, ...]
+    summands: bool = False
+
+    @staticmethod
+    def even(axis: Axis, dim: int, length: int, *, summands: bool = False) -> Deal:
+        """As equal as it goes: the first `length % size` ranks have one index more."""
+        return Deal(axis, dim, even_cuts(length, axis.size), summands)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part, in memory of its own."""
+        start, stop = self.cuts[self.axis.rank], self.cuts[self.axis.rank + 1]
+        return whole.narrow(self.dim, start, stop - start).contiguous()
+
+    def part_of_gradient(self, whole: Tensor) -> Tensor:
+        """This rank's part of the gradient of a gathered whole."""
+        if not self.summands:
+            return self.part(whole)
+        spans = list(zip(self.cuts, self.cuts[1:], strict=False))
+        parts = [whole.narrow(self.dim, a, b - a).reshape(-1) for a, b in spans]
+        cuts = [0, *itertools.accumulate(part.numel() for part in parts)]
+        shape = list(whole.shape)
+        shape[self.dim] = spans[self.axis.rank][1] - spans[self.axis.rank][0]
+        return self.axis.reduce_scatter(torch.cat(parts), cuts).result().view(shape)
+
+    def whole_gradient(self, local: Tensor) -> Tensor:
+        """The gradient of a whole that was cut, or this rank's summand of it."""
+        if not self.summands:
+            return self.join(local)
+        before, length = self.cuts[self.axis.rank], self.cuts[-1]
+        shape = list(local.shape)
+        shape[self.dim] = length
+        whole = local.new_zeros(shape)
+        whole.narrow(self.dim, before, local.shape[self.dim]).copy_(local)
+        return whole
+
+    def join(self, local: Tensor) -> Tensor:
+        """The whole from every rank's part; short parts are padded on the way."""
+        lengths = [b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
+        mine, most = lengths[self.axis.rank], max(lengths)
+        local = local.contiguous()
+        if mine < most:
+            shape = list(local.shape)
+            shape[self.dim] = most - mine
+            local = torch.cat((local, local.new_zeros(shape)), self.dim)
+        parts = self.axis.all_gather(local)
+        return torch.cat(
+            [p.narrow(self.dim, 0, n) for p, n in zip(parts, lengths, strict=True)], self.dim
+        )
+
+
+def even_cuts(length: int, degree: int) -> tuple[int, ...]:
+    """Where `length` indices are cut for `degree` ranks.
+
+    >>> even_cuts(10, 4)
+    (0, 3, 6, 8, 10)
+    """
+    few, more = divmod(length, degree)
+    return tuple(rank * few + min(rank, more) for rank in range(degree + 1))
+
+
+class SequenceShard(Tensor):
+    """Shows the whole tensor's shape and holds this rank's part of one dim in `.local`.
+
+    Made by `show`. Errors: none of its own; every rank must do the same things with it, as always
+    under tensor parallelism.
+    """
+
+    deal: Deal
+    _local: Tensor
+    _whole: Tensor | None
+    _seen: int
+
+    @staticmethod
+    def __new__(cls, local: Tensor, deal: Deal) -> SequenceShard:
+        """The bare wrapper, outside of autograd."""
+        shape = list(local.shape)
+        shape[deal.dim] = deal.cuts[-1]
+        wrapper: SequenceShard = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=local.dtype, device=local.device
+        )
+        wrapper.deal, wrapper._local, wrapper._whole, wrapper._seen = deal, local, None, 0
+        return wrapper
+
+    def __init__(self, local: Tensor, deal: Deal) -> None:
+        """All is done in `__new__`."""
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, with its own history for autograd."""
+        self._follow()
+        return self._local
+
+    def whole(self) -> Tensor:
+        """All of it, gathered at the first call and kept as long as the shard."""
+        if self._whole is None:
+            with torch.enable_grad():
+                self._whole = gather(self._local, self.deal)
+            self._seen = self._whole._version
+        return self._whole if torch.is_grad_enabled() else self._whole.detach()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Without gathering: printing on one rank must not wait for the others."""
+        cuts, rank = self.deal.cuts, self.deal.axis.rank
+        return (
+            f"{type(self).__name__}({list(self.shape)}, here {cuts[rank]} … {cuts[rank + 1] - 1} "
+            f"of dim {self.deal.dim})"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Free for what needs no numbers; everything else on the whole."""
+        kwargs = kwargs or {}
+        if func in _FREE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.register_hook:
+            return args[0].local.register_hook(*args[1:], **kwargs)
+        if func is F.dropout and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
+            return args[0]
+        shards = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, SequenceShard)]
+        for shard in shards:
+            shard._follow()
+        args, kwargs = _with_wholes((args, kwargs))
+        result = func(*args, **kwargs)
+        for shard in shards:
+            shard._follow()
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Below autograd (a user's own autograd function) the numbers are the whole's too."""
+        with torch.no_grad():
+            args, kwargs = _with_wholes((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _follow(self) -> None:
+        """If the whole was changed in place, let autograd's view of the wrapper follow."""
+        whole = self._whole
+        if whole is None or whole._version == self._seen:
+            return
+        if not torch.is_grad_enabled() and whole.requires_grad:
+            raise PlanError(
+                f"a hidden state of shape {list(whole.shape)}, split over layout.tp along the "
+                f"sequence, was changed through a view (x = h[:, 0]; x.zero_()) between two "
+                f"blocks; write h = h.clone() before it, or set layout.tp=1"
+            )
+        self._local, self._seen = cut(whole, self.deal), whole._version
+        if torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                _Replace.apply(self, whole)
+
+
+def show(local: Tensor, deal: Deal, kind: type[SequenceShard] = SequenceShard) -> SequenceShard:
+    """This rank's part, shown as the whole that the parts of all ranks make.
+
+    local  [..., own part of dim, ...], part of autograd's graph or not
+    """
+    shard: SequenceShard = _Show.apply(local, deal, kind)
+    shard._local = local  # with its history: the next block goes on from here, without the wrapper
+    return shard
+
+
+def handed_on(value: Tensor, label: Label, axis: Axis) -> Tensor:
+    """A block's result as its reader gets it: whole, or this rank's part shown as the whole."""
+    if not isinstance(label, Split):
+        return value
+    return show(value, Deal.even(axis, label.dim, value.shape[label.dim] * axis.size))
+
+
+def gather(local: Tensor, deal: Deal) -> Tensor:
+    """The whole on every rank; backward: the own part of a gradient that every rank has whole."""
+    whole: Tensor = _Gather.apply(local, deal)
+    return whole
+
+
+def cut(whole: Tensor, deal: Deal) -> Tensor:
+    """The own part; backward: the parts' gradients, gathered, so that every rank has them whole."""
+    local: Tensor = _Cut.apply(whole, deal)
+    return local
+
+
+def local_of(value: Tensor, deal: Deal) -> Tensor:
+    """The own part of a whole tensor or of a shard that is dealt likewise."""
+    if isinstance(value, SequenceShard):
+        same = value.deal.dim == deal.dim and value.deal.cuts == deal.cuts
+        if same and value.deal.axis is deal.axis:
+            return value.local
+        value = value.whole()
+    return cut(value, deal)
+
+
+def whole_of(value: Any) -> Any:
+    """The whole of a shard; anything else as it is."""
+    return value.whole() if isinstance(value, SequenceShard) else value
+
+
+def _with_wholes(tree: Any) -> Any:
+    return pytree.tree_map(whole_of, tree, is_leaf=is_shard)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return pytree.tree_leaves(tree, is_leaf=is_shard)
+
+
+def is_shard(value: Any) -> bool:
+    """For pytree functions that should keep shards whole."""
+    return isinstance(value, SequenceShard)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, deal: Deal) -> Tensor:
+        ctx.deal = deal
+        return deal.join(local)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return ctx.deal.part_of_gradient(upstream), None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, deal: Deal) -> Tensor:
+        ctx.deal = deal
+        return deal.part(whole)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return ctx.deal.whole_gradient(upstream), None
+
+
+class _Show(torch.autograd.Function):
+    """Gives the wrapper a place in autograd's graph, for users' own autograd functions on it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, deal: Deal, kind: type[SequenceShard]) -> Tensor:
+        ctx.deal = deal
+        return kind(local, deal)  # which `show` gives its part with its history
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.deal.part_of_gradient(whole_of(upstream)), None, None
+
+
+class _Replace(torch.autograd.Function):
+    """From here on the wrapper stands for `whole`."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, whole: Tensor) -> Tensor:
+        ctx.mark_dirty(shard)
+        return shard
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor]:
+        return None, whole_of(upstream)
+
+
+_METADATA = (
+    *("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
+    *("is_mps", "itemsize", "nbytes", "output_nr", "_version", "_backward_hooks"),
+)
+_FREE = frozenset(getattr(Tensor, name).__get__ for name in _METADATA) | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_inference,
+    Tensor.get_device,
+    Tensor.__len__,
+    torch.numel,
+    torch.is_floating_point,
+    torch.is_complex,
+}
+"""What the wrapper answers itself."""
+
+
+def rebuild(children: Any, context: Any) -> Any:
+    """A shard again, of what a walk through a structure made of its part."""
+    (child,), (deal, kind) = children, context
+    return show(child, deal, kind) if isinstance(child, Tensor) else child
+
+
+pytree.register_pytree_node(
+    SequenceShard, lambda shard: ([shard.local], (shard.deal, type(shard))), rebuild
+)

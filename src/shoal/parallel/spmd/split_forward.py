@@ -1,0 +1,174 @@
+"""Runs a block as its split graph, in the place of its own forward.
+
+Protocol  first call with a kind of input (shapes, formats, values of non-tensor arguments, training
+          or not): the graph is made, from a copy of the block that shows whole shapes.
+          every call: inputs become what the graph takes (whole, or this rank's part of the
+          sequence), the block's parameters and buffers are looked up where they are now (a layout
+          may swap them), and results that are parts are shown as wholes (`sequence_shards.py`).
+Equal blocks share their graphs: a graph holds no numbers of its block.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from shoal.parallel._torch import function_modes, pytree
+from shoal.parallel.spmd.autograd_collectives import Axis, counted_once
+from shoal.parallel.spmd.labelling.labels import Label, Split
+from shoal.parallel.spmd.sequence_shards import Deal, handed_on, is_shard, local_of, whole_of
+from shoal.parallel.spmd.split_block import BlockSplit
+from shoal.trace.isolation.equal_layers import OF_TORCH, PLAIN
+from shoal.trace.isolation.replaced_forward import StandIn
+
+
+class Insides:
+    """A block's tensors and modes, looked up where they are now."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.parts = tuple(block.modules())
+        self.homes = {
+            f"{path}.{key}" if path else key: (part, key)
+            for path, part in block.named_modules()
+            for key in (*part._parameters, *part._buffers)
+        }
+        self.parameters = tuple(
+            (part, key)
+            for part in self.parts
+            for key, p in part._parameters.items()
+            if p is not None
+        )
+        self.attributes = tuple(
+            (part, key, value, getattr(value, "_version", 0))
+            for part in self.parts
+            for key, value in vars(part).items()
+            if key not in OF_TORCH and isinstance(value, (*PLAIN, Tensor))
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter or buffer."""
+        found: Tensor = getattr(*self.homes[name])
+        return found
+
+    def kind(self, leaves: list[Any], structure: Any) -> Hashable:
+        """What a graph depends on beside numbers."""
+        told = tuple(
+            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _plain(leaf)
+            for leaf in leaves
+        )
+        modes = tuple(part.training for part in self.parts)
+        formats = tuple(getattr(part, key).dtype for part, key in self.parameters)
+        changed = tuple(  # a graph has them as constants
+            (place, _plain(now))
+            for place, (part, key, was, version) in enumerate(self.attributes)
+            if (now := vars(part).get(key)) is not was or getattr(now, "_version", 0) != version
+        )
+        return structure, told, modes, formats, changed, tuple(map(type, function_modes()))
+
+
+class Programs:
+    """The graphs of a class of equal blocks, one for each kind of input."""
+
+    def __init__(self, split: BlockSplit, bare: nn.Module) -> None:
+        self.first, self.bare = split, bare
+        self.known: dict[Hashable, BlockSplit] = {}
+        self.compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+        self.compiled: dict[int, Callable[..., Any]] = {}
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The sample's kind of input is what the first graph serves."""
+        leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_shard)
+        self.known[Insides(self.bare).kind(leaves, structure)] = self.first
+
+    def code(self, split: BlockSplit) -> Callable[..., Any]:
+        """What runs a graph: itself, or compiled code between its exchanges."""
+        if self.compiler is None:
+            return split.run
+        if id(split) not in self.compiled:
+            from shoal.parallel.spmd.other_programs import between_exchanges
+
+            self.compiled[id(split)] = self.compiler(between_exchanges(split.run).forward)
+        return self.compiled[id(split)]
+
+    def make(self, name: str, block: nn.Module, leaves: list[Any], structure: Any) -> BlockSplit:
+        """The graph for another kind of input.
+
+        Errors: PlanError for inputs that the cut parameters cannot serve.
+        """
+        from shoal.parallel.spmd.other_programs import made_for  # the sample's kind needs none
+
+        return made_for(self.first, self.bare, name, block, leaves, structure)
+
+
+class SplitForward(StandIn):
+    """A block's forward as its split graph."""
+
+    def __init__(self, name: str, block: nn.Module, programs: Programs, axis: Axis) -> None:
+        self.programs, self.axis = programs, axis
+        self.insides = Insides(block)
+        super().__init__(name, block)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """What the block's own forward gives: whole tensors, or parts that look whole."""
+        leaves, structure = pytree.tree_flatten((inputs, named), is_leaf=is_shard)
+        kind, known = self.insides.kind(leaves, structure), self.programs.known
+        if kind not in known:
+            known[kind] = self.programs.make(self.name, self.block, leaves, structure)
+        split = known[kind]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        flat = [
+            self._enters(value, label) for value, label in zip(tensors, split.inputs, strict=True)
+        ]
+        held = [summand(name, self.insides.tensor(name), split, self.axis) for name in split.shapes]
+        held += [self.insides.tensor(name) for name in split.buffers]
+        outputs = self.programs.code(split)(self.axis, *held, *flat)
+        return split.rebuild(
+            [
+                handed_on(value, label, self.axis)
+                for value, label in zip(outputs, split.outputs, strict=True)
+            ]
+        )
+
+    def compile_inside(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+        """The graphs, which all equal layers share, become code."""
+        self.programs.compiler = compiler
+        return True
+
+    def take_away(self) -> None:
+        """Leave the layer as it was; nothing is compiled any more."""
+        self.programs.compiler = None
+        super().take_away()
+
+    def _enters(self, value: Tensor, label: Label) -> Tensor:
+        if isinstance(label, Split):
+            return local_of(value, Deal.even(self.axis, label.dim, value.shape[label.dim]))
+        whole: Tensor = whole_of(value)
+        return whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of the model talks to the same ranks and shares the graphs."""
+        memo[id(self.axis)], memo[id(self.programs)] = self.axis, self.programs
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+def summand(name: str, value: Tensor, split: BlockSplit, axis: Axis) -> Tensor:
+    """A parameter as a graph reads it: its gradient is a part wherever the ranks' are summed."""
+    if name not in split.summed or name in split.partial:
+        return value
+    return counted_once(value, axis)
+
+
+def _plain(value: Any) -> Hashable:
+    if isinstance(value, PLAIN):
+        return type(value), value
+    from shoal.trace.isolation.argument_keys import (
+        contents,  # few layers are handed anything else, or keep tensors
+    )
+
+    return contents(value)

@@ -1,0 +1,205 @@
+"""Embedding, output head and loss with every rank holding some rows of the vocabulary.
+
+Formula   rows of a table with V rows on n ranks: as equal as it goes, the first V mod n ranks have
+          one more. Lookup: own rows or 0, summed over the ranks (one of them has it)
+          head: own columns of the logits from the whole hidden states, whose gradient is summed
+Protocol  `trace/find/vocabulary_use.py` says which tables; stand-ins on modules compute with their
+          rows. Logits come as a `LogitsShard`: the default loss takes its parts, everybody else's
+          code gathers them by looking at them.
+Source    Shoeybi et al. 2019 (1909.08053), sections 3 and 5
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.parallel._torch import pytree
+from shoal.parallel.spmd.autograd_collectives import Axis, enter, reduce, scatter
+from shoal.parallel.spmd.labelling.labels import Split
+from shoal.parallel.spmd.sequence_shards import Deal, SequenceShard, even_cuts, show, whole_of
+from shoal.trace.find.vocabulary_use import Tables, for_loss, has_own_forward
+from shoal.trace.isolation.replaced_forward import StandIn
+
+
+@dataclass(frozen=True)
+class SplitVocabulary:
+    """The rows of one table over the ranks of an axis: what shoal.models.split_head asks for."""
+
+    axis: Axis
+    cuts: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """This rank's first row."""
+        return self.cuts[self.axis.rank]
+
+    @property
+    def stop(self) -> int:
+        """The row after this rank's last."""
+        return self.cuts[self.axis.rank + 1]
+
+    @property
+    def size(self) -> int:
+        """Rows of all ranks."""
+        return self.cuts[-1]
+
+    @property
+    def most(self) -> int:
+        """Rows of the rank that holds most: the first."""
+        return self.cuts[1]
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every rank's [...] as [ranks, ...]."""
+        gathered: Tensor = self.axis.all_gather(tensor.contiguous())
+        return gathered
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over the ranks, in place."""
+        self.axis.all_reduce(tensor)
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., size] from hidden states [..., dim] and this rank's rows; looking gathers it."""
+        local = F.linear(enter(whole_of(hidden), self.axis), weight, bias)
+        return show(local, Deal(self.axis, local.dim() - 1, self.cuts), LogitsShard)
+
+
+class LogitsShard(SequenceShard):
+    """Logits of which this rank holds the columns of its own classes."""
+
+    @property
+    def vocabulary(self) -> SplitVocabulary:
+        """Which classes those are."""
+        return SplitVocabulary(self.deal.axis, self.deal.cuts)
+
+
+class SplitEmbedding(StandIn):
+    """Looks up this rank's rows and sums over the ranks.
+
+    along   the dim of its output that blocks hand on in parts, or None
+    An embedding whose class has a forward of its own (a scale, an offset) runs it: only the lookup
+    inside of it is this one.
+    """
+
+    def __init__(self, name: str, table: nn.Embedding, rows: SplitVocabulary, along: int | None):
+        self.table, self.rows, self.along = table, rows, along
+        self.own_forward = has_own_forward(table)
+        super().__init__(name, table)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """As the embedding: ids [...] to [..., dim]; IndexError for an id outside (on the CPU)."""
+        if not self.own_forward:
+            return self.look_up(*inputs, **named, padding=self.table.padding_idx)
+        with _Lookups(self):
+            return self.forward(*inputs, **named)
+
+    def look_up(self, input: Tensor, *, padding: int | None) -> Tensor:
+        """Rows [..., dim] of ids [...], whichever ranks hold them; `padding`: no gradient there."""
+        rows, table, ids = self.rows, self.table, input
+        if ids.device.type == "cpu" and ids.numel() and not _all_within(ids, rows.size):
+            raise IndexError(f"{self.name}: an id lies outside of 0 … {rows.size - 1}")
+        elsewhere = (ids < rows.start) | (ids >= rows.stop)
+        here = (ids - rows.start).masked_fill_(elsewhere, 0)
+        if padding is not None:
+            padding = padding - rows.start if rows.start <= padding < rows.stop else None
+        found = F.embedding(here, table.weight, padding)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        axis, along = rows.axis, self.along
+        if along is None or not 0 <= along < ids.dim() or ids.shape[along] % axis.size:
+            return reduce(found, axis)
+        own = scatter(found, axis, Split(along))
+        return show(own, Deal.even(axis, along, ids.shape[along]))
+
+
+class _Lookups(TorchFunctionMode):
+    """While it is on, what looks rows up in a split table gets those of all ranks."""
+
+    def __init__(self, embedding: SplitEmbedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Look up, or run the operation as it is."""
+        if func is not F.embedding and func is not torch.embedding:
+            return func(*args, **(kwargs or {}))
+        names = ("input", "weight") if func is F.embedding else ("weight", "indices")
+        given = {**dict(zip((*names, "padding_idx"), args, strict=False)), **(kwargs or {})}
+        if given["weight"] is not self.embedding.table.weight:
+            return func(*args, **(kwargs or {}))
+        padding = given.get("padding_idx")
+        if padding is not None and padding < 0:  # from the end; to torch.embedding it means none
+            padding = padding + self.embedding.rows.size if func is F.embedding else None
+        ids = given["input" if func is F.embedding else "indices"]
+        return self.embedding.look_up(ids, padding=padding)
+
+
+class SplitHead(StandIn):
+    """Gives this rank's columns of the logits."""
+
+    def __init__(self, name: str, head: nn.Linear, rows: SplitVocabulary) -> None:
+        self.head, self.rows = head, rows
+        super().__init__(name, head)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """As nn.Linear: [..., dim] to [..., classes]."""
+        return self.rows.logits(hidden, self.head.weight, self.head.bias)
+
+
+class TellsVocabulary(StandIn):
+    """On the model itself: outputs that hand a split head to the loss say which rows it holds."""
+
+    def __init__(self, name: str, model: nn.Module, head: nn.Module, rows: SplitVocabulary) -> None:
+        self.head, self.rows = head, rows
+        super().__init__(name, model)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's outputs."""
+        outputs = self.forward(*inputs, **named)
+        if not any(map(for_loss, pytree.tree_leaves(outputs, is_leaf=for_loss))):
+            return outputs
+        return pytree.tree_map(self._tell, outputs, is_leaf=for_loss)
+
+    def _tell(self, output: Any) -> Any:
+        if for_loss(output) and output.weight is self.head.weight:
+            return dataclasses.replace(output, vocabulary=self.rows)
+        return output
+
+
+def install(
+    module: nn.Module, tables: Tables, axis: Axis, scattered: Collection[str]
+) -> list[StandIn]:
+    """Put stand-ins on tables, heads and the model; the weights are cut by somebody else.
+
+    scattered   embeddings that give this rank's part of dim 1, the sequence
+    Every weight must still be whole: its rows tell where it is cut.
+    """
+
+    def rows(table: nn.Module) -> SplitVocabulary:
+        weight = table.get_parameter("weight")
+        return SplitVocabulary(axis, even_cuts(weight.shape[0], axis.size))
+
+    made: list[StandIn] = []
+    for name in (*tables.embeddings, *tables.heads):
+        table = module.get_submodule(name)
+        if isinstance(table, nn.Embedding):
+            made.append(SplitEmbedding(name, table, rows(table), 1 if name in scattered else None))
+        elif isinstance(table, nn.Linear):
+            made.append(SplitHead(name, table, rows(table)))
+    if tables.to_loss:
+        head = module.get_submodule(tables.to_loss)
+        made.append(TellsVocabulary("", module, head, rows(head)))
+    return made
+
+
+def _all_within(ids: Tensor, size: int) -> bool:
+    least, most = torch.aminmax(ids)
+    return int(least) >= 0 and int(most) < size

@@ -1,1 +1,0 @@
-"""Facts in, plans out: pure arithmetic, no torch."""

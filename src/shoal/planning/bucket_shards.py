@@ -1,0 +1,84 @@
+"""Cuts gradient buckets into one share per rank, under zero1 and zero2.
+
+Rank r owns the elements from cut r to cut r + 1: it receives their sum and holds their optimizer
+state. Cuts are even (the bucket is padded to a multiple of the ranks) where the optimizer's step on
+slices is the slices of its step; else they fall between parameters, each of which then has one
+owner. Under a parameter server only the last ranks own anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.placement import Placement
+from shoal.base.plans.plan import Bucket
+
+
+def cut_buckets(
+    buckets: Sequence[Bucket],
+    rows: Iterable[Placement],
+    layout: Layout,
+    rank: int = 0,
+    *,
+    whole_parameters: bool = False,
+) -> tuple[Bucket, ...]:
+    """Cut every bucket into one share per data-parallel rank that sums it (zero 1 and 2).
+
+    buckets   of `rank`, as `plan_buckets` gave them · rows  placements of all their parameters
+    Gives     new buckets with `cuts`, where shares begin and end, in elements. Shares are equal,
+              and `elements` is padded to a multiple of their number
+    whole_parameters   cut between parameters only: nothing is padded, shares are unequal, but as
+                       even as can be over all buckets together
+
+    >>> from shoal.planning.gradient_buckets import plan_buckets
+    >>> rows = [Placement(n, (s,), "float32", trains=True) for n, s in (("a", 5), ("b", 2))]
+    >>> layout = Layout(dp_shard=2, zero=1)
+    >>> plain = plan_buckets(rows, layout)
+    >>> [(b.elements, b.cuts) for b in cut_buckets(plain, rows, layout)]
+    [(8, (0, 4, 8))]
+    >>> [b.cuts for b in cut_buckets(plain, rows, layout, whole_parameters=True)]
+    [(0, 2, 7)]
+    """
+    known, at = {row.name: row for row in rows}, layout.at(rank)
+    loads: dict[bool, list[int]] = {}
+    found = []
+    for bucket in buckets:
+        first = known[bucket.names[0]]
+        owners = math.prod(first.degree(axis, layout) for axis in first.data_axes)
+        idle, owners = (owners - layout.servers, layout.servers) if layout.servers else (0, owners)
+        if not whole_parameters:
+            each = -(-bucket.elements // owners)
+            cuts = (*[0] * idle, *(each * owner for owner in range(owners + 1)))
+            found.append(replace(bucket, elements=each * owners, cuts=cuts))
+            continue
+        held = loads.setdefault(first.is_expert, [0] * owners)
+        sizes = [math.prod(known[name].local_shape(at)) for name in bucket.names]
+        cuts = (0, *_owners_ends(sizes, held))
+        held[:] = [load + b - a for load, (a, b) in zip(held, pairwise(cuts), strict=True)]
+        cuts = (*[0] * idle, *cuts)
+        found.append(replace(bucket, cuts=cuts))
+    return tuple(found)
+
+
+def _owners_ends(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Where each rank's run of whole parameters ends, such that total loads come out even.
+
+    A rank takes the next parameter while that brings it nearer to its part of all elements so far.
+    """
+    ranks = len(loads)
+    fair = (sum(loads) + sum(sizes)) / ranks
+    ends, place, taken = [], 0, 0
+    for rank in range(ranks):
+        load = loads[rank]
+        while taken < len(sizes):
+            size = sizes[taken]
+            last = rank == ranks - 1
+            if not last and abs(load + size - fair) > abs(load - fair):
+                break
+            load, place, taken = load + size, place + size, taken + 1
+        ends.append(place)
+    return ends

@@ -1,0 +1,68 @@
+"""Which gradients travel together: fixed buckets, a part of the plan.
+
+Gradients become ready roughly in reverse order of the parameters, so buckets are filled from the
+last parameter to the first and sent in that order while the backward pass goes on. One dtype per
+bucket, and one format of the copies that forward passes read. The buckets never change during a
+run: torch's DDP rebuilds its own after step 1, and since a sum's rounding depends on an element's
+place in the buffer, a resume then differs in bits.
+Under zero1 and zero2 each bucket is also cut (`bucket_shards.py`).
+Source: Li et al. 2020 (PyTorch Distributed), §3.2; measured in docs/lab-log.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.placement import Placement
+from shoal.base.plans.plan import Bucket
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def plan_buckets(
+    rows: Iterable[Placement], layout: Layout, rank: int = 0, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[Bucket, ...]:
+    """Group a rank's trainable parameters into gradient buckets of at most `bucket_bytes`.
+
+    They are filled from the last row to the first; a larger parameter has a bucket of its own.
+
+    rows    placements in the order of the module (tied ones once), of which those of the rank's
+            pipeline stage are taken
+    Gives   buckets in the order in which they are sent, without cuts; all parameters of one have
+            the same dtype and `compute` format, and are summed over the same ranks
+
+    >>> rows = [Placement(name, (4,), "float32", trains=True) for name in "abc"]
+    >>> [b.names for b in plan_buckets(rows, Layout(), bucket_bytes=32)]
+    [('c', 'b'), ('a',)]
+    """
+    at = layout.at(rank)
+    buckets: list[Bucket] = []
+    open_rows: dict[tuple[Any, ...], list[tuple[Placement, int]]] = {}
+
+    def close(kind: tuple[Any, ...]) -> None:
+        held = open_rows.pop(kind)
+        first, total = held[0][0], sum(size for _, size in held)
+        names = tuple(row.name for row, _ in held)
+        buckets.append(
+            Bucket(names, total, first.dtype, first.element_bytes, compute=first.compute)
+        )
+
+    for row in reversed(list(_held(rows, at["pp"]))):
+        kind = row.dtype, row.compute, row.travels_with(layout)
+        size = math.prod(row.local_shape(at))
+        held = open_rows.get(kind, [])
+        elements = sum(held_size for _, held_size in held) + size
+        if held and elements * row.element_bytes > bucket_bytes:
+            close(kind)
+        open_rows.setdefault(kind, []).append((row, size))
+    for kind in list(open_rows):
+        close(kind)
+    return tuple(buckets)
+
+
+def _held(rows: Iterable[Placement], stage: int) -> Iterator[Placement]:
+    """Trainable parameters of one stage."""
+    return (row for row in rows if row.trains and stage in row.stages)

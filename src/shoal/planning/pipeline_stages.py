@@ -1,0 +1,224 @@
+"""Which units of a model one pipeline rank holds, and how many micro-batches it keeps.
+
+    Shoal    blocks are dealt in runs, so that the largest stage cost is as small as it can be; what
+             comes before the blocks goes with the first, what comes after them with the last one
+             cost of a unit = its share of the forward FLOP + its share of the parameters; a tied
+             table counts where it is read again, the loss is no part of the model
+    others   equal runs; what is left over goes to the middle, since the first rank has the
+             embedding and the last one the head
+
+zbv folds the pipeline (embedding and head on rank 0), interleaved deals several stages to a rank,
+dualpipe keeps two copies fed from both ends: rank i has the runs i and p − 1 − i, so embedding and
+head are both on the first and on the last rank.
+
+In flight on rank i of p, of m micro-batches (v chunks per rank):
+    gpipe m · 1f1b min(m, p − i) · zero-bubble, zbv min(m, p) · dualpipe min(m, p + 1)
+    interleaved min(m, (2(p − i − 1) + (v − 1)p + 1)/v)
+Where the backward is split, what was saved stays until its second half, and so do the gradients of
+the products' outputs: of as many micro-batches as are between the two halves at the same time.
+
+Source: Narayanan et al. 2021 (2104.04473) §2.2; Qi et al. 2023; DeepSeek-V3 report, table 2. The
+rule is that of `parallel.pipeline.deal`, which cuts the real module; tests/worlds hold the two
+together, tests/planning hold the formulas to the schedules that shoal.planning.pipeline_schedules
+makes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.base.errors import PlanError
+from shoal.base.estimates.estimate import Case, ModelFacts, UnitFacts
+from shoal.base.layouts.schedule_names import (
+    SPLIT_BACKWARD,
+    canonical,
+    check_stages,
+    copies,
+    stages_of,
+    stages_per_rank,
+)
+from shoal.planning.chain_partition import partition
+from shoal.planning.pipeline_schedules import make_schedule
+
+BARE_OPERATIONS = 3
+"""A unit of so few operations is one layer, with what is applied to its output."""
+
+
+class Stage(NamedTuple):
+    """What one pipeline rank holds.
+
+    units    (unit, how many), embedding and head included · blocks  those without the two
+    head     the unit that makes the loss, if it is here
+    tied     elements of a tied table that this rank holds a copy of
+    copies   of the model that the pipeline holds: a micro-batch passes this share of the blocks
+    """
+
+    rank: int
+    units: list[tuple[UnitFacts, float]]
+    blocks: list[tuple[UnitFacts, float]]
+    head: UnitFacts | None
+    tied: float = 0.0
+    copies: int = 1
+
+
+def put_off(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
+    """Micro-batches between the two halves of their backward at the fullest moment of a rank.
+
+    In shares of the rank; those of the first stage are none: its inputs have no gradient, so that
+    the second half is all of its backward. Counted from the lists, whose pattern repeats.
+
+    >>> [put_off("zero-bubble", 4, 8, rank) for rank in range(4)], put_off("1f1b", 4, 8, 2)
+    ([0.0, 2.0, 3.0, 4.0], 0.0)
+    >>> put_off("zbv", 2, 4, 0)
+    0.5
+    """
+    name = canonical(schedule)
+    if name not in SPLIT_BACKWARD or ranks == 1:
+        return 0.0
+    return _put_off(name, ranks, min(micro_batches, 2 * ranks))[rank]
+
+
+@lru_cache(maxsize=64)
+def _put_off(name: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
+    try:
+        schedule = make_schedule(name, ranks, micro_batches)
+    except PlanError:  # it cannot do so few: what it can do is the upper bound
+        schedule = make_schedule(name, ranks, 2 * ranks)
+    found = []
+    for acts in schedule.ranks:
+        alive = waiting = 0
+        fullest = (0.0, 0)
+        for act in acts:
+            halved = act.stage % schedule.pieces > 0
+            alive += act.kind == "F"
+            waiting += act.kind == "I" and halved
+            fullest = max(fullest, (alive + waiting / 3, waiting))  # a third of what is saved
+            alive -= act.kind in "BW"
+            waiting -= act.kind == "W" and halved
+        found.append(fullest[1] * ranks / schedule.pieces)
+    return tuple(found)
+
+
+def is_block(unit: UnitFacts) -> bool:
+    """A unit that a pipeline deals out and recompute treats as one."""
+    return not unit.loss_bytes and unit.name not in ("embedding", "head")
+
+
+def is_bare(unit: UnitFacts) -> bool:
+    """Whether a unit is one layer, so that it has one matrix."""
+    return 0 < unit.operations <= BARE_OPERATIONS
+
+
+def root_share(unit: UnitFacts) -> float:
+    """Share of a unit's elements that fsdp gathers with the root: all that lies in no block.
+
+    >>> root_share(UnitFacts("embedding", parameters=8)), root_share(UnitFacts("block"))
+    (1.0, 0.0)
+    >>> root_share(UnitFacts("block0", parameters=6, frozen_parameters=2, rooted_parameters=8))
+    1.0
+    """
+    if not is_block(unit):
+        return 1.0
+    return unit.rooted_parameters / max(1, unit.parameters + unit.frozen_parameters)
+
+
+def block_count(model: ModelFacts) -> int:
+    """How many blocks a pipeline can deal out."""
+    return sum(unit.count for unit in repeated(model))
+
+
+def repeated(model: ModelFacts) -> tuple[UnitFacts, ...]:
+    """The units that a pipeline deals out, in order."""
+    first, stop = _repeated(model)
+    return model.units[first:stop]
+
+
+def _repeated(model: ModelFacts) -> tuple[int, int]:
+    """Where the units that repeat begin and end; where nothing does, all but the ends."""
+    units = model.units
+    found = [n for n, u in enumerate(units) if u.count > 1 or u.name.endswith("block")]
+    found = found or [n for n, unit in enumerate(units) if is_block(unit)]
+    return (found[0], found[-1] + 1) if found else (0, 0)
+
+
+def cut(case: Case, index: int) -> Stage:
+    """The units of pipeline rank `index`.
+
+    Errors  PlanError for more stages than blocks
+    """
+    units, ranks = case.model.units, case.layout.pp
+    if ranks == 1:
+        every = [(unit, float(unit.count)) for unit in units]
+        head = next((unit for unit in reversed(units) if unit.loss_bytes), None)
+        return Stage(0, every, [pair for pair in every if is_block(pair[0])], head)
+    first, stop = _repeated(case.model)
+    total = block_count(case.model)
+    check_stages(case.layout.schedule, ranks, case.layout.chunks, total, case.model.name)
+    runs = _runs(case, index, total)
+    held = [pair for start, end in runs for pair in _held(list(units[first:stop]), start, end)]
+    every = list(held)
+    starts, ends = any(start == 0 for start, _ in runs), any(end == total for _, end in runs)
+    tied = 0.0
+    if starts:
+        every = [(unit, float(unit.count)) for unit in units[:first]] + every
+    if ends:
+        every += [(unit, float(unit.count)) for unit in units[stop:]]
+        tied = 0.0 if starts else sum(_tied_elements(case.model, u) for u in units[stop:])
+    head = next((unit for unit, _ in reversed(every) if unit.loss_bytes), None)
+    return Stage(index, every, held, head, tied, copies(canonical(case.schedule)))
+
+
+def _runs(case: Case, index: int, total: int) -> list[tuple[int, int]]:
+    """The runs of blocks that pipeline rank `index` holds."""
+    ranks, schedule = case.layout.pp, canonical(case.schedule)
+    if case.framework != "shoal":
+        both = [index, ranks - 1 - index][: copies(schedule)]
+        return [_even(total, ranks, piece) for piece in both]
+    pieces = min(total, ranks * stages_per_rank(schedule, case.chunks) // copies(schedule))
+    own = stages_of(schedule, ranks, index, pieces)
+    starts = [*_starts(case.model, pieces), total]
+    return [(starts[piece], starts[piece + 1]) for piece in own if piece < pieces]
+
+
+def _tied_elements(model: ModelFacts, unit: UnitFacts) -> float:
+    """Elements of the table that a unit shares with another one."""
+    table = next((other for other in model.units if unit.tied_to == other.name), None)
+    return float(table.parameters - table.plain_parameters) if table else 0.0
+
+
+@lru_cache(maxsize=256)
+def _starts(model: ModelFacts, stages: int) -> tuple[int, ...]:
+    """The block at which each stage begins."""
+    first, stop = _repeated(model)
+    flops = max(1.0, sum(u.count * u.forward_flops for u in model.units if not u.loss_bytes))
+    elements = max(1, sum(u.count * (u.parameters + u.frozen_parameters) for u in model.units))
+
+    def cost(unit: UnitFacts) -> float:
+        held = unit.parameters + unit.frozen_parameters + _tied_elements(model, unit)
+        return held / elements + (0.0 if unit.loss_bytes else unit.forward_flops / flops)
+
+    chain = [cost(unit) for unit in model.units[first:stop] for _ in range(unit.count)]
+    chain[0] += sum(unit.count * cost(unit) for unit in model.units[:first])
+    chain[-1] += sum(unit.count * cost(unit) for unit in model.units[stop:])
+    return tuple(partition(chain, stages))
+
+
+def _held(blocks: list[UnitFacts], start: int, stop: int) -> list[tuple[UnitFacts, float]]:
+    held = []
+    at = 0
+    for unit in blocks:
+        count = min(stop, at + unit.count) - max(start, at)
+        if count > 0:
+            held.append((unit, float(count)))
+        at += unit.count
+    return held
+
+
+def _even(blocks: int, ranks: int, index: int) -> tuple[int, int]:
+    """First and one past the last block of a rank, in equal runs."""
+    base, extra = divmod(blocks, ranks)
+    shift = 1 if extra <= ranks - 2 else 0
+    before = min(max(0, index - shift), extra)
+    after = min(max(0, index + 1 - shift), extra)
+    return base * index + before, base * (index + 1) + after

@@ -1,0 +1,1 @@
+"""From a difference to its cause: gradients, norms, clues."""

@@ -1,0 +1,241 @@
+"""From a difference to its likely cause: one line on what was seen, what makes that, what to do.
+
+Causes are tried in the order in which they explain each other: a weight that should not move, or
+ranks that decide differently, make all later gradients wrong, so they are looked at first; then it
+is said where and how much the first wrong gradient differs (gradient_clue.py); what is left is told
+as it was seen. Whatever is named here is something that a model, an optimizer, data or hooks of the
+user's own can cause; a mistake inside Shoal is placed and measured, and is to be reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shoal.proof.diagnosis.clue import OURS, REPORT, Clue, ranks_text
+from shoal.proof.diagnosis.evidence import Evidence, Look
+from shoal.proof.diagnosis.gradient_clue import AXES, degree_of, nearest, wrong_gradient
+from shoal.proof.diagnosis.norm_mismatch import norms_differ
+
+UNMOVED_SHARE = 0.02
+"""From this share of elements that stay where they should move, a slice is called stale."""
+
+
+def explain(evidence: Evidence, inside: Sequence[Look] = ()) -> Clue:
+    """Name the likely cause of the first difference.
+
+    inside   looks that are asked before the product's own
+    """
+    for look in (*inside, *LOOKS):
+        clue = look(evidence)
+        if clue is not None:
+            return clue
+    return _as_seen(evidence)
+
+
+def _frozen_moved(evidence: Evidence) -> Clue | None:
+    got = evidence.got
+    for name in got.frozen:
+        if not torch.equal(got.start[name], got.weights[name]):
+            return Clue(
+                "frozen parameter moved",
+                name,
+                "it does not train (requires_grad is off), yet it ended other than it began",
+                "weight decay, or an optimizer, reaches parameters that are frozen",
+                "give optimizers only what trains, [p for p in parameters if p.requires_grad], and "
+                f"look for lines of your own that write to it; without any, {REPORT}",
+            )
+    return None
+
+
+def _decisions_differ(evidence: Evidence) -> Clue | None:
+    for rows in zip(*evidence.got.rank_rows, strict=False):
+        skipped = [rank for rank, row in enumerate(rows) if row.skipped]
+        if skipped and len(skipped) < len(rows):
+            return Clue(
+                "decision on one rank",
+                rows[0].label,
+                f"step {rows[0].step} was skipped by {ranks_text(skipped)} of {len(rows)} only",
+                "each rank decides by its own numbers whether to step (overflow, loss scale, a "
+                "non-finite gradient); all ranks must decide together",
+                "look for a skip, a return or a loss scaler of your own that one rank's batch can "
+                f"set off alone; without any, {REPORT}",
+            )
+    return None
+
+
+def _nothing_moves(evidence: Evidence) -> Clue | None:
+    expected, got = evidence.expected, evidence.got
+    trained = [n for n in got.trainable if not torch.equal(expected.start[n], expected.weights[n])]
+    still = [n for n in trained if torch.equal(got.start[n], got.weights[n])]
+    if not still:
+        return None
+    if len(still) == len(trained):
+        return Clue(
+            "optimizer over other tensors",
+            still[0],
+            f"all {len(still)} parameters that should move end exactly where they began",
+            "the optimizer steps over other tensors than the model's: it was built before the "
+            "weights were sharded, cast or moved",
+            "build the optimizer after shoal.parallelize, or hand over a function params -> "
+            f"optimizer; where that is so already, {REPORT}",
+        )
+    return Clue(
+        "parameter not stepped",
+        still[0],
+        f"{len(still)} of {len(trained)} parameters that should move end exactly where they began",
+        "the optimizer's groups lack them, or what it steps is a copy of them",
+        f"look at the optimizer's parameter groups; where they hold all of them, {REPORT}",
+    )
+
+
+def _stale(evidence: Evidence) -> Clue | None:
+    got = evidence.got
+    for name in got.trainable:
+        start, ended = got.start[name], got.weights[name]
+        should = evidence.expected.weights[name] != evidence.expected.start[name]
+        stays = (ended == start) & should
+        count, all_ = int(stays.sum()), int(should.sum())
+        apart = got.drift.get(name)  # a whole parameter that only other ranks see moving
+        if all_ and count / all_ >= UNMOVED_SHARE and (count < all_ or apart):
+            where = f"on rank 0; {_camps(apart)}" if apart else "on all ranks"
+            return Clue(
+                "stale shard",
+                name,
+                f"{count} of {all_} elements that should move are still as they were at the start, "
+                f"{where}",
+                "a rank does not see what another one stepped: it goes on with old weights",
+                "look for code of your own that keeps or copies weights from before a step; "
+                f"{nearest(got.layout, ('dp',))}without any, {OURS}",
+            )
+    return None
+
+
+def _buffers_differ(evidence: Evidence) -> Clue | None:
+    got = evidence.got
+    drift = [n for n in got.drift if n in got.buffers]
+    others = [d for d in evidence.comparison.differences if d.what != "buffer"]
+    buffers = drift or [d.name for d in evidence.comparison.differences if not others]
+    if not buffers or len(drift) < len(got.drift):
+        return None
+    running = "running_" in buffers[0]
+    how = "differently on each rank" if drift else "other than in one process"
+    camps = f" ({_camps(got.drift[buffers[0]])})" if drift else ""
+    return Clue(
+        "BatchNorm drift" if running else "buffer drift",
+        buffers[0],
+        f"{len(buffers)} buffer{'s' if len(buffers) > 1 else ''} ended {how}{camps}, all "
+        f"parameters equal",
+        "running statistics move by each rank's own micro-batches only"
+        if running
+        else "the forward pass writes a buffer from this rank's samples",
+        f"keep statistics in torch.nn.BatchNorm layers, whose own are kept alike; where they are "
+        f"such layers, {REPORT}"
+        if running
+        else "let the buffer depend on weights or a count of steps, not on samples; only the value "
+        "of rank 0 is kept",
+    )
+
+
+def _targets(evidence: Evidence) -> Clue | None:
+    layout = evidence.got.layout
+    found = next((d for d in evidence.comparison.differences if d.what == "targets"), None)
+    if found is None:
+        return None
+    ours, theirs = evidence.expected.rows[found.row], evidence.got.rows[found.row]
+    seen = f"step {ours.step} counted {theirs.targets:g} targets, "
+    for axis in ("tp", "pp", "cp"):
+        degree, (ranks, _) = degree_of(layout, axis), AXES[axis]
+        if degree > 1 and math.isclose(theirs.targets, ours.targets * degree):
+            return Clue(
+                "count of targets",
+                found.name,
+                f"{seen}{degree} × the {ours.targets:g} of one process; there are {degree} {ranks}",
+                f"each of the {ranks} tells the loss and the count of them all",
+                f"{nearest(layout, (axis,))}{OURS}",
+            )
+    return Clue(
+        "count of targets",
+        found.name,
+        f"{seen}one process {ours.targets:g}",
+        "ranks do not see the samples of one process, or the loss counts by something that differs "
+        "between ranks",
+        "see that the dataset gives the same sample for the same index in every process, and that "
+        f"the loss counts targets only; {nearest(layout, ('tp', 'pp', 'cp'))}where both are so, "
+        f"{REPORT}",
+    )
+
+
+def _ranks_drift(evidence: Evidence) -> Clue | None:
+    drift = {n: ranks for n, ranks in evidence.got.drift.items() if n in evidence.got.weights}
+    if not drift:
+        return None
+    name = next(iter(drift))
+    return Clue(
+        "ranks drift apart",
+        name,
+        f"{len(drift)} parameters ended differently on different ranks ({_camps(drift[name])})",
+        "ranks applied different updates: a gradient that was not summed, or random numbers in "
+        "the optimizer",
+        f"look for random numbers in the optimizer, and for code of your own that changes weights "
+        f"or gradients on some ranks; without any, {REPORT}",
+    )
+
+
+def _update(evidence: Evidence) -> Clue | None:
+    """All gradients are equal and weights are not."""
+    kinds = {d.what for d in evidence.comparison.differences}
+    if "weights" not in kinds or evidence.number is not None:
+        return None
+    first = next(d for d in evidence.comparison.differences if d.what == "weights")
+    return Clue(
+        "optimizer step",
+        first.name,
+        f"every gradient is equal, the weights end {first.size:.1e} of their norm apart",
+        "the optimizer's step on the pieces of this layout is not its step on the whole, or its "
+        "hyper-parameters (groups, weight decay) differ",
+        "look for what the optimizer computes from a whole tensor (norms, means, factors), and for "
+        f"groups that it finds by name or shape; "
+        f"{nearest(evidence.got.layout, ('dp',))}without any, {REPORT}",
+    )
+
+
+def _as_seen(evidence: Evidence) -> Clue:
+    first = evidence.comparison.first
+    if first is None:
+        return Clue("none", "", "nothing differs", "", "")
+    where = f"step {evidence.expected.rows[first.row].step}" if first.row >= 0 else "the end"
+    return Clue(
+        "unknown",
+        first.name,
+        f"the {first.what} differs at {where} by {first.size:.1e}, {first.bound:.0e} is allowed",
+        "no known mistake looks like this",
+        f"prove with another layout, which tells whether it depends on this one, and {REPORT}",
+    )
+
+
+def _camps(groups: list[list[int]]) -> str:
+    """Which ranks agree with each other.
+
+    >>> _camps([[0, 1], [2]]), _camps([[0], [1], [2]])
+    ('ranks 0 and 1 against rank 2', 'each of 3 ranks has its own')
+    """
+    if len(groups) > 2 and all(len(group) == 1 for group in groups):
+        return f"each of {len(groups)} ranks has its own"
+    return " against ".join(ranks_text(group) for group in groups)
+
+
+LOOKS: tuple[Look, ...] = (
+    _frozen_moved,
+    _decisions_differ,
+    _targets,
+    norms_differ,
+    _stale,
+    _nothing_moves,
+    _buffers_differ,
+    wrong_gradient,
+    _ranks_drift,
+    _update,
+)

@@ -1,0 +1,343 @@
+"""Where a gradient first differs from one process's, by how much, and what a user can do about it.
+
+    where       the first parameter that differs, how many others do and what they have in common (a
+                stage, whole or in parts over tensor-parallel ranks, experts); which ranks hold the
+                same part of it and disagree, and along which axis
+    how much    zero; one factor, and whether it is the degree of an axis; a weight for each data
+                rank or micro-batch; rounding to a narrow format; else a share of the whole
+    which pass  the loss is right: the backward pass went wrong; it is not: the forward pass did
+
+These give the axis under suspicion, and with it a setting that does without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.base.layouts.layout import Layout
+from shoal.proof.diagnosis.clue import OURS, REPORT, Clue, ranks_text
+from shoal.proof.diagnosis.evidence import Evidence
+from shoal.proof.diagnosis.gradient_sums import (
+    TOLERANCE,
+    Sums,
+    factor_of,
+    groups,
+    near,
+    norm_of,
+    same,
+)
+from shoal.proof.diagnosis.norm_mismatch import wrong_norm
+from shoal.proof.distances import norm_over
+from shoal.proof.trajectory_record import Record, Row
+
+AXES = {
+    "tp": ("tensor-parallel ranks", "the split of layers over tensor-parallel ranks"),
+    "cp": ("context-parallel ranks", "the split of sequences over context-parallel ranks"),
+    "pp": ("ranks of the pipeline", "the pipeline"),
+    "ep": ("expert-parallel ranks", "the exchange of tokens between ranks that hold experts"),
+    "dp": ("data-parallel ranks", "the sum over data-parallel ranks"),
+}
+"""The ranks of an axis, and what they do to a model, in words. dp: both data axes together."""
+
+FEW = 12
+"""Weights that are shown."""
+
+
+@dataclass(frozen=True)
+class _Amount:
+    """How far gradients are from the right ones: the end of a sentence.
+
+    axes    those that the numbers point at · cause  where the numbers alone tell it
+    """
+
+    text: str
+    axes: tuple[str, ...] = ()
+    cause: str = ""
+
+
+def degree_of(layout: Layout, axis: str) -> int:
+    """Give the degree of one of `AXES`."""
+    return layout.data_degree if axis == "dp" else int(getattr(layout, axis))
+
+
+def wrong_gradient(evidence: Evidence) -> Clue | None:
+    """Say where and how much the first wrong gradient, or gradient norm, differs."""
+    sums, number = evidence.sums, evidence.number
+    if sums is None or number is None:
+        return None
+    if not sums.names:
+        return wrong_norm(evidence, number)
+    where = _where(sums, evidence.got)
+    known = _mean_of_means(evidence, sums, where) or _rounded(evidence, sums, where)
+    if known is not None:
+        return known
+    rows = evidence.expected.rows[number], evidence.got.rows[number]
+    amount = _amount(evidence, sums, rows)
+    axes = _suspects(evidence, sums, amount)
+    is_forward = not (sums.loss_right or amount.cause)
+    behind = "sum over ranks" if axes == ("dp",) else "backward pass"
+    right = f"{_loss(sums, rows)}{_short(sums)}{_behind(sums, evidence.got)}"
+    return Clue(
+        "forward pass" if is_forward else behind,
+        sums.names[0],
+        f"{where} {amount.text}{_holders(sums)}{right}",
+        amount.cause or _cause(axes, is_forward),
+        _advice(evidence.got.layout, axes, is_forward),
+    )
+
+
+# ---- where
+
+
+def common(names: Sequence[str], got: Record) -> str:
+    """What the wrong parameters have in common, if the layout says something of them."""
+    words = []
+    if got.layout.ep > 1 and set(names) <= set(got.experts):
+        words.append(f"only experts, dealt to {got.layout.ep} ranks")
+    if names and all(name in got.held for name in names):
+        stages = {got.held[name].stages for name in names}
+        if got.layout.pp > 1 and len(stages) == 1:
+            numbers = sorted(*stages)
+            on = f"stage{'s' * (len(numbers) > 1)} {' and '.join(map(str, numbers))}"
+            words.append(f"{'all' if _are_all(names, got) else 'only'} of {on}")
+        if got.layout.tp > 1 and len({got.held[n].tp_cut is None for n in names}) == 1:
+            how = "whole" if got.held[names[0]].tp_cut is None else "in parts"
+            words.append(f"only what tensor-parallel ranks hold {how}")
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _are_all(names: Sequence[str], got: Record) -> bool:
+    """Whether these are all parameters of their stage."""
+    stages = got.held[names[0]].stages
+    return set(names) == {n for n, one in got.held.items() if one.stages == stages}
+
+
+def _where(sums: Sums, got: Record) -> str:
+    """The beginning of a sentence about the first wrong gradient, whose parameter was named."""
+    others = len(sums.names) - 1
+    tied = [second for second, first in got.tied.items() if first == sums.names[0]]
+    also = f" (it is {' and '.join(tied)} too)" if tied and not others else ""
+    more = "those" if others > 1 else "that"
+    like = f", like {more} of {others} other parameter{'s' * (others > 1)}" if others else ""
+    return (
+        f"at step {sums.step} its gradient{also}{like}{common(sums.names, got)}{',' * bool(like)}"
+    )
+
+
+def _holders(sums: Sums) -> str:
+    """Which ranks disagree about the gradient of what each of them holds."""
+    name = next((n for n in sums.names if n in sums.apart), None)
+    if name is None:
+        return ""
+    one, right = sums.apart[name], sums.right[name]
+    added = norm_of(one.total - right) <= TOLERANCE * norm_of(right)
+    of = "of it" if name == sums.names[0] else f"of {name}"
+    return (
+        f"; {ranks_text(one.ranks)}, which differ along layout.{one.along} only and hold the same "
+        f"part {of}, have different gradients{', whose sum is the right one' * added}"
+    )
+
+
+def _loss(sums: Sums, rows: tuple[Row, Row]) -> str:
+    if sums.loss_right:
+        return "; the loss is right"
+    ours, theirs = ("not finite" if row.loss is None else f"{row.loss:.8g}" for row in rows)
+    return f"; the loss is {theirs} instead of {ours}"
+
+
+def _short(sums: Sums) -> str:
+    """That only a short last step is wrong."""
+    if sums.short is None:
+        return ""
+    return (
+        f"; the full steps before it are equal, and this one holds {sums.short:.3g} × the targets "
+        f"of the one before"
+    )
+
+
+def _behind(sums: Sums, got: Record) -> str:
+    """From where on gradients are right: they are made from the last parameter to the first."""
+    order = [n for n in got.trainable if n in sums.right]
+    last = order.index(sums.names[-1])
+    behind = next((n for n in order[last + 1 :] if norm_of(sums.right[n])), None)
+    return f"; from {behind} on all gradients are right" if behind else ""
+
+
+# ---- how much
+
+
+def _amount(evidence: Evidence, sums: Sums, rows: tuple[Row, Row]) -> _Amount:
+    """How far the gradients are off, by the simplest description that fits."""
+    if all(not norm_of(sums.wrong[n]) for n in sums.names):
+        skipped = "; the step was skipped on all ranks" if rows[1].skipped else ""
+        return _Amount(f"is 0, in one process it is not{skipped}")
+    times = factor_of(sums, sums.names)
+    if times is not None and not near(times, 1.0):
+        return _factor(evidence, sums, times, rows)
+    values = evidence.weights or ()
+    odd = [i for i, v in enumerate(values) if not math.isnan(v) and not near(v, 1.0)]
+    if odd and evidence.atoms is not None:
+        by_rank = groups(values, evidence.atoms.rank_of, evidence.atoms.ranks)
+        if by_rank is not None and same(by_rank) is None:
+            return _Amount(
+                f"holds the micro-batches of the {len(by_rank)} data-parallel ranks with the "
+                f"weights {_weights(by_rank)} instead of 1 each",
+                ("dp",),
+            )
+        if len(odd) <= len(values) / 2:
+            shown = ", ".join(f"{i} with weight {_weights([values[i]])}" for i in odd[:FEW])
+            batches = f"micro-batch{'es' * (len(odd) > 1)}"
+            return _Amount(f"holds {batches} {shown} instead of 1 (of {len(values)} in the step)")
+        return _Amount(f"holds the step's micro-batches with the weights {_weights(values)}")
+    size = norm_over(sums.wrong[n] - sums.right[n] for n in sums.names)
+    whole = norm_over(sums.right.values())
+    fits = ", which no weights of micro-batches explain" if evidence.shares is not None else ""
+    together = ", together" if len(sums.names) > 1 else ""
+    far = size / whole if whole else math.inf
+    return _Amount(f"is off{together} by {far:.1e} of the whole gradient's norm{fits}")
+
+
+def _factor(evidence: Evidence, sums: Sums, times: float, rows: tuple[Row, Row]) -> _Amount:
+    """One factor in every element: whose degree is it?"""
+    layout = evidence.got.layout
+    degrees = {axis: degree_of(layout, axis) for axis in AXES}
+    axes = tuple(a for a, d in degrees.items() if d > 1 and (near(times, d) or near(times, 1 / d)))
+    whose = [AXES[axis][0] for axis in axes]
+    text = f"is {times:.6g} × that of one process"
+    if axes:
+        ranks = " and ".join(f"{degrees[axis]} {AXES[axis][0]}" for axis in axes)
+        text += f", {'1/' * (times < 1)}{degrees[axes[0]]} for {ranks}"
+    count = len(evidence.atoms.gradients) if evidence.atoms is not None else 0
+    if count > 1 and (near(times, count) or near(times, 1 / count)):
+        text += f", {'1/' * (times < 1)}{count} for {count} micro-batches"
+        whose.append("micro-batches")
+    if sums.short is not None:
+        return _Amount(text, (), "a short step is divided by another count than its own")
+    ours, theirs = (row.loss for row in rows)
+    is_scale = sums.loss_right or (theirs and ours and near(theirs / ours, times))
+    if not is_scale:  # the loss has not the same factor
+        return _Amount(text, axes)
+    how = "averaged where they should be summed" if times < 1 else "summed more than once"
+    if whose:
+        return _Amount(text, axes, f"gradients are {how}, over {' or '.join(whose)}")
+    return _Amount(text, axes, "gradients are divided by another number than the count of targets")
+
+
+def _weights(values: Sequence[float]) -> str:
+    # Solving leaves noise of either sign where a weight is 0, NaN where there was no gradient.
+    told = ("–" if math.isnan(v) else f"{0.0 if near(v, 0.0) else v:.4g}" for v in values[:FEW])
+    shown = " : ".join(told)
+    return shown + (" : …" if len(values) > FEW else "")
+
+
+def _mean_of_means(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
+    """A mean of n means weighs part i by N / (n · Nᵢ); the Nᵢ add up to N."""
+    values, atoms = evidence.weights, evidence.atoms
+    if values is None or atoms is None or atoms.ranks == 1:
+        return None
+    each = tuple(v for v in values if not math.isnan(v))
+    by_rank = groups(values, atoms.rank_of, atoms.ranks)
+    for kind, group in (("ranks", by_rank), ("micro-batches", each)):
+        if not group or same(group) is not None or not all(v > TOLERANCE for v in group):
+            continue
+        if near(sum(1 / v for v in group) / len(group), 1.0):
+            return Clue(
+                "mean of means",
+                sums.names[0],
+                f"{where} is off: the {kind} weigh {_weights(group)}, each with the inverse of its "
+                f"share of the targets",
+                f"the mean over {kind} of their own means: with unequal counts of targets that is "
+                f"not the mean over targets",
+                "let the loss give sums, as (sum, count) or one value per target, and divide by "
+                f"nothing in gradient hooks of your own; without such a division, {REPORT}",
+            )
+    return None
+
+
+def _rounded(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
+    """Small errors without a direction: numbers were kept in a format with fewer digits."""
+    times = factor_of(sums, sums.names)
+    told = [*(evidence.weights or ()), *(() if times is None else (times,))]
+    if not sums.loss_right or sums.apart or not all(math.isnan(v) or near(v, 1.0) for v in told):
+        return None
+    pairs = ((sums.wrong[n] - sums.right[n], sums.right[n]) for n in sums.names)
+    shares = [(norm_of(difference), norm_of(right)) for difference, right in pairs]
+    size, whole = (math.hypot(*norms) for norms in zip(*shares, strict=True))
+    # What goes wrong in one place is far off in some parameters; rounding is far off in none.
+    worst = max(far / right if right else math.inf for far, right in shares)
+    if not whole or not math.isfinite(size):
+        return None
+    for name, low, high in (("bf16", 2.0**-11, 2.0**-5), ("float32", 2.0**-28, 2.0**-18)):
+        if low <= size / whole and worst <= high:
+            return Clue(
+                f"{name} accumulation",
+                sums.names[0],
+                f"{where} is off by {size / whole:.1e} of itself, in random directions, as {name} "
+                f"rounds",
+                f"gradients are summed or sent in {name}",
+                f"look for casts to {name} in backward passes and gradient hooks of your own; "
+                f"try: precision.reduce=fp32; without any cast, {REPORT}",
+            )
+    return None
+
+
+# ---- why, and what next
+
+
+def _suspects(evidence: Evidence, sums: Sums, amount: _Amount) -> tuple[str, ...]:
+    """The axes that may be at fault, those that only sum gradients last."""
+    got, names = evidence.got, sums.names
+    there = tuple(axis for axis in AXES if degree_of(got.layout, axis) > 1)
+    apart = tuple(dict.fromkeys(sums.apart[n].along for n in names if n in sums.apart))
+    if apart:
+        return apart
+    if "ep" in there and set(names) <= set(got.experts):
+        return ("ep",)
+    if "tp" in there and all(name in got.held for name in sums.right):
+        cut = {got.held[n].tp_cut is None for n in names}
+        if len(cut) == 1 and len({got.held[n].tp_cut is None for n in sums.right}) == 2:
+            return ("tp",)
+    if amount.axes:
+        return amount.axes
+    return tuple(axis for axis in there if axis != "dp") or ("dp",)
+
+
+def _cause(axes: tuple[str, ...], is_forward: bool) -> str:
+    works = " or ".join(AXES[axis][1] for axis in axes)
+    if axes != ("dp",):
+        where = "in the forward pass" if is_forward else "in its backward pass"
+        return f"{works} computes something else {where} than one process"
+    if not is_forward:
+        return f"{works} leaves something out, or scales what ranks bring to it"
+    return (
+        "the model, the loss or the data give something else on some ranks: they look at the rank, "
+        "keep something from one micro-batch to the next, or draw random numbers of their own"
+    )
+
+
+def _advice(layout: Layout, axes: tuple[str, ...], is_forward: bool) -> str:
+    near_by = nearest(layout, axes)
+    if axes != ("dp",):
+        return f"{near_by}{'unless the model looks at its rank, ' * is_forward}{OURS}"
+    own = (
+        "the rank, state kept between calls, and random numbers in forward pass, loss and data"
+        if is_forward
+        else "gradient hooks of your own, and code between the backward pass and the step"
+    )
+    return f"look for {own}; {near_by}without any, {REPORT}"
+
+
+def nearest(layout: Layout, axes: Sequence[str]) -> str:
+    """Propose settings that do without some of `AXES`: the beginning of an advice, or "".
+
+    >>> nearest(Layout(tp=2, pp=2), ("tp", "pp"))
+    'try: layout.tp=1, or layout.pp=1; '
+    >>> nearest(Layout(dp_shard=4), ("dp",)), nearest(Layout(dp_replicate=4), ("dp",))
+    ('try: layout.dp_replicate=4 and layout.dp_shard=1; ', '')
+    """
+    without = [f"layout.{axis}=1" for axis in axes if axis != "dp" and degree_of(layout, axis) > 1]
+    if "dp" in axes and layout.dp_shard > 1:
+        without.append(f"layout.dp_replicate={layout.data_degree} and layout.dp_shard=1")
+    return f"try: {', or '.join(without)}; " if without else ""

@@ -1,0 +1,147 @@
+"""One step's gradients, comparable: clipping and the count of targets taken off again.
+
+Clipping hides scales, so it is taken off first: the gradient that the optimizer saw is divided by
+the coefficient that this layout's own gradient norm gave, and multiplied by the true count of
+targets; a right one is then the plain sum of what the micro-batches gave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from shoal.proof.diagnosis.micro_batch_gradients import Atoms, Shares, shares
+from shoal.proof.distances import norm_over
+from shoal.proof.equality_bounds import SUM_EPSILON
+from shoal.proof.ownership_mismatch import Apart
+from shoal.proof.tensor_spill import Scaled, Tensors
+from shoal.proof.trajectory_record import Record
+
+TOLERANCE = 1e-4
+"""Shares nearer than this are equal: solving for them loses digits, mistakes are far larger."""
+
+DIGITS = 1e-11
+"""As the bound on float64 gradients, with room for dividing by clipping's coefficients."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """One step's gradients of loss sums, clipping taken off.
+
+    right, wrong   what one process and the layout have · names  parameters that differ, in the
+                   module's order
+    short          the step is the first that differs and holds less than the ones before it
+    loss_right     the loss of the step is that of one process
+    apart          parameters whose holders disagree: the sum over holders, clipping taken off
+    """
+
+    right: Tensors
+    wrong: Tensors
+    names: tuple[str, ...]
+    step: int
+    short: float | None
+    loss_right: bool = True
+    apart: dict[str, Apart] = field(default_factory=dict)
+
+
+def coefficient(norm: float | None, clip: float) -> float:
+    """What clipping multiplied the mean gradient by, as a step does."""
+    return min(1.0, clip / (norm + 1e-6)) if clip > 0 and norm is not None else 1.0
+
+
+def sums_of(expected: Record, got: Record, number: int) -> Sums:
+    """Both sides' sums at row `number`; what only one side used is zero on the other."""
+    mine, given = expected.gradients[number], got.gradients[number]
+    right = Scaled(mine, _taken_off(expected, number), given)
+    wrong = Scaled(given, _taken_off(got, number), mine)
+    whole = norm_over(right.values())
+    exact = all(g.dtype == torch.float64 for g in expected.gradients[number].values())
+    noise = whole * (DIGITS if exact else SUM_EPSILON)
+    differ = [n for n in right if not norm_of(right[n] - wrong[n]) <= noise]
+    far = [n for n in expected.trainable if n in differ]
+    label = expected.rows[number].label
+    earlier = [r.targets for r in expected.rows[:number] if r.label == label]
+    row, theirs = expected.rows[number], got.rows[number]
+    count = row.targets
+    short = count / earlier[-1] if earlier and count < 0.7 * min(earlier) else None
+    losses = (row.loss or 0.0) * count, (theirs.loss or 0.0) * theirs.targets
+    loss_right = abs(losses[0] - losses[1]) <= max(noise, abs(losses[0]) * noise / (whole or 1.0))
+    apart = {
+        name: replace(one, total=one.total.double() * _taken_off(got, number))
+        for name, one in (got.apart[number] if got.apart else {}).items()
+    }
+    return Sums(right, wrong, tuple(far), row.step, short, loss_right, apart)
+
+
+def _taken_off(side: Record, number: int) -> float:
+    """From a clipped mean to a sum, by what that side itself divided by."""
+    row = side.rows[number]
+    return row.targets / coefficient(row.grad_norm, side.clip)
+
+
+def norm_of(tensor: torch.Tensor) -> float:
+    """Euclidean norm."""
+    return float(torch.linalg.vector_norm(tensor))
+
+
+def solve(sums: Sums, atoms: Atoms | None) -> Shares | None:
+    """Shares of the wrong gradients by micro-batch, or by rank where those are too alike."""
+    if atoms is None or not atoms.gradients:
+        return None
+    solved = shares(sums.wrong, atoms, sums.names)
+    if solved.values is None or solved.residual > TOLERANCE:
+        by_rank = shares(sums.wrong, atoms.by_rank(), sums.names)
+        if by_rank.values is not None and by_rank.residual <= TOLERANCE:
+            count = len(atoms.gradients)
+            return Shares(
+                tuple(by_rank.values[i % atoms.ranks] for i in range(count)), by_rank.residual
+            )
+    return solved
+
+
+def fits(solved: Shares | None) -> tuple[float, ...] | None:
+    """The shares, if they explain the gradient."""
+    if solved is None or solved.values is None or solved.residual > TOLERANCE:
+        return None
+    return solved.values
+
+
+def near(value: float, wanted: float) -> bool:
+    """Equal as far as solving for shares can tell."""
+    return math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def same(values: Sequence[float]) -> float | None:
+    """The value that all share, NaN left out; None if there are several."""
+    known = [v for v in values if not math.isnan(v)]
+    return known[0] if known and all(near(v, known[0]) for v in known) else None
+
+
+def groups(
+    values: Sequence[float], of: Callable[[int], int], count: int
+) -> tuple[float, ...] | None:
+    """The value of each group of micro-batches if each group has one; else None."""
+    found = []
+    for group in range(count):
+        members = [v for i, v in enumerate(values) if of(i) == group and not math.isnan(v)]
+        if not members:
+            continue
+        value = same(members)
+        if value is None:
+            return None
+        found.append(value)
+    return tuple(found)
+
+
+def factor_of(sums: Sums, names: Sequence[str]) -> float | None:
+    """f where wrong = f · right, if it is so."""
+    dot = math.fsum(float((sums.wrong[n] * sums.right[n]).sum()) for n in names)
+    square = math.fsum(norm_of(sums.right[n]) ** 2 for n in names)
+    if not square or not math.isfinite(dot):
+        return None
+    factor = dot / square
+    left = math.fsum(norm_of(sums.wrong[n] - factor * sums.right[n]) ** 2 for n in names)
+    return factor if left <= (TOLERANCE * factor) ** 2 * square else None

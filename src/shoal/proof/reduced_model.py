@@ -1,0 +1,96 @@
+"""A model cut down to one block of each kind and its ends, where the whole is too large to prove.
+
+Of every list of blocks the first ones stay, until one of each kind is among them: each of those
+gets in its forward pass what the whole model gives it, and so does what comes before. What comes
+behind (norm, head, loss) is computed by the whole model's own code and weights, from another
+block's output, and gradients reach the blocks through fewer of their like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shoal.trace.find.blocks import is_single_layer, kind_of
+
+LISTS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A list of blocks: its name in the model, how many blocks stay, and how many there were."""
+
+    name: str
+    kept: int
+    of: int
+    kinds: int
+
+
+def cut_blocks(module: nn.Module, least: int = 1) -> list[Cut]:
+    """Take blocks out of a model, in place, until one of each kind is left; gives what was cut.
+
+    least   blocks that stay in a list, such as one for each stage of a pipeline
+    """
+    found: list[Cut] = []
+    for name, part in list(module.named_modules()):
+        if not isinstance(part, LISTS) or len(part) < 2 or any(is_under(name, c) for c in found):
+            continue
+        if not all(any(True for _ in b.parameters()) and not is_single_layer(b) for b in part):
+            continue
+        kinds = [block_kind(block) for block in part]
+        kept = max(least, *(kinds.index(kind) + 1 for kind in set(kinds)))
+        if kept < len(part):
+            found.append(Cut(name, kept, len(part), len(set(kinds))))
+            del part[kept:]
+    return found
+
+
+def is_under(name: str, cut: Cut) -> bool:
+    """Whether a module lies in a list that was cut."""
+    return name.startswith(f"{cut.name}.")
+
+
+def block_kind(block: nn.Module) -> Any:
+    """What two blocks that compute alike have in common: layers, shapes, words and switches.
+
+    Blocks of one class may differ in a word (`attention_type`) or in whether something is set.
+    """
+    settings = tuple(
+        (name, key, value if isinstance(value, bool | str) else value is None)
+        for name, part in block.named_modules()
+        for key, value in sorted(vars(part).items())
+        if not key.startswith("_") and (value is None or isinstance(value, bool | str | int))
+    )
+    return kind_of(block), settings
+
+
+def cuts_text(cuts: list[Cut]) -> str:
+    """What of a model was seen and what not: one line.
+
+    >>> cuts_text([Cut("blocks", 1, 24, 1)])[:60]
+    'by blocks: the first 1 of 24 in blocks (1 kind) and both end'
+    """
+    if not cuts:
+        return "by blocks: the model has no repeated blocks, so it is the whole"
+    lists = ", ".join(
+        f"the first {c.kept} of {c.of} in {c.name} ({c.kinds} kind{'s' * (c.kinds > 1)})"
+        for c in cuts
+    )
+    return (
+        f"by blocks: {lists} and both ends; not seen: the other "
+        f"{sum(c.of - c.kept for c in cuts)} blocks, the last block's output at the head, and what "
+        f"comes of depth"
+    )
+
+
+def least_blocks(layout: Any) -> int:
+    """Blocks that a layout needs in a list: two, by which it is known to be one, or as pp's pieces.
+
+    >>> least_blocks("ddp"), least_blocks({"pp": 2, "chunks": 2})
+    (2, 4)
+    """
+    if isinstance(layout, str):
+        return 2
+    return max(2, int(layout.get("pp", 1) or 1) * int(layout.get("chunks", 1) or 1))

@@ -1,0 +1,167 @@
+"""Can one process train this model beside the others? What it needs, and the words where it cannot.
+
+The proof needs a twin: weights, gradients and optimizer state in float64, in one process, and room
+on a disk for its gradients of every step. Where memory, disk or time forbid it, or an operation has
+no float64 kernel, nothing is proven and nothing is refused: the reason is told.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+
+from shoal.base.text.units import bytes_text, seconds_text
+from shoal.fabric import World
+from shoal.proof.tensor_spill import IN_MEMORY_BYTES
+from shoal.trace.isolation.collective_ban import CollectiveAlone
+from shoal.trainer.run import Run
+
+T = TypeVar("T")
+STATES = 5
+"""Copies of the parameters that one training process holds: weights, gradients, two states, one
+temporary."""
+
+GATHERED = 4
+"""Of the largest tensor: gathered, one process's beside it, and their difference."""
+
+
+class CannotProve(Exception):
+    """The twin cannot run; the text is the reason, and no fault of the layout."""
+
+
+class NoFloat64(CannotProve):
+    """The model does not run in float64: it may in another format."""
+
+
+def check_room(run: Run, room: Room) -> None:
+    """Called with the twin's run as it is made. Errors: CannotProve when there is too little."""
+    sizes = [p.numel() * p.element_size() for p in run.program.parameters.values()]
+    if lacking := room.lacking(sizes):
+        raise CannotProve(lacking)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a proof needs of the machine that rank 0 runs on.
+
+    beside   processes of the layout there · sharing  how many of them divide one copy of the model
+    steps    whose gradients are kept · folder  of the files that keep them
+    """
+
+    beside: int
+    sharing: int
+    steps: int
+    folder: Path | None
+
+    @staticmethod
+    def of(world: World, layout: str | Mapping[str, Any], steps: int, folder: Path | None) -> Room:
+        """What a proof of a layout needs."""
+        return Room(world.local_size, ranks_sharing(layout, world.size), steps, folder)
+
+    def lacking(self, sizes: Sequence[int]) -> str:
+        """What is too little for parameters of so many bytes each, as a reason; "" if it suffices.
+
+        Memory    the twin's states or, once it is let go, those of the layout's processes here; the
+                  largest tensor gathered on top
+        Disk      the twin's gradients of every step, its weights before and after
+        """
+        copy_bytes = sum(sizes)
+        copies = STATES * max(1.0, self.beside / self.sharing)
+        needed_bytes = int(copies * copy_bytes) + GATHERED * max(sizes, default=0)
+        available_bytes = psutil.virtual_memory().available
+        if needed_bytes > available_bytes:
+            return (
+                f"memory: one process, and after it {self.beside} of the layout, need "
+                f"{bytes_text(needed_bytes)}, {bytes_text(available_bytes)} are free"
+            )
+        record_bytes = (self.steps + 2) * copy_bytes
+        where = self.folder or Path(tempfile.gettempdir())
+        if record_bytes > max(IN_MEMORY_BYTES, shutil.disk_usage(where).free):
+            return (
+                f"disk: what one process computes in {self.steps} steps takes "
+                f"{bytes_text(record_bytes)} in {where}, "
+                f"{bytes_text(shutil.disk_usage(where).free)} are free"
+            )
+        return ""
+
+
+def ranks_sharing(layout: str | Mapping[str, Any], processes: int) -> int:
+    """How many ranks divide one copy of weights, gradients and states; 1 where that is not known.
+
+    >>> ranks_sharing("fsdp", 4), ranks_sharing("ddp", 4), ranks_sharing({"tp": 2, "pp": 2}, 4)
+    (4, 1, 4)
+    """
+    if isinstance(layout, str):
+        return processes if layout == "fsdp" else 1
+    shards = layout.get("dp_shard", 1) if layout.get("zero") == 3 else 1
+    return max(1, int(layout.get("tp", 1)) * int(layout.get("pp", 1)) * int(shards))
+
+
+class Clock:
+    """Stops a twin that would take too long, as soon as that can be told."""
+
+    def __init__(self, budget_s: float | None, steps: int) -> None:
+        self.budget_s = budget_s
+        self.steps = steps
+        self.began_s = time.perf_counter()
+        self.taken = 0
+
+    def step(self) -> None:
+        """After every step. Errors: CannotProve if all steps will exceed the budget."""
+        self.taken += 1
+        expected_s = (time.perf_counter() - self.began_s) / self.taken * self.steps
+        if self.budget_s is not None and expected_s > self.budget_s:
+            raise CannotProve(
+                f"time: {self.steps} steps in one process would take {seconds_text(expected_s)}, "
+                f"{seconds_text(self.budget_s)} are allowed"
+            )
+
+
+def on_all(world: World, work: Callable[[], T]) -> T:
+    """Do what may fail on every rank. Errors: CannotProve on all of them if it did on one."""
+    try:
+        result, failed = work(), ""
+    except Exception as failure:
+        result, failed = None, reason(failure)
+    told = next((text for text in world.gather_json(failed) if text), "")
+    if told or result is None:
+        raise CannotProve(told)
+    return result
+
+
+def reason(failure: Exception) -> str:
+    """Why the twin broke down, as one line."""
+    if isinstance(failure, CannotProve):
+        return str(failure)
+    waits = collective(failure)
+    if waits is not None:
+        return (
+            f"the model takes part in a collective of its own ({waits.name} at {waits.where}), "
+            f"which one process cannot do alone; what it computes on several ranks has no "
+            f"reference in one"
+        )
+    line = str(failure).strip().splitlines()[0] if str(failure).strip() else ""
+    if isinstance(failure, torch.OutOfMemoryError | MemoryError):
+        return f"memory: {line}"
+    return f"the model does not run in this precision: {type(failure).__name__}: {line}"
+
+
+def of_format(failure: Exception) -> bool:
+    """Whether another number format may help."""
+    other = CannotProve | torch.OutOfMemoryError | MemoryError
+    return not isinstance(failure, other) and collective(failure) is None
+
+
+def collective(failure: BaseException | None) -> CollectiveAlone | None:
+    """The collective at which it broke down, whatever a library made of that."""
+    while failure is not None and not isinstance(failure, CollectiveAlone):
+        failure = failure.__cause__ or failure.__context__
+    return failure

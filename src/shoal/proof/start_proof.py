@@ -1,0 +1,349 @@
+"""Two small steps on the layout and in one process, before a training run on several processes.
+
+    until it ended      a run's folder says that its proof began and how it ended (proof.json): one
+                        that was killed, or hung until it was, is begun again by the next attempt,
+                        `MOST_BEGUN` times; a run that goes on from a checkpoint had its proof
+    once                per model (its code, names, shapes), loss, layout, processes and versions,
+                        Shoal's own source among them; "equal" is kept in the cache folder
+    in the workers      which have met already; nothing is started
+    refuses             on a proven difference only; what cannot be proven is said and let through
+
+Source: design §5; nobody else ships it, so the cost must stay at seconds: `BUDGET_S` bounds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal import __version__
+from shoal.base.errors import ShoalError, TrainingError
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.atomic_files import cache_folder, write_whole
+from shoal.base.runlog.damaged_lines import read_object
+from shoal.base.text.units import seconds_text
+from shoal.checkpoint.format.listing import find
+from shoal.config.sections import Config
+from shoal.data.files.tokenizer_cache import content_key
+from shoal.data.sources import Source
+from shoal.fabric import World
+from shoal.planning.settle import Words
+from shoal.proof.battery import OPTIMIZERS, SGD, Battery, Report
+from shoal.proof.proof_case import ProofCase, case_of
+from shoal.proof.reference_limits import collective
+from shoal.proof.reference_seconds import expected_seconds
+from shoal.trace.isolation.collective_ban import CollectiveAlone, alone
+from shoal.trainer.parallelize import build_module
+from shoal.wire.phases import phase
+
+BUDGET_S = 30.0
+"""For the one process; what needs longer is proven by `shoal prove`, not before each run."""
+
+STEPS = 2
+PLAIN = (bool, int, float, str)
+NAME = "proof.json"
+
+RESTARTS = ("SHOAL_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+MOST_BEGUN = 2
+"""Attempts that a proof may cost a run: one that ends none of them is told, and training begins."""
+
+
+def prove_run(
+    config: Config, source: Source, world: World, folder: Path, plan: Plan, said: Words | None
+) -> str:
+    """Prove that a run's layout computes what one process computes, if `train.prove` asks for it.
+
+    Every rank calls it, before the run begins.
+    plan, said   as `start_run` takes them
+    folder   the run's own: keeps proof.json; with a checkpoint in it nothing is proven
+    Gives    a line for the user, also where it could not be proven; "" where nothing was done
+    Errors   TrainingError where the two differ
+    """
+    if config.train.prove == "off" or world.size == 1:
+        return ""
+    return prove_before(case_of(config, source, plan, said), world, folder)
+
+
+@phase("proof")
+def prove_before(
+    case: ProofCase, world: World, folder: Path, environ: Mapping[str, str] = os.environ
+) -> str:
+    """Prove a layout on two small steps, unless that is known; every rank calls it.
+
+    folder   the run's own folder: with a checkpoint in it there is nothing fresh to prove
+    Gives    the line that the user should read; empty where nothing was done
+    Errors   TrainingError with the first difference and its likely cause if they differ
+    """
+    if world.size == 1:
+        return ""
+    attempts = Attempts(folder, content_key(_text(folder / "run.toml"), world.size))
+    restarted = any(environ.get(name, "0") not in ("", "0") for name in RESTARTS)
+    begun = _begun(attempts, restarted, world)
+    if begun is None:
+        return ""
+    if isinstance(case.data, Iterator):
+        return "proof: not proven: the data can be read once only; training goes on"
+    if begun >= MOST_BEGUN:
+        return (
+            f"proof: not proven: begun {begun} times and ended neither time (the run was killed, "
+            f"hung or broke off); training goes on"
+        )
+    known: Any = None
+    key, expected_s = "", 0.0
+    if world.is_first:
+        key, known, expected_s = _look(case, world)
+        attempts.write(begun + 1, known["verdict"] if known else "")
+    known, expected_s = world.broadcast_json([known, expected_s])
+    if known is not None:
+        return ""
+    if expected_s > BUDGET_S:
+        if world.is_first:
+            attempts.write(begun + 1, "not proven")
+        return too_long(expected_s, folder)
+    battery = quick_battery(case, world.size, folder, BUDGET_S)
+    report = battery.prove(world, case.layout, case.policies)
+    refused = refusal(report) if report["verdict"] == "different" else ""
+    if world.is_first:
+        attempts.write(begun + 1, report["verdict"], refused)
+    if refused:
+        raise TrainingError(refused)
+    if key and report["verdict"] == "equal":
+        kept = {k: report[k] for k in ("verdict", "reason", "layout", "processes", "seconds")}
+        _write({**_read(), key: kept})
+    return line(report)
+
+
+def _begun(attempts: Attempts, restarted: bool, world: World) -> int | None:
+    """Attempts that did not end, on every rank; None where nothing is left to prove.
+
+    Errors   TrainingError where one before this restart found a difference: a launcher that
+             restarts whatever ends must not get past it
+    """
+    told = [attempts.begun(restarted), attempts.refused(restarted)] if world.is_first else None
+    begun, refused = world.broadcast_json(told)
+    if refused:
+        raise TrainingError(refused)
+    found: int | None = begun
+    return found
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """A run's attempts at its proof, kept in its folder. Rank 0 alone reads and writes.
+
+    Format   <run>/proof.json: {"of": the configuration and the processes, "begun": attempts,
+             "verdict": of the one that ended, "" before, "refused": its line where they differ}
+    """
+
+    folder: Path
+    of: str
+
+    def begun(self, restarted: bool) -> int | None:
+        """Attempts that did not end; None where nothing is left to prove.
+
+        restarted   by a launcher, with the same code; else whatever was proven may have changed
+        """
+        if find(self.folder / "checkpoints"):
+            return None
+        told = self._told(restarted)
+        try:
+            return None if told.get("verdict") else int(told.get("begun", 0))
+        except (ValueError, TypeError):
+            return 0
+
+    def refused(self, restarted: bool) -> str:
+        """The line of a proof that found a difference before this restart; "" without one."""
+        return str(self._told(restarted).get("refused", ""))
+
+    def _told(self, restarted: bool) -> dict[str, Any]:
+        """What an attempt with the same configuration left."""
+        told = read_object(self.folder / NAME) if restarted else {}
+        return told if told.get("of") == self.of else {}
+
+    def write(self, begun: int, verdict: str, refused: str = "") -> None:
+        """Keep how far the proof is; on a full disk the next attempt proves again."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            told = {"of": self.of, "begun": begun, "verdict": verdict, "refused": refused}
+            write_whole(self.folder / NAME, json.dumps(told))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+def _look(case: ProofCase, world: World) -> tuple[str, Any, float]:
+    """(key of this proof, what is kept under it, seconds that one process would take).
+
+    The key is empty where a model cannot be built by one process alone.
+    """
+    module = _structure(case)
+    if module is None:
+        return "", None, 0.0
+    key = proof_key(case, module, world)
+    known = _read().get(key)
+    if known is not None:
+        return key, known, 0.0
+    small, expected_s = case.small(world.size), 0.0
+    with contextlib.suppress(CollectiveAlone), alone():
+        expected_s = expected_seconds(module, small, world.device)
+    return key, None, expected_s
+
+
+def _structure(case: ProofCase) -> nn.Module | None:
+    """The module, whose numbers do not matter here: ours is built without any.
+
+    None where a model cannot be built by one process alone.
+    """
+    try:
+        with alone(), torch.device("meta") if case.ours else nullcontext():
+            return build_module(case.build, case.plan.seed)
+    except (CollectiveAlone, ShoalError) as failure:
+        if collective(failure) is None:  # a builder's exception arrives as the user's error
+            raise
+        return None
+
+
+def too_long(expected_s: float, folder: Path) -> str:
+    """What is said where one process would take longer than it may: one line."""
+    return (
+        f"proof: not proven: time: {STEPS} steps in one process would take about "
+        f"{seconds_text(expected_s)}, {seconds_text(BUDGET_S)} are allowed; training goes on; "
+        f"alone it is proven by: shoal prove --quick {folder / 'run.toml'}"
+    )
+
+
+def quick_battery(
+    case: ProofCase, processes: int, folder: Path, budget_s: float | None = None
+) -> Battery:
+    """Two steps of SGD on small micro-batches, the second step a short one.
+
+    processes  of the layout · folder  for what memory does not hold
+    budget_s   for the one process; None where the proof is all that was asked for
+    """
+    return Battery(
+        case.small(processes).trial(),
+        optimizers={SGD: OPTIMIZERS[SGD]},
+        steps=STEPS,
+        seed=case.plan.seed,
+        budget_s=budget_s,
+        folder=folder,
+    )
+
+
+def line(report: Report) -> str:
+    """What a proof before a run says: one line."""
+    if report["verdict"] == "not proven":
+        return f"proof: not proven: {report['reason']}; training goes on"
+    (trajectory,) = report["trajectories"]
+    return (
+        f"proof: {report['layout']} computes what one process computes: "
+        f"{len(trajectory['parameters'])} parameters, {report['steps']} steps in float64, largest "
+        f"difference {trajectory['largest']['gradient']:.0e} ({report['seconds']:.1f} s; once per "
+        f"model, layout and versions){said(report)}"
+    )
+
+
+def said(report: Report) -> str:
+    """What was done to the model for the proof's sake, as the end of a line."""
+    return "".join(f"; {text}" for text in report["said"])
+
+
+def refusal(report: Report) -> str:
+    """Why training is refused: layout, first difference, likely cause, what to do."""
+    return (
+        f"proof: {report['layout']} on {report['processes']} processes does not compute what one "
+        f"process computes: {report['cause']['text']}{said(report)}. `shoal prove` shows every "
+        f"parameter; train.prove=off trains all the same"
+    )
+
+
+def proof_key(case: ProofCase, module: nn.Module, world: World) -> str:
+    """A hash of all that a quick proof of `case`, which builds `module`, depends on."""
+    layout = case.layout
+    return content_key(
+        model_parts(module),
+        source_of(case.loss),
+        source_of(case.collate),
+        min(case.plan.micro_batch, 2),
+        own_source(),
+        layout if isinstance(layout, str) else dict(layout),
+        dict(case.policies),
+        world.size,
+        world.device.type,
+        case.plan.call,
+        [torch.__version__, __version__],
+    )
+
+
+def model_parts(module: nn.Module) -> list[Any]:
+    """Names, shapes and settings of a module, and a hash of the code of every class in it."""
+    tensors = [
+        [name, list(p.shape), p.requires_grad]
+        for name, p in module.named_parameters(remove_duplicate=False)
+    ]
+    kinds = {type(part) for part in module.modules()}
+    code = sorted(f"{k.__module__}.{k.__qualname__} {source_of(k)}" for k in kinds)
+    settings = [
+        {k: v for k, v in vars(part).items() if k != "training" and isinstance(v, PLAIN)}
+        for part in module.modules()
+    ]
+    return [tensors, repr(module), code, settings]
+
+
+def own_source() -> str:
+    """A hash of Shoal's own source: an edited layout is another layout."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def source_of(thing: Any) -> str:
+    """A hash of the source around a class or function; its name where there is none to be read.
+
+    The whole module counts, since what a class calls usually lies beside it.
+    """
+    module = getattr(thing, "__module__", "") or ""
+    if module.partition(".")[0] == "torch":  # the version says it
+        return module
+    name = f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+    try:
+        text = name + inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        text = name
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _path() -> Path:
+    return cache_folder() / "proofs.json"
+
+
+def _read() -> dict[str, Any]:
+    try:
+        return dict(json.loads(_path().read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _write(known: dict[str, Any]) -> None:
+    try:
+        _path().parent.mkdir(parents=True, exist_ok=True)
+        write_whole(_path(), json.dumps(known, indent=1))
+    except OSError:
+        return  # the cache only saves time

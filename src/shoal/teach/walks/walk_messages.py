@@ -1,0 +1,151 @@
+"""Ranks that hold chunks of small whole numbers and send them to each other, round by round.
+
+All messages of a round leave at once. A message either adds to what the receiver holds or takes
+its place. Each chunk remembers which ranks are in its sum, so that adding a rank twice is refused.
+A round lasts α + (bytes of its largest message)·β, as ranks send and receive at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.base.errors import BugError
+from shoal.base.plans.timeline import Span, Timeline
+from shoal.base.text.units import bytes_text
+from shoal.teach.walks.walk import Cell, Step
+
+ALPHA_S = 10e-6
+"""Seconds to start a message, in these drawings: about what a network card and its switch take."""
+
+BYTES_PER_S = 25e9
+"""Of one rank's link, in these drawings: a card of 200 Gbit/s."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Some chunks from one rank to another; `adds` says whether they are summed there."""
+
+    source: int
+    target: int
+    chunks: tuple[int, ...]
+    adds: bool
+
+
+def first_number(rank: int, chunk: int) -> int:
+    """The number with which a rank's chunk begins: from 1 to 9, different for neighbours.
+
+    >>> [first_number(rank, 0) for rank in range(4)]
+    [1, 3, 5, 7]
+    """
+    return (2 * rank + 5 * chunk + rank * chunk) % 9 + 1
+
+
+class Ranks:
+    """The ranks' chunks, what was sent so far, and the steps that led here.
+
+    holding   for each rank the chunks it begins with, chunk → number
+    chunk_bytes  of one chunk
+    """
+
+    def __init__(self, holding: Sequence[dict[int, int]], chunks: int, chunk_bytes: float) -> None:
+        self.held = [dict(own) for own in holding]
+        self.members = [{chunk: frozenset([rank]) for chunk in own} for rank, own in
+                        enumerate(holding)]  # fmt: skip
+        self.chunks, self.chunk_bytes = chunks, chunk_bytes
+        self.sent_bytes = [0.0] * len(self.held)
+        self.now_s = 0.0
+        self.spans: list[Span] = []
+        self.steps: list[Step] = []
+
+    @property
+    def busiest_bytes(self) -> float:
+        """Most that one rank has sent."""
+        return max(self.sent_bytes)
+
+    def cells(self, came: dict[tuple[int, int], int] | None = None) -> tuple[tuple[Cell, ...], ...]:
+        """The table now: one row per rank, one column per chunk."""
+        arrived = came or {}
+        return tuple(
+            tuple(self._cell(rank, chunk, arrived.get((rank, chunk))) for chunk in
+                  range(self.chunks))
+            for rank in range(len(self.held))
+        )  # fmt: skip
+
+    def _cell(self, rank: int, chunk: int, came_from: int | None) -> Cell:
+        if chunk not in self.held[rank]:
+            return Cell("", "none")
+        inside = self.members[rank][chunk]
+        look = "part" if len(inside) > 1 else "own"
+        if self.complete(rank, chunk):
+            look = "whole"
+        return Cell(str(self.held[rank][chunk]), look, came_from)
+
+    def complete(self, rank: int, chunk: int) -> bool:
+        """Does this rank hold the chunk with everybody in it who began with it?"""
+        return self.members[rank].get(chunk) == self.begun(chunk)
+
+    def begun(self, chunk: int) -> frozenset[int]:
+        """Ranks that are in any copy of this chunk."""
+        return frozenset(r for own in self.members for r in own.get(chunk, frozenset()))
+
+    def round(self, title: str, kind: str, messages: Sequence[Message], goal: str) -> None:
+        """Send all messages at once and write the step down.
+
+        kind   of the spans · goal  bytes that the busiest rank will have sent, as text
+        Errors BugError where a rank would be added twice
+        """
+        payload = [
+            [(c, self.held[m.source][c], self.members[m.source][c]) for c in m.chunks]
+            for m in messages
+        ]
+        came: dict[tuple[int, int], int] = {}
+        for message, parts in zip(messages, payload, strict=True):
+            for chunk, number, inside in parts:
+                self._arrive(message, chunk, number, inside)
+                came[message.target, chunk] = message.source
+            self.sent_bytes[message.source] += len(message.chunks) * self.chunk_bytes
+        self._time(kind, messages)
+        sent = f"sent by one rank: {bytes_text(self.busiest_bytes)} of {goal}"
+        says = tuple(self._says(message) for message in messages)
+        self.steps.append(Step(title, says, self.cells(came), sent))
+
+    def _arrive(self, message: Message, chunk: int, number: int, inside: frozenset[int]) -> None:
+        held, members = self.held[message.target], self.members[message.target]
+        if message.adds:
+            twice = inside & members.get(chunk, frozenset())
+            if twice:
+                raise BugError(f"chunk {chunk}: rank {min(twice)} would be counted twice")
+            number += held.get(chunk, 0)
+            inside |= members.get(chunk, frozenset())
+        held[chunk], members[chunk] = number, inside
+
+    def _says(self, message: Message) -> str:
+        return f"{message.source} → {message.target}: {self._chunks_text(message.chunks)}"
+
+    def _chunks_text(self, chunks: Sequence[int]) -> str:
+        if self.chunks == 1:
+            return "all"
+        if len(chunks) > 2 and list(chunks) == list(range(chunks[0], chunks[-1] + 1)):
+            return f"c{chunks[0]}–{chunks[-1]}"
+        return " ".join(f"c{chunk}" for chunk in chunks)
+
+    def _time(self, kind: str, messages: Sequence[Message]) -> None:
+        largest_bytes = max(len(message.chunks) for message in messages) * self.chunk_bytes
+        end_s = self.now_s + ALPHA_S + largest_bytes / BYTES_PER_S
+        senders = {message.source for message in messages}
+        for message in messages:
+            label = self._chunks_text(message.chunks) if self.chunks > 1 else ""
+            to = f"{label}→{message.target}"
+            note = f"to rank {message.target}"
+            self.spans.append(Span(message.source, self.now_s, end_s, kind, to, "link", note))
+            if message.target not in senders:
+                note = f"from rank {message.source}"
+                label = f"←{message.source}"
+                took = Span(message.target, self.now_s, end_s, "receive", label, "link", note)
+                self.spans.append(took)
+        self.now_s = end_s
+
+    def timeline(self, title: str, facts: dict[str, str]) -> Timeline:
+        """All rounds over time."""
+        return Timeline(title, len(self.held), tuple(self.spans), facts=facts)

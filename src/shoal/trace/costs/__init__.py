@@ -1,0 +1,1 @@
+"""Count what a model costs: operations, bytes, kept activations."""

@@ -1,0 +1,1 @@
+"""Find parts of a model: blocks, trunk, experts, embeddings."""

@@ -1,0 +1,224 @@
+"""What is a block of a model to the techniques that wrap one at a time: fsdp, recompute, compile.
+
+    lists       entries of ModuleLists and Sequentials. A list of unequal entries that hold lists of
+                equal ones themselves (stages of a Swin or a U-Net) is looked into
+    attributes  `self.block0`, `self.block1`, …, and entries of a ModuleDict: siblings of one class
+                that have a forward, with layers inside and no blocks
+
+The outermost ones count. A model that has neither is one piece: fsdp gathers all of it at once, and
+the prediction of a run has to say so, as has its start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from shoal.base.errors import PlanError, nearest
+from shoal.base.layouts.policies import BlocksPolicy
+
+FOUND = BlocksPolicy()
+"""The user says nothing of blocks."""
+
+ROOT = "-"
+"""In the place of a block's name: no block at all."""
+
+LISTS = (nn.ModuleList, nn.Sequential)
+UNCALLED = (nn.ModuleList, nn.ModuleDict)
+
+POSITIVE = re.compile(r"\b(?!0\.0+\b)\d+\.\d+(?:e-?\d+)?\b|\b\d+e-?\d+\b")
+"""Printed numbers that do not change what a unit costs: drop rates above 0, epsilons."""
+
+
+def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost blocks, with their names; of a list all entries, single layers too.
+
+    >>> def layer(width): return nn.TransformerEncoderLayer(width, 2, 8)
+    >>> stages = nn.ModuleList(nn.Sequential(layer(w), layer(w), nn.Linear(w, 8)) for w in (4, 8))
+    >>> [name for name, _ in blocks(stages)]
+    ['0.0', '0.1', '0.2', '1.0', '1.1', '1.2']
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.block0, self.block1, self.head = layer(8), layer(8), nn.Linear(8, 8)
+    >>> [name for name, _ in blocks(Net())]
+    ['block0', 'block1']
+    """
+    is_list = isinstance(module, LISTS)
+    unequal, alike = is_list and _equals(module) == 1, _attributes(module)
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        inside = _holds_equals(child) if unequal else isinstance(child, UNCALLED)
+        if (is_list and not inside) or name in alike:
+            yield path, child
+        else:
+            yield from blocks(child, path)
+
+
+def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
+    """Find the blocks of a module by name: those that the user names, else what repeats (`blocks`).
+
+    Errors   PlanError for a pattern that matches nothing, and for blocks inside of blocks
+
+    >>> layers = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    >>> list(find_blocks(layers, BlocksPolicy(blocks=("Linear",))))
+    ['0', '2']
+    """
+    wished = policy.blocks
+    if not wished:
+        return dict(blocks(module))
+    parts = {name: part for name, part in module.named_modules() if name}
+    found: set[str] = set()
+    for pattern in wished:
+        matching = [
+            name
+            for name, part in parts.items()
+            if _matches(name, pattern) or fnmatchcase(type(part).__name__, pattern)
+        ]
+        if not matching:
+            close = nearest(pattern, [*parts, *{type(part).__name__ for part in parts.values()}])
+            raise PlanError(
+                f"layout.blocks = {pattern}: matches no module of {type(module).__name__}, by name "
+                f"or class; try: {close or next(iter(parts), 'leave layout.blocks out')}"
+            )
+        found.update(matching)
+    for name in sorted(found):
+        outer = [other for other in found if name.startswith(f"{other}.")]
+        if outer:
+            raise PlanError(
+                f"layout.blocks = {', '.join(wished)}: {name} lies inside of {outer[0]}, which is "
+                f"a block too; try: layout.blocks={outer[0]}"
+            )
+        if isinstance(parts[name], UNCALLED):
+            inside = next((f"{name}.*" for _ in parts[name].children()), "leave it out")
+            raise PlanError(
+                f"layout.blocks = {', '.join(wished)}: {name} is a {type(parts[name]).__name__}, "
+                f"which is never called; try: layout.blocks={inside}"
+            )
+    return {name: part for name, part in parts.items() if name in found}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern's parts match a name's, one by one: no `*` reaches beyond a dot."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def kind_of(module: nn.Module) -> tuple[object, ...]:
+    """What two equal modules have in common.
+
+    >>> kind_of(nn.Linear(2, 3)) == kind_of(nn.Linear(2, 3)) != kind_of(nn.Linear(3, 2))
+    True
+    """
+    tensors = [
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    ]
+    return (type(module), module.training, POSITIVE.sub("#", repr(module)), tuple(tensors))
+
+
+def _equals(module: nn.Module) -> int:
+    """How many entries of a list are equal, of those with layers inside; 1 for unequal ones."""
+    entries = (part for part in module.children() if next(part.parameters(), None) is not None)
+    kinds = Counter(kind_of(part) for part in entries if not is_single_layer(part))
+    return max(kinds.values(), default=0)
+
+
+def _holds_equals(module: nn.Module) -> bool:
+    """Whether a list of equal entries with layers inside stands anywhere in a part."""
+    return any(_equals(part) > 1 for part in module.modules() if isinstance(part, LISTS))
+
+
+def _attributes(module: nn.Module) -> set[str]:
+    """Names of children that are blocks as attributes."""
+    if isinstance(module, LISTS):
+        return set()
+    children = [
+        (name, child)
+        for name, child in module.named_children()
+        if any(child.children())
+        and not isinstance(child, (*LISTS, *UNCALLED))
+        and type(child).forward is not nn.Module.forward
+        and next(child.parameters(), None) is not None
+    ]
+    often = Counter(type(child) for _, child in children)
+    return {
+        name
+        for name, child in children
+        if often[type(child)] > 1
+        and not any(not is_single_layer(part) for _, part in blocks(child))
+    }
+
+
+def is_single_layer(block: nn.Module) -> bool:
+    """Whether a block is one bare layer of torch.nn, with no modules inside: it is not wrapped."""
+    return type(block).__module__.startswith("torch.nn.") and not any(block.children())
+
+
+def gathered_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
+    """Find the blocks that fsdp gathers one at a time: with layers inside, and no tied parameter.
+
+    A parameter that lies in two places must be gathered for both, so such blocks are none of them.
+
+    module   whole; shapes are enough
+    """
+    homes: dict[int, int] = {}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            homes[id(parameter)] = homes.get(id(parameter), 0) + 1
+    found = {}
+    for name, block in find_blocks(module, policy).items():
+        here: dict[int, int] = {}
+        for part in block.modules():
+            for parameter in part.parameters(recurse=False):
+                here[id(parameter)] = here.get(id(parameter), 0) + 1
+        shared = any(homes[key] != count for key, count in here.items())
+        if here and not shared and any(block.children()):
+            found[name] = block
+    return found
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """How one unit of a model lies in its blocks.
+
+    block    "" where it is one itself, ROOT where it lies in none, else the name of the larger one
+    rooted   elements that fsdp gathers with the root, and not block by block
+    """
+
+    block: str
+    rooted: int
+
+
+class Blocks:
+    """The blocks of a model's twin by name, for those who ask about other modules in it."""
+
+    def __init__(self, module: nn.Module, policy: BlocksPolicy = FOUND) -> None:
+        found = find_blocks(module, policy)
+        self.named = {n: part for n, part in found.items() if not is_single_layer(part)}
+        self.names = {id(part): name for name, part in self.named.items()}
+        gathered = gathered_blocks(module, policy).values()
+        self.gathered = {id(p) for part in gathered for p in part.parameters()}
+
+    def of(self, path: str, unit: nn.Module) -> Wrapped:
+        """How `unit`, whose name is `path`, lies in them."""
+        outside = sum(p.numel() for p in unit.parameters() if id(p) not in self.gathered)
+        if id(unit) in self.names:
+            return Wrapped("", outside)
+        around = [name for name in self.named if path.startswith(f"{name}.")]
+        return Wrapped(around[0] if around else ROOT, outside)
+
+
+def stacked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Parts whose parameters all have the same first dim, one of them a stack of matrices."""
+    for name, part in module.named_modules():
+        own = list(part.parameters())
+        if own and all(p.dim() for p in own) and max(p.dim() for p in own) >= 3:
+            sizes = {len(p) for p in own}
+            if len(sizes) == 1 and sizes.pop() > 1:
+                yield name, part

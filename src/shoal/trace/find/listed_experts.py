@@ -1,0 +1,87 @@
+"""Finds experts that a model holds as a list of modules, by what they are and how they are called.
+
+A list is one of experts where its entries are alike (one class, parameters of the same shapes), are
+no blocks of the model's trunk, and every one that the sample calls gets some rows [n, d] and
+nothing else. Each entry then works on rows that the code around it chose; whether it treats every
+row alone is asked by running it (`expert_parallel/expert_check.py`). Which rows, and what becomes
+of the results, is that code's business and stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.trace.isolation.layer_calls import Call
+
+
+@dataclass(frozen=True)
+class ListedExperts:
+    """A list of modules that are experts.
+
+    name, part   the layer that calls them · names, entries  of each, in the order of the list
+    sample       rows [n, d] that one of them was called with
+    """
+
+    name: str
+    part: nn.Module
+    names: tuple[str, ...]
+    entries: tuple[nn.Module, ...]
+    sample: Tensor
+
+    @property
+    def experts(self) -> int:
+        """How many."""
+        return len(self.entries)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Lists of one kind compute alike."""
+        return _kind(self.entries[0])
+
+
+def lists_of(module: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Lists of entries that are alike and are no blocks, with the lists' names."""
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.ModuleList) or len(part) < 2:
+            continue
+        kinds = {_kind(entry) for entry in part}
+        plain = all(p.dim() for p in part.parameters())
+        own = {f"{name}.{k}" if name else str(k) for k in range(len(part))}
+        is_block = any(_within(block, own) for block in blocks)
+        trained = next(part.parameters(), None) is not None
+        if len(kinds) == 1 and plain and trained and not is_block:
+            yield name, part
+
+
+def _within(name: str, parts: Collection[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in parts)
+
+
+def find_lists(
+    module: nn.Module, blocks: Collection[str], calls: Mapping[str, Call]
+) -> list[ListedExperts]:
+    """All lists of experts, in the order of the module.
+
+    calls   first calls of the entries of `lists_of`
+    """
+    found = []
+    for name, part in lists_of(module, blocks):
+        names = tuple(f"{name}.{k}" if name else str(k) for k in range(len(part)))
+        seen = [calls[one] for one in names if one in calls]
+        rows = [call.args[0] for call in seen if len(call.args) == 1 and not call.kwargs]
+        fitting = [r for r in rows if isinstance(r, Tensor) and r.dim() == 2 and len(r)]
+        floating = [r for r in fitting if r.is_floating_point()]
+        if not floating or len(rows) < len(seen) or "." not in name:
+            continue
+        home = name.rpartition(".")[0]
+        sample = floating[0].detach()
+        found.append(ListedExperts(home, module.get_submodule(home), names, tuple(part), sample))
+    return found
+
+
+def _kind(entry: nn.Module) -> tuple[Any, ...]:
+    return type(entry), tuple((n, tuple(p.shape), p.dtype) for n, p in entry.named_parameters())

@@ -1,0 +1,104 @@
+"""Finds the parts of any model that are stacked experts, by what they hold and how they are called.
+
+A part is a layer of experts where all its parameters have the same first dim, the number E of
+experts, and its forward is called with three tensors and nothing else:
+
+    tokens   [n, d], floating    · chosen  [n, k], integers up to E (E: no expert)
+    weights  [n, k], floating    · gives   [n, d']
+
+No name is asked for. Whether such a part really is a sum over experts is checked by running it
+(expert_check.py). Experts that are a list of modules: `listed_experts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.trace.find.blocks import stacked
+from shoal.trace.isolation.layer_calls import Call
+
+Key = int | str
+"""An argument, by place or by name."""
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A submodule whose parameters are stacked by expert, and how the model calls it.
+
+    name, part   the submodule · experts  how many
+    roles        where its call has tokens, chosen experts and weights
+    sample       the values of such a call, until they are checked
+    counts       names of its attributes that say how many experts it has; `expert_parallel` sets
+                 them where a rank keeps fewer
+    """
+
+    name: str
+    part: nn.Module
+    experts: int
+    roles: tuple[Key, Key, Key]
+    sample: tuple[Tensor, ...] = ()
+    counts: tuple[str, ...] = ()
+
+    def read(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """(tokens, chosen, weights) of a call."""
+        return tuple(args[key] if isinstance(key, int) else named[key] for key in self.roles)
+
+    def call(self, forward: Callable[..., Any], *values: Tensor) -> Any:
+        """`forward` called with tokens, chosen and weights as the model calls it."""
+        given = dict(zip(self.roles, values, strict=True))
+        args = [given[place] for place in range(3) if place in given]
+        return forward(*args, **{key: v for key, v in given.items() if isinstance(key, str)})
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Layers of one kind compute alike."""
+        shapes = tuple((name, p.shape, p.dtype) for name, p in self.part.named_parameters())
+        return type(self.part), shapes, self.roles
+
+
+def find_layers(module: nn.Module, calls: Mapping[str, Call]) -> list[ExpertLayer]:
+    """All layers of experts, outermost first, in the order of the module.
+
+    calls   first calls of all parts that are `stacked`
+    """
+    found: list[ExpertLayer] = []
+    for name, part in stacked(module):
+        inside = any(name.startswith(f"{outer.name}.") for outer in found)
+        if name not in calls or inside:
+            continue
+        args, named = calls[name].args, calls[name].kwargs
+        experts = len(next(part.parameters()))
+        roles = _roles(args, named, experts)
+        if roles is not None:
+            layer = ExpertLayer(name, part, experts, roles)
+            found.append(replace(layer, sample=tuple(t.detach() for t in layer.read(args, named))))
+    return found
+
+
+def _roles(
+    args: tuple[Any, ...], named: Mapping[str, Any], experts: int
+) -> tuple[Key, Key, Key] | None:
+    """Which argument is what; None where this is no call of experts."""
+    given: dict[Key, Any] = dict(enumerate(args))
+    given.update(named)
+    tensors = {key: v for key, v in given.items() if isinstance(v, Tensor) and v.dim() == 2}
+    if len(given) != 3 or len(tensors) != 3:
+        return None
+    integers = [key for key, v in tensors.items() if not v.is_floating_point()]
+    if len(integers) != 1:
+        return None
+    chosen = tensors[integers[0]]
+    if chosen.dtype == torch.bool or len({len(v) for v in tensors.values()}) != 1:
+        return None
+    floating = [key for key in tensors if key != integers[0]]
+    # Tokens come first in every convention, should both have the same width.
+    weights = [key for key in floating if tensors[key].shape == chosen.shape][-1:]
+    if not weights or not len(chosen) or int(chosen.min()) < 0 or int(chosen.max()) > experts:
+        return None
+    tokens = next(key for key in floating if key != weights[0])
+    return tokens, integers[0], weights[0]

@@ -1,0 +1,166 @@
+"""Notes what a forward pass does with the rows of embeddings and linear layers.
+
+Uses are seen in the record's forward pass, operation by operation: the forward of a plain
+nn.Embedding or nn.Linear, a lookup in the forward of an embedding that does more (Gemma scales what
+it finds), or an output that hands hidden states and weight to the loss (fields `hidden`, `weight`
+and `vocabulary`, as shoal.models.loss.Unprojected has). `vocabulary_tables.py` decides by them
+which rows may be dealt to the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from shoal.trace._torch import TorchDispatchMode, pytree
+
+Table = nn.Embedding | nn.Linear
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Embeddings and heads outside of blocks: which are split over the vocabulary, along dim 0.
+
+    split        parameter (first name) → why · whole  the other candidates → why not
+    embeddings   names of the modules that look up split tables · own_forwards  those of them that
+                 compute with what they find
+    heads        names of those that multiply by them
+    to_loss      name of the module whose weight the model's output hands to the loss, or ""
+    hidden       the hidden states that it hands over, without data
+    outputs      what the layers gave in the sample, without data
+    """
+
+    split: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    embeddings: tuple[str, ...] = ()
+    own_forwards: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    to_loss: str = ""
+    hidden: Tensor | None = None
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+def for_loss(value: Any) -> bool:
+    """Whether an output leaves the projection to the loss: a dataclass with hidden and weight."""
+    fields = all(hasattr(value, name) for name in ("hidden", "weight", "vocabulary"))
+    return dataclasses.is_dataclass(value) and fields
+
+
+def is_table(part: nn.Module) -> TypeGuard[Table]:
+    """A linear layer whose forward is torch's, or an embedding that reads single rows only."""
+    if not isinstance(part, Table) or "forward" in part.__dict__:
+        return False
+    if isinstance(part, nn.Linear):
+        return type(part).forward is nn.Linear.forward
+    if not isinstance(part._parameters.get("weight"), nn.Parameter) or part.weight.dim() != 2:
+        return False
+    return part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
+
+
+def has_own_forward(part: nn.Module) -> bool:
+    """Whether an embedding is of a class that computes with what it looks up."""
+    return isinstance(part, nn.Embedding) and type(part).forward is not nn.Embedding.forward
+
+
+@dataclass(frozen=True)
+class TableUses:
+    """What one forward pass showed of embeddings and linear layers.
+
+    used     weights (by id) that are read in another way too → which: "also read by linear …"
+    handed   weights that the outputs hand to the loss · hidden  what they are multiplied with there
+    outputs  what each layer gave, without data
+    """
+
+    used: Mapping[int, str] = field(default_factory=dict)
+    handed: frozenset[int] = frozenset()
+    hidden: Tensor | None = None
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Uses(TorchDispatchMode):
+    """Notes every operation that reads the weights of some layers, but their own.
+
+    tables   layers, by name
+    """
+
+    def __init__(self, tables: Mapping[str, Table]) -> None:
+        super().__init__()
+        self.weights = {
+            name: {id(p) for p in ([t.weight] if has_own_forward(t) else t.parameters())}
+            for name, t in tables.items()
+        }
+        self.watched = set().union(*self.weights.values())
+        self.own_forwards = {name for name, t in tables.items() if has_own_forward(t)}
+        self.used: dict[int, str] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.allowed: set[int] = set()
+        self.at, self.found = "", False  # the layer that is called; it has looked up rows
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation, and note it."""
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if id(leaf) not in self.watched:
+                continue
+            what = str(func.overloadpacket).split(".")[-1]
+            if id(leaf) not in self.allowed:
+                self.used.setdefault(id(leaf), f"also read by {what} outside of its own layer")
+            elif self.at in self.own_forwards:
+                return self._inside(self.at, id(leaf), what, func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+    def _inside(
+        self, name: str, weight: int, what: str, func: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """An operation on a table in a forward of its own class: one lookup is understood."""
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is not torch.ops.aten.embedding or self.found:
+            again = "again " if self.found else ""
+            self.used.setdefault(weight, f"its own forward reads it {again}by {what}")
+        else:
+            self.outputs[name] = torch.empty_like(result, device="meta")
+        self.found = True
+        return result
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """A layer is called: it may read its own weights."""
+        outer = self.allowed, self.at
+        self.allowed, self.at, self.found = self.weights.get(name, outer[0]), name, False
+        try:
+            yield
+        finally:
+            self.allowed, self.at = outer
+
+    @contextmanager
+    def untold(self) -> Iterator[None]:
+        """Inside, whatever is read is no use of the model's."""
+        outer = self.allowed, self.at
+        self.allowed, self.at = self.watched, ""
+        try:
+            yield
+        finally:
+            self.allowed, self.at = outer
+
+    def gave(self, name: str, output: Any) -> None:
+        """What a layer gave."""
+        if name in self.weights and name not in self.own_forwards:
+            self.outputs[name] = torch.empty_like(output, device="meta")
+
+    def of(self, outputs: Any) -> TableUses:
+        """Everything that was seen in a pass that gave these outputs."""
+        handed, hidden = set(), None
+        for leaf in pytree.tree_leaves(outputs, is_leaf=for_loss):
+            if for_loss(leaf):
+                handed.add(id(leaf.weight))
+                hidden = torch.empty_like(leaf.hidden, device="meta")
+            elif id(leaf) in self.watched:
+                self.used.setdefault(id(leaf), "also read by the model's outputs")
+        return TableUses(self.used, frozenset(handed), hidden, self.outputs)

@@ -1,0 +1,317 @@
+"""Records what a model does with a few samples: one forward pass, which every technique then reads.
+
+    trunk     which modules are called, how often, with outputs of which shape: its blocks
+    calls     what its blocks, embeddings and the layers beside blocks are called with
+    tables    who reads the weights of embeddings and heads (`tables`)
+    draws     which calls draw random numbers, and inside of which modules (`draws`)
+    flows     for pipelines: which values depend on which others (`liveness`), in two passes
+
+Equal layers compute once in it (`echo`). The pass runs in training mode, as the run will, and with
+gradients on, because only so it shows which inputs carry one; what autograd would keep is thrown
+away at once. A second pass is made where the first one listened to the wrong modules: what repeats
+is guessed from the classes, and known once it was called.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.base.layouts.policies import BlocksPolicy
+from shoal.trace._torch import pytree
+from shoal.trace.find.blocks import FOUND, UNCALLED, find_blocks, stacked
+from shoal.trace.find.trunk import Run, Trunk, find_trunk, guess_blocks
+from shoal.trace.find.vocabulary_use import Tables, TableUses, Uses, is_table
+from shoal.trace.isolation.equal_layers import PLAIN, versions_of
+from shoal.trace.isolation.layer_calls import Call
+from shoal.trace.isolation.memoized_forward import as_cheaply, echoing
+from shoal.trace.isolation.meta_inputs import tensors_of
+from shoal.trace.isolation.preserve_state import without_trace
+from shoal.trace.isolation.random_draws import Draw, Drawing
+from shoal.trace.isolation.replaced_forward import StandIn
+
+if TYPE_CHECKING:
+    from shoal.trace.find.listed_experts import ListedExperts
+    from shoal.trace.find.stacked_experts import ExpertLayer
+
+
+class Record:
+    """What a model does with one sample; a pass runs when something is first asked, and is kept.
+
+    module   whole; no attribute, buffer or generator of it is left changed
+    run      does one forward pass of a module on the sample
+    policy   says what the blocks are, where the user does
+    blocks   names of those that recompute, compile and dropout keys go by
+    passes   forward passes so far, by what they were for: look (what is called), flow (what depends
+             on what, for pp), check (replays of a model cut into stages)
+    """
+
+    def __init__(self, module: nn.Module, run: Run, policy: BlocksPolicy = FOUND) -> None:
+        self.module = module
+        self.blocks = tuple(find_blocks(module, policy))
+        self.wished = self.blocks if policy.names_blocks else ()
+        self.passes: Counter[str] = Counter()
+        self._run = run
+        self._further: dict[str, Call] = {}
+
+    def run(self, purpose: str, module: nn.Module) -> Any:
+        """One forward pass on the sample, counted."""
+        self.passes[purpose] += 1
+        return self._run(module)
+
+    @cached_property
+    def seen(self) -> Seen:
+        """What the first pass showed."""
+        parts = dict(self.module.named_modules())
+        named = self.wished or guess_blocks(self.module)
+        names = [*named, *_beside(self.module, "", named), *(n for n, _ in stacked(self.module))]
+        names += [name for name, part in parts.items() if isinstance(part, nn.Embedding)]
+        return as_cheaply(lambda cheaply: self._look(names, cheaply))
+
+    @cached_property
+    def trunk(self) -> Trunk:
+        """The blocks that tp and pp work on: the user's, or what repeats."""
+        return find_trunk(self.module, self.seen.shapes, self.seen.order, self.wished)
+
+    @property
+    def draws(self) -> list[Draw]:
+        """What the pass drew, in order; of equal layers what the first one did."""
+        return self.seen.draws
+
+    @property
+    def often(self) -> Counter[str]:
+        """How often each module was called."""
+        return Counter(told.name for told in self.seen.log)
+
+    def beside(self) -> list[str]:
+        """The outermost layers with parameters that neither hold a block nor lie in one."""
+        return list(_beside(self.module, "", () if self.trunk.leaf else self.trunk.blocks))
+
+    def reached(self, blocks: Iterable[str]) -> dict[str, str]:
+        """Find blocks of which a part is called from outside of them: {block: the first such part}.
+
+        Whatever stands in for such a block, or gathers it, would not be there for its part.
+        """
+        wanted, found = set(blocks), dict[str, str]()
+        for told in self.seen.log:
+            above = told.name
+            while above := above.rpartition(".")[0]:
+                if above in wanted and above not in told.around:
+                    found.setdefault(above, told.name)
+        return found
+
+    def experts(self) -> list[ExpertLayer]:
+        """Layers of stacked experts."""
+        from shoal.trace.find.stacked_experts import find_layers  # only ep asks for them
+
+        return find_layers(self.module, self.calls(name for name, _ in stacked(self.module)))
+
+    def listed_experts(self) -> list[ListedExperts]:
+        """Lists of modules that are experts."""
+        from shoal.trace.find.listed_experts import find_lists, lists_of
+
+        lists = lists_of(self.module, self.trunk.blocks)
+        names = [f"{name}.{k}" for name, part in lists for k in range(len(part))]
+        return find_lists(self.module, self.trunk.blocks, self.calls(names))
+
+    def tables(
+        self, blocks: Collection[str], degree: int, wish: Callable[[str], str | None]
+    ) -> Tables:
+        """Embeddings and heads that `degree` ranks can split; see `find_tables`."""
+        from shoal.trace.find.vocabulary_tables import find_tables  # only tp asks for them
+
+        order = [name for name, _ in self.seen.order]
+        return find_tables(self.module, self.seen.uses, order, blocks, degree, wish)
+
+    def calls(self, names: Iterable[str]) -> dict[str, Call]:
+        """The first call of each of some layers, in the order of the calls; absent if never called.
+
+        Limits   numbers in a call may be those of an equal layer's; shapes are its own
+        """
+        wanted = set(names)
+        known = self.seen.calls | self._further
+        if missing := [name for name in wanted if name in self.seen.shapes and name not in known]:
+            more = as_cheaply(lambda cheaply: self._look(missing, cheaply))
+            self._further |= more.calls
+            known |= more.calls
+        return {name: known[name] for name in self.seen.begun if name in wanted and name in known}
+
+    def _look(self, copied: Iterable[str], cheaply: bool) -> Seen:
+        module, seen = self.module, Seen(frozenset(copied))
+        uses = Uses({n: part for n, part in module.named_modules() if is_table(part)})
+        listeners: list[_Listener] = []
+        nothing = torch.empty(0)
+        drop = torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda kept: kept)
+        with in_training(module), echoing(module, seen) if cheaply else nullcontext():
+            try:
+                for name, part in module.named_modules():
+                    listeners.append(_Listener(name, part, seen, uses))
+                drawing = Drawing(seen.draws, seen.around)
+                with torch.enable_grad(), drop, without_trace(module), uses, drawing:
+                    seen.uses = uses.of(self.run("look", module))
+            finally:
+                for listener in listeners:
+                    listener.take_away()
+        if seen.handed_objects:
+            from shoal.trace.isolation.argument_keys import (
+                without_holders,  # few models hand objects around
+            )
+
+            seen.log = [
+                replace(one, call=one.call and without_holders(one.call)) for one in seen.log
+            ]
+        return seen
+
+
+@contextmanager
+def in_training(module: nn.Module) -> Iterator[None]:
+    """Context manager in which a model in evaluation mode trains; every mode is put back after it.
+
+    What is frozen in evaluation mode while the rest of the model trains stays so.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    if not module.training:
+        module.train()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A call that ended: of which module, inside of which others, and what came out.
+
+    follows   the layer whose output, untouched, is its first floating argument, or ""
+    call      what it was called with, where that is copied; of the module's first call only
+    """
+
+    name: str
+    around: tuple[str, ...]
+    shape: torch.Size
+    follows: str
+    call: Call | None
+
+
+@dataclass
+class Seen:
+    """What one forward pass called, in the order of the calls' ends.
+
+    copied   modules whose first call's arguments are kept · begun  modules by their first call
+    around   modules that are being called now
+    last     the newest output of a module in `copied`, and whose it is
+    handed_objects   one of them was called with something that is neither tensor nor number
+    """
+
+    copied: frozenset[str]
+    log: list[_Told] = field(default_factory=list)
+    begun: dict[str, None] = field(default_factory=dict)
+    around: list[str] = field(default_factory=list)
+    last: tuple[Tensor | None, str] = (None, "")
+    draws: list[Draw] = field(default_factory=list)
+    uses: TableUses = field(default_factory=TableUses)
+    handed_objects: bool = False
+
+    def __len__(self) -> int:
+        return len(self.log)
+
+    def again(self, said: slice, names: Mapping[str, str]) -> None:
+        """Calls inside of a block, once more inside of the one that is being called now."""
+        for told in self.log[said]:
+            inside = [names.get(name, name) for name in told.around]
+            inside = inside[inside.index(self.around[-1]) + 1 :]
+            own, follows = names.get(told.name, told.name), names.get(told.follows, "")
+            self.begun.setdefault(own)
+            around = (*self.around, *inside)
+            self.log.append(replace(told, name=own, around=around, follows=follows))
+
+    @property
+    def order(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Every call, in the order of their ends: (module, modules that were being called)."""
+        return [(told.name, told.around) for told in self.log]
+
+    @cached_property
+    def shapes(self) -> dict[str, list[torch.Size]]:
+        """Of the first output of every call, by module, in the order of first calls' ends."""
+        found: dict[str, list[torch.Size]] = {}
+        for told in self.log:
+            found.setdefault(told.name, []).append(told.shape)
+        return found
+
+    @cached_property
+    def calls(self) -> dict[str, Call]:
+        """First calls of the modules in `copied`, each with all that its calls followed."""
+        found: dict[str, Call] = {}
+        for told in self.log:
+            if told.name in self.copied and (call := found.get(told.name, told.call)):
+                found[told.name] = replace(call, follows=(*call.follows, told.follows))
+        return found
+
+
+class _Listener(StandIn):
+    """A module's `forward` that tells of every call."""
+
+    def __init__(self, name: str, block: nn.Module, seen: Seen, uses: Uses) -> None:
+        self.seen, self.uses = seen, uses
+        super().__init__(name, block)
+        self.loose = versions_of(block) if name in seen.copied else {}
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own forward, told."""
+        seen, name = self.seen, self.name
+        copied, call, follows = name in seen.copied, None, ""
+        if copied:
+            given = tensors_of((inputs, named))
+            first = next((t for t in given if t.is_floating_point()), None)
+            follows = seen.last[1] if first is not None and first is seen.last[0] else ""
+            if name not in seen.begun:
+                with self.uses.untold():
+                    args, kwargs = pytree.tree_map_only(Tensor, _copied, (inputs, named))
+                leaves = pytree.tree_leaves((args, kwargs))
+                seen.handed_objects |= not all(isinstance(t, (Tensor, *PLAIN)) for t in leaves)
+                anew = [n for n, its in versions_of(self.block).items() if self.loose.get(n) != its]
+                why = f"its {anew[0]} is set from outside in every pass" if anew else ""
+                call = Call(args, kwargs, (), why and f"{why}, which a graph does not follow")
+        seen.begun.setdefault(name)
+        seen.around.append(name)
+        try:
+            with self.uses.inside(name):
+                outputs = self.forward(*inputs, **named)
+        finally:
+            seen.around.pop()
+        found = tensors_of(outputs)
+        if copied:
+            seen.last = (found[0] if found else None, name)
+        self.uses.gave(name, outputs)
+        shape = found[0].shape if found else torch.Size()
+        seen.log.append(_Told(name, tuple(seen.around), shape, follows, call))
+        return outputs
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """As it is now: the layer may write into it."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _beside(module: nn.Module, prefix: str, blocks: Sequence[str]) -> Iterator[str]:
+    """Names of the outermost layers with parameters that hold no block and lie in none.
+
+    A list or dict of layers is not called itself: its entries stand for it.
+    """
+    for child, part in module.named_children():
+        name = f"{prefix}.{child}" if prefix else child
+        if name in blocks or next(part.parameters(), None) is None:
+            continue
+        holds = any(block.startswith(f"{name}.") for block in blocks)
+        if holds or isinstance(part, UNCALLED):
+            yield from _beside(part, name, blocks)
+        else:
+            yield name

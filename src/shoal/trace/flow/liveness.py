@@ -1,0 +1,246 @@
+"""Which values of a forward pass depend on which others: what a pipeline stage needs, and no more.
+
+A forward pass is seen as calls of units: the blocks of the trunk, and beside them the outermost
+modules that hold parameters (embedding, last norm, head). Code between the units (additions, masks,
+positions) runs on every stage, so it matters only what flows through it. One pass on a sample is
+followed operator by operator (`marks`); each call then knows
+
+    needs    the tensors of earlier calls that its result depends on
+    reads    the parameters and buffers, its own and those that code before it used
+    aside    earlier calls inside of which something was made that it reads without their outputs
+
+A mark may be too much (a value then travels for nothing) and is missing only where values leave
+torch unseen (numpy, tolist); `verify` compares every stage's inputs with the sample's, for that.
+Following values sees what poisoning with NaN cannot: what torch.where or nan_to_num hide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import BugError
+from shoal.trace.find.trunk import Trunk
+from shoal.trace.flow.forward_record import Record
+from shoal.trace.flow.tensor_origins import Mark, Marking
+from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
+from shoal.trace.isolation.preserve_state import without_trace
+from shoal.trace.isolation.replaced_forward import StandIn
+
+
+class Snapshots:
+    """Copies trees of tensors as they are now; a tensor met twice unchanged is copied once."""
+
+    def __init__(self) -> None:
+        self.taken: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tree: Any) -> Any:
+        """The same tree with copies, detached."""
+        return map_tensors(self._copy, tree)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = (id(tensor), tensor._version)
+        if key not in self.taken:  # the tensor is kept too, or its id would be given away again
+            # A weight that a model hands on stays as it is: no forward pass writes into it.
+            is_weight = isinstance(tensor, nn.Parameter)
+            self.taken[key] = (tensor, tensor if is_weight else tensor.detach().clone())
+        return self.taken[key][1]
+
+
+Leaf = tuple[int, int]
+"""One tensor that a call returned: (number of the call, place among the tensors it returned)."""
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """One call of a unit; the last one of a flow is the model's outputs, with an empty name.
+
+    block     the unit is a block of the trunk
+    needs     tensors of earlier calls that its result depends on
+    reads     names of parameters and buffers that its result depends on
+    aside     earlier calls inside of which something was made that this one reads
+    inputs, outputs   copies of the sample's (args, kwargs) and result
+    written   places of returned tensors that are written into later
+    flops     of its forward pass on the sample
+    """
+
+    name: str
+    block: bool
+    needs: frozenset[Leaf]
+    reads: frozenset[str]
+    aside: frozenset[int]
+    inputs: Any
+    outputs: Any
+    written: frozenset[int] = frozenset()
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One forward pass as calls of units, in order; the last entry is the model's outputs.
+
+    between   parameters that code between the units reads
+    """
+
+    calls: tuple[UnitCall, ...]
+    between: frozenset[str]
+
+
+def units(module: nn.Module, trunk: Trunk) -> dict[str, nn.Module]:
+    """The trunk's blocks and the outermost other called modules with state, by name."""
+    blocks = set(trunk.blocks)
+    holders = {name[:end] for name in blocks for end in _dots(name)} | {""}
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(name: str, part: nn.Module) -> None:
+        if id(part) in seen:
+            return
+        seen.add(id(part))
+        if name in blocks or (name not in holders and name in trunk.called and _has_state(part)):
+            found[name] = part
+            return
+        for child_name, child in part.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", module)
+    return found
+
+
+def _dots(name: str) -> list[int]:
+    return [place for place, letter in enumerate(name) if letter == "."]
+
+
+def _has_state(part: nn.Module) -> bool:
+    """Parameters, or running statistics that must move once only."""
+    tracked = any("num_batches_tracked" in name for name, _ in part.named_buffers())
+    return tracked or next(part.parameters(), None) is not None
+
+
+def watch(record: Record) -> Flow:
+    """Follow values through one forward pass, without gradients, in the module's present mode."""
+    module, trunk = record.module, record.trunk
+    with torch.no_grad(), without_trace(module, attributes=False):
+        followed = _Followed(module, set(trunk.blocks))
+        found = units(module, trunk)
+        watched = [_Watched(name, part, followed) for name, part in found.items()]
+        root = _Root("", module, followed)
+        try:
+            with followed.marking:
+                outputs = record.run("flow", module)
+        finally:
+            root.take_away()
+            for one in watched:
+                one.take_away()
+    return followed.flow(outputs)
+
+
+class _Root(StandIn):
+    """The model itself: what it is called with is marked."""
+
+    def __init__(self, name: str, block: nn.Module, followed: _Followed) -> None:
+        self.followed = followed
+        super().__init__(name, block)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's own forward."""
+        marking = self.followed.marking
+        for tensor in tensors_of((inputs, named)):
+            marking.mark(tensor, marking.of(tensor) | {Mark("input")})
+        return self.forward(*inputs, **named)
+
+
+class _Watched(StandIn):
+    """A unit: its call gets a number and its outputs new marks."""
+
+    def __init__(self, name: str, block: nn.Module, followed: _Followed) -> None:
+        self.followed = followed
+        super().__init__(name, block)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The unit's own forward, as one call; inside of another unit it is a part of that."""
+        if self.followed.marking.inside is not None:
+            return self.forward(*inputs, **named)
+        return self.followed.call(self, inputs, named)
+
+
+class _Followed:
+    """One watched pass: the calls so far."""
+
+    def __init__(self, module: nn.Module, blocks: set[str]) -> None:
+        self.blocks = blocks
+        self.marking = Marking(module)
+        self.calls: list[UnitCall] = []
+        self.returned: list[list[tuple[torch.Tensor, int]]] = []  # (tensor, version) of each call
+        self.copied = Snapshots()
+
+    def copy(self, tree: Any) -> Any:
+        self.marking.paused = True
+        try:
+            return self.copied(tree)
+        finally:
+            self.marking.paused = False
+
+    def call(self, unit: _Watched, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        number, before = len(self.calls), self.copy((inputs, named))
+        self.marking.begin(number, (inputs, named))
+        outputs = self.marking.end(unit.forward(*inputs, **named))
+        self.calls.append(self.unit_call(unit.name, before, self.copy(outputs)))
+        self.marking.flops = 0
+        leaves = tensors_of(outputs)
+        for place, tensor in enumerate(leaves):
+            self.marking.mark(tensor, frozenset({Mark("output", number, place)}))
+        self.returned.append([(tensor, tensor._version) for tensor in leaves])
+        if unit.name in self.blocks:
+            torch.manual_seed(number)  # as in training: what a block drew does not matter after it
+        return outputs
+
+    def unit_call(self, name: str, inputs: Any, outputs: Any) -> UnitCall:
+        read = self.marking.read
+        return UnitCall(
+            name,
+            name in self.blocks,
+            frozenset((m.call, m.leaf) for m in read if m.kind == "output"),
+            frozenset(m.name for m in read if m.kind in ("parameter", "buffer")),
+            frozenset(m.call for m in read if m.kind == "aside" and m.call != len(self.calls)),
+            inputs,
+            outputs,
+            flops=self.marking.flops,
+        )
+
+    def flow(self, outputs: Any) -> Flow:
+        marking = self.marking
+        marking.read = set(marking.of(outputs) | marking.on_host)
+        last = self.unit_call("", None, self.copied(outputs))
+        calls = []
+        for call, kept in zip(self.calls, self.returned, strict=True):
+            written = (place for place, (t, version) in enumerate(kept) if t._version != version)
+            calls.append(replace(call, written=frozenset(written)))
+        between = marking.between | {m.name for m in marking.read if m.kind == "parameter"}
+        return Flow((*calls, last), frozenset(between))
+
+
+def alike(one: Flow, two: Flow) -> bool:
+    """Whether two flows call the same units in the same order, with as many tensors returned."""
+    counts = [[(c.name, len(tensors_of(c.outputs))) for c in f.calls[:-1]] for f in (one, two)]
+    return counts[0] == counts[1]
+
+
+def merged(one: Flow, two: Flow) -> Flow:
+    """Merge two flows that are `alike`: what either needs; inputs, outputs, FLOP of the first."""
+    if not alike(one, two):
+        raise BugError("flows of different calls cannot be merged")
+    calls = [
+        replace(
+            a,
+            needs=a.needs | b.needs,
+            reads=a.reads | b.reads,
+            aside=a.aside | b.aside,
+            written=a.written | b.written,
+        )
+        for a, b in zip(one.calls, two.calls, strict=True)
+    ]
+    return Flow(tuple(calls), one.between | two.between)

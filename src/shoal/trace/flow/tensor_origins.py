@@ -1,0 +1,178 @@
+"""Follows values through a forward pass, operator by operator: what does each one come from?
+
+Every memory (storage) carries marks. An operator gives what it makes the union of its inputs'
+marks; a view shares its base's; a write adds to what was there; shapes alone (zeros_like) carry
+none. A value that is read on the host (`.item()`, `if tensor`) steers Python, so everything after
+it depends on it. Inside of a unit's call what is made is marked as such, and what is read is noted:
+memory that is made inside, not returned, and read later is a way around the unit's outputs.
+
+Source: dynamic taint analysis; see Schwartz, Avgerinos, Brumley 2010 for the terms.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import flop_registry
+
+from shoal.base.errors import PlanError
+from shoal.trace._torch import TorchDispatchMode, pytree
+from shoal.trace.isolation.collective_ban import called_from
+from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
+
+
+class Mark(NamedTuple):
+    """Something that a value comes from.
+
+    kind   output: tensor `leaf` of call `call` · aside: made inside of call `call`
+           parameter, buffer: `name` · input: of the model
+    """
+
+    kind: Literal["output", "aside", "parameter", "buffer", "input"]
+    call: int = -1
+    leaf: int = -1
+    name: str = ""
+
+
+Marks = frozenset[Mark]
+NOTHING: Marks = frozenset()
+
+SHAPE_ONLY = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided",
+}  # fmt: skip
+"""Operators whose result takes only shape and format from the tensor they are given."""
+
+
+class Marking(TorchDispatchMode):
+    """Sees every operator and keeps the marks of every storage.
+
+    read      what was read since the present call began · born  storages made since then
+    on_host   what Python knows the values of · between  parameters read outside of calls
+    flops     of all operators since the present call began
+    weights   whose memory it is
+
+    A write into a parameter outside of calls is refused before it is done (PlanError): every stage
+    runs that code, and has nobody else's parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.marks: dict[StorageWeakRef, Marks] = {}
+        self.inside: int | None = None
+        self.paused = False
+        self.read: set[Mark] = set()
+        self.born: set[StorageWeakRef] = set()
+        self.on_host: Marks = NOTHING
+        self.between: set[str] = set()
+        self.flops = 0
+        self.module = module
+        self.weights = {_key(parameter): name for name, parameter in module.named_parameters()}
+        for name, parameter in module.named_parameters():
+            self.mark(parameter, self.of(parameter) | {Mark("parameter", name=name)})
+        for name, buffer in module.named_buffers():
+            self.mark(buffer, self.of(buffer) | {Mark("buffer", name=name)})
+
+    def begin(self, call: int, inputs: Any) -> None:
+        """A unit's call begins; it is taken to read all that it is given."""
+        self.read = set(self.of(inputs) | self.on_host)
+        self.born, self.flops, self.inside = set(), 0, call
+
+    def end(self, outputs: Any) -> Any:
+        """The call is over; gives its outputs, each in memory that no one else has.
+
+        Marks belong to memory: a mask handed through must not look like the unit's work to those
+        who have it from elsewhere.
+        """
+        self.inside = None
+        taken: set[StorageWeakRef] = set()
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            key = _key(tensor)
+            if key in self.born and key not in taken:
+                taken.add(key)
+                return tensor
+            self.read |= self.of(tensor)
+            return tensor.clone()
+
+        self.paused = True
+        try:
+            return map_tensors(own, outputs)
+        finally:
+            self.paused = False
+
+    def of(self, tree: Any) -> Marks:
+        """What the values of all tensors of a structure come from."""
+        found = NOTHING
+        for tensor in tensors_of(tree):
+            found |= self.marks.get(_key(tensor), NOTHING)
+        return found
+
+    def mark(self, tensor: torch.Tensor, marks: Marks) -> None:
+        """From now on the tensor's values come from these."""
+        self.marks[_key(tensor)] = marks
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and mark what it gives."""
+        kwargs = kwargs or {}
+        into = {_key(tensor) for tensor in _written(func, args, kwargs)}
+        if self.inside is None and (changed := into & self.weights.keys()):
+            raise self._writes(sorted(self.weights[key] for key in changed)[0])
+        out = func(*args, **kwargs)
+        if self.paused:
+            return out
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
+        sources = self.of((args, kwargs)) | self.on_host
+        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        if self.inside is not None:
+            self.read |= sources
+            constant = all(mark.kind == "buffer" for mark in sources)
+            result = NOTHING if constant else frozenset({Mark("aside", self.inside)})
+        else:
+            self.between |= {mark.name for mark in sources if mark.kind == "parameter"}
+            result = sources
+            if not made and out is not None:
+                self.on_host |= sources
+        if packet._qualified_op_name.rpartition("::")[2] in SHAPE_ONLY:
+            result = NOTHING
+        for key in into | {_key(tensor) for tensor in made}:
+            if key not in self.marks:
+                self.born.add(key)
+                self.marks[key] = result
+            elif key in into:
+                self.marks[key] |= result
+        return out
+
+    def _writes(self, name: str) -> PlanError:
+        kind = type(self.module).__name__
+        mode = "training" if self.module.training else "evaluation"
+        return PlanError(
+            f"layout.pp: in {mode}, {kind}'s forward pass writes into a parameter outside of its "
+            f"blocks ({name}, at {called_from() or 'an unknown line'}), and other stages' "
+            f"parameters are not there to be written; try: layout.pp=1, or a forward pass "
+            f"that leaves its parameters as they are"
+        )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Arguments that an operator writes into."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def _key(tensor: torch.Tensor) -> StorageWeakRef:
+    """What stands for a tensor's memory, and is never given to another one."""
+    return StorageWeakRef(tensor.untyped_storage())

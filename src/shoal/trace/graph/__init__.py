@@ -1,0 +1,1 @@
+"""A layer as a graph of torch operations."""

@@ -1,0 +1,87 @@
+"""Tells which layers of a model are equal, so that one of them is solved for all.
+
+Equal are layers of one class with tensors of the same shapes whose other attributes are equal too.
+Where an attribute differs (many layers know their own number) the graphs decide: layers with the
+same text, constants included, compute the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.trace._torch import pytree
+from shoal.trace.graph.layer_graph import Untraceable, trace
+from shoal.trace.isolation.equal_layers import attributes_of, shapes_of
+from shoal.trace.isolation.layer_calls import Call, bare
+from shoal.trace.isolation.memoized_forward import PLAIN
+
+
+class Likeness:
+    """Sorts a model's layers into groups of equal ones, so that one can be solved for all.
+
+    Equal: classes, shapes and attributes; or, where only attributes differ, their traced graphs.
+
+    opaque   parts that are no graph are an operation of one: all that they hold must be equal
+    """
+
+    def __init__(self, module: nn.Module, *, opaque: bool = False) -> None:
+        self.module, self.opaque = module, opaque
+        self.graphs: dict[Any, str] = {}
+
+    def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
+        """The layers in groups of equal ones, in the order of the names.
+
+        calls   how the sample called each of them
+        """
+        exact: dict[Any, list[str]] = {}
+        for name in names:
+            part = self.module.get_submodule(name)
+            exact.setdefault((shapes_of(part), attributes_of(part)), []).append(name)
+        merged: dict[Any, list[list[str]]] = {}
+        for (shape, _), group in exact.items():
+            alike = merged.setdefault(shape, [])
+            call = calls[group[0]]
+            for other in alike:
+                if self._graph(other[0], call) == self._graph(group[0], call):
+                    other += group
+                    break
+            else:
+                alike.append(group)
+        return [group for alike in merged.values() for group in alike]
+
+    def _graph(self, name: str, call: Call) -> str:
+        """The text of a layer's graph with its constants, or why it has none."""
+        key = (name, _kind(call))
+        if key not in self.graphs:
+            own = self.module.get_submodule(name)
+            try:
+                if self.opaque:
+                    from shoal.trace.graph.opaque_parts import (
+                        trace_with_opaque,  # asked where layers differ
+                    )
+
+                    traced = trace_with_opaque(bare(own), call.args, call.kwargs)
+                else:
+                    traced = trace(bare(own), call.args, call.kwargs)
+            except Untraceable as failure:
+                self.graphs[key] = str(failure)
+            else:
+                held = {k: v for k, v in vars(traced.module).items() if isinstance(v, Tensor)}
+                constants = {**held, **dict(traced.module.named_buffers())}
+                values = [f"{k} = {v.tolist()}" for k, v in sorted(constants.items())]
+                values += [f"{n}: {attributes_of(own.get_submodule(n))}" for n in traced.opaque]
+                self.graphs[key] = "\n".join([str(traced.graph), *values])
+        return self.graphs[key]
+
+
+def _kind(call: Call) -> Any:
+    """All that a graph can hang on in a call: tensors by their form, everything else as it is."""
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    return structure, *(
+        (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else (type(leaf), leaf if isinstance(leaf, PLAIN) else id(leaf))
+        for leaf in leaves
+    )

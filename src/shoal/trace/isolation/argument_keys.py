@@ -1,0 +1,105 @@
+"""What objects hold that a model hands its layers: their tensors, and all else as a key.
+
+A graph is made once, of a layer's parameters, buffers and the tensors that it is called with. What
+a cache or a context of the model's own holds would be in it as it was when the graph was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shoal.trace._torch import pytree
+from shoal.trace.isolation.equal_layers import PLAIN
+from shoal.trace.isolation.layer_calls import Call
+
+
+def handed(leaf: Any) -> str:
+    """Say that an argument which is no tensor holds some; "" where it does not."""
+    if isinstance(leaf, Tensor) or next(_tensors_inside(leaf), None) is None:
+        return ""
+    return f"it is handed a {type(leaf).__name__}, and a graph does not follow the tensors in it"
+
+
+def without_holders(call: Call) -> Call:
+    """Drop a call's arguments that are no tensors and hold some: they would hold their graphs."""
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    told = [handed(leaf) for leaf in leaves]
+    left = [None if why else leaf for leaf, why in zip(leaves, told, strict=True)]
+    args, kwargs = pytree.tree_unflatten(left, structure)
+    return Call(args, kwargs, call.follows, call.unseen or max(told, default=""))
+
+
+def contents(value: Any, around: frozenset[int] = frozenset()) -> Hashable:
+    """Give a key for an object: its numbers, however deep, or which object it is."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return _numbers(value)
+    inside = _inside(value)
+    if not inside or id(value) in around or isinstance(value, nn.Module):
+        return _Same(value)
+    around |= {id(value)}
+    return type(value), tuple((name, contents(one, around)) for name, one in inside)
+
+
+def _tensors_inside(value: Any) -> Iterator[Tensor]:
+    """The tensors that an object holds, in attributes, lists and dicts, however deep."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            yield one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            waiting += (part for _, part in _inside(one))
+
+
+def _inside(one: Any) -> list[tuple[Hashable, Any]]:
+    """What an object holds: (key or name, value)."""
+    if isinstance(one, (*PLAIN, bytes, type, FunctionType, MethodType, ModuleType)):
+        return []
+    if isinstance(one, Mapping):
+        return list(one.items())
+    if isinstance(one, list | tuple | set | frozenset):
+        return list(enumerate(one))
+    named = [kind.__dict__.get("__slots__", ()) for kind in type(one).__mro__]
+    slots = [name for some in named for name in ((some,) if isinstance(some, str) else some)]
+    held = [(name, getattr(one, name)) for name in slots if hasattr(one, name)]
+    return [*held, *getattr(one, "__dict__", {}).items()]
+
+
+class _Same:
+    """Stands for an object in a key: equal to that very object, which it keeps alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+_known: Any = WeakIdKeyDictionary()
+
+
+def _numbers(tensor: Tensor) -> Hashable:
+    """A tensor's shape, format and numbers, which are read once per version of it."""
+    version, told = _known.get(tensor, (None, None))
+    if version != tensor._version:
+        numbers: Hashable = None
+        if not tensor.is_meta:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            numbers = hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes()).digest()
+        told = tuple(tensor.shape), tensor.dtype, tensor.device, numbers
+        _known[tensor] = tensor._version, told
+    key: Hashable = told
+    return key

@@ -1,0 +1,78 @@
+"""Refuses collectives where one process works alone: it would wait for ranks that never come.
+
+A model may talk to other ranks by itself: a contrastive loss that averages over all of them, a
+SyncBatchNorm of its own. Where only rank 0 runs such a model (one process as the reference of a
+proof, a count of operations), its first collective would wait until a deadline kills the run.
+Inside `alone` it raises instead, before anything is sent, with the name of the collective and of
+the line that called it. All of them go through torch's dispatcher, whichever function asked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from shoal.trace._torch import TorchDispatchMode, without_new_groups
+
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+"""Where torch's collectives are."""
+
+TORCH, OWN = str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[2])
+"""Folders whose lines are not the user's: torch's and this package's."""
+
+
+class CollectiveAlone(RuntimeError):
+    """Raised instead of a collective inside of `alone`: the process would wait for others for ever.
+
+    name   of the collective · where  file:line of the user's that asked for it, if one is known
+    No ShoalError: the proof catches it and says what it means.
+    """
+
+    def __init__(self, name: str, where: str) -> None:
+        super().__init__(f"{name} at {where}, in a process that works alone")
+        self.name, self.where = name, where
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Context manager in which collectives and new groups of this thread raise CollectiveAlone."""
+    with without_new_groups(_refused), _Alone():
+        yield
+
+
+class _Alone(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nobody compiles here, and torch's guard would import its compiler
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in NAMESPACES:
+            _refused(func.overloadpacket.__name__.strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def _refused(name: str) -> None:
+    raise CollectiveAlone(name, called_from() or "an unknown line")
+
+
+def called_from(*but: str) -> str:
+    """file:line of the innermost caller that is neither torch's nor this package's.
+
+    but   rooms of this package that are not passed over: "" where one of them called
+    """
+    frame: FrameType | None = sys._getframe(2)
+    ends = tuple(f"{OWN}{os.sep}{room}{os.sep}" for room in but)
+    while frame is not None and frame.f_code.co_filename.startswith((TORCH, OWN, "<")):
+        if ends and frame.f_code.co_filename.startswith(ends):
+            return ""
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""

@@ -1,0 +1,138 @@
+"""Models and values as shapes without data: what a trace runs on.
+
+A model is built on torch's meta device. A constructor that reads values (a schedule of drop rates)
+gets small tensors real and large ones without data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.base.errors import PlanError, ShoalError
+from shoal.trace._torch import pytree
+from shoal.trace.isolation.module_copies import meta_twin
+
+PRODUCT_LAYERS = (
+    nn.Linear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+DRAWS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "xavier_uniform_")
+SMALL_ELEMENTS = 65536
+"""Tensors up to this are real where a constructor looks at values."""
+
+
+def shapes_of(build_or_module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """A twin on the meta device; a constructor that needs values gets small tensors real."""
+    if isinstance(build_or_module, nn.Module):
+        return meta_twin(build_or_module)
+    try:
+        with torch.device("meta"), _Undrawn():
+            built = build_or_module()
+    except ShoalError:
+        raise
+    except Exception:  # a constructor that reads a value: the second way tells what is wrong
+        try:
+            with _LargeOnMeta():
+                built = build_or_module()
+        except Exception as failure:
+            raise PlanError(
+                f"model.build: cannot be built from shapes alone: {first_line(failure)}; build "
+                f"it for real and give the module, or make its constructor independent of values"
+            ) from failure
+    if not isinstance(built, nn.Module):
+        raise PlanError(
+            f"model.build: gives {type(built).__name__}; a function that returns a torch.nn.Module "
+            f"is needed"
+        )
+    return meta_twin(built)
+
+
+def narrow_products(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Weights of linear layers and convolutions in `dtype`, in place, as Shoal's bf16 reads them.
+
+    Not what anything else reads too, such as an embedding that shares its table with the head.
+    """
+    wide: set[int] = set()
+    for part in module.modules():
+        if not isinstance(part, PRODUCT_LAYERS):
+            wide.update(id(p) for p in part.parameters(recurse=False))
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            if id(parameter) not in wide and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    return module
+
+
+class _Undrawn(TorchFunctionMode):
+    """Weights without data need no random numbers; asking for them anyway costs seconds."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")  # torch.nn.init gives it by name
+        if getattr(func, "__name__", "") in DRAWS and getattr(target, "is_meta", False):
+            return target
+        return func(*args, **kwargs)
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """New tensors of many elements have no data; small ones are real."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("empty", "zeros", "ones", "rand", "randn", "full"):
+            shape = pytree.tree_leaves(args if func is not torch.full else args[:1])
+            sizes = [size for size in shape if isinstance(size, int)]
+            if torch.Size(sizes).numel() > SMALL_ELEMENTS:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def first_line(failure: BaseException) -> str:
+    """Shorten an exception to its class and the first 160 characters of its first line."""
+    lines = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {lines[0][:160]}" if lines else type(failure).__name__
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Rebuild a structure with `function` of every tensor in lists, tuples, dicts, dataclasses.
+
+    A tensor is one, whatever structure its class shows to libraries that look inside.
+    """
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return function(value)
+        if not is_record(value):
+            return value
+        fields = [f.name for f in dataclasses.fields(value) if f.init]
+        changed = {name: map_tensors(function, getattr(value, name)) for name in fields}
+        return dataclasses.replace(value, **changed)
+
+    return pytree.tree_map(leaf, tree, is_leaf=_is_leaf)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or is_record(value)
+
+
+def is_record(value: Any) -> bool:
+    """Whether it is a dataclass, whose fields may hold tensors."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """List every tensor in lists, tuples, dicts and dataclasses, in order; one met twice, twice."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, tree)
+    return found

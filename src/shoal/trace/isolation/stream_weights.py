@@ -1,0 +1,192 @@
+"""Runs a module on a device that cannot hold it: each operation borrows the weights that it reads.
+
+What is asked about a model before it is divided (`trace.record`, the checks of what was found) runs
+on the device that will train it, with its kernels; the weights stay on the host. Inside of `lent`
+an operation of torch that takes a parameter or buffer of the module gets a copy of it on the
+device, which is let go when nobody needs it any more. The device holds what one operation reads,
+and what a pass keeps.
+
+    asked where it is       a lent tensor says: on the device; so does what is made there like it
+    shape, format, views    are the host's own: nothing is copied for them
+    written in place        the copy is, and then the host's tensor is made equal to it
+
+Source    torch.overrides.TorchFunctionMode: it sees calls before autograd and autocast do, so both
+          treat the copy as they would treat a parameter on the device
+Limits    what C++ does inside of one operation with weights that it kept is not seen (a flattened
+          recurrent net); running statistics that a function updates are updated in the copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.trace._torch import pytree
+from shoal.trace.isolation.equal_layers import shapes_of
+
+HANDLES = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset"),
+        *("element_size", "data_ptr", "untyped_storage", "is_contiguous", "is_floating_point"),
+        *("is_complex", "is_set_to", "is_pinned", "detach", "requires_grad_", "cpu", "copy_"),
+        *("register_hook", "register_post_accumulate_grad_hook", "_is_view", "__len__", "__hash__"),
+    }
+)
+"""Functions that need no values of a lent tensor, or take them from wherever it is."""
+
+PLACES = {"device", "is_cuda", "is_cpu"}
+"""Properties that tell where a tensor is."""
+
+
+@contextmanager
+def lent(
+    module: nn.Module, device: torch.device, before: Callable[[Tensor], None] | None = None
+) -> Iterator[None]:
+    """Inside, operations on the tensors of a module run on `device`, wherever the tensors are.
+
+    Nothing happens where all of them are there, or on the meta device, but for `before`.
+
+    before   is told of each tensor that an operation is about to read whole: it may lie in a file
+    """
+    held = [*module.parameters(), *module.buffers()]
+    away = [t for t in held if t.device.type not in (device.type, "meta")]
+    told = before or _nobody
+    if away:
+        with _Lending(away, device, told):
+            yield
+    elif before:
+        with _Telling(told):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def one_for_all(module: nn.Module, wanted: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Inside, the layers of a list that have equal shapes all compute with the first one's weights.
+
+    For looks at what depends on what, which would read all weights of a checkpoint for that. Each
+    layer's tensors stay objects and storages of their own. Attributes do not count: what layers do
+    with weights of one shape may differ.
+
+    wanted   whether a layer should do without this weight of its own
+    """
+    own: dict[int, tuple[Tensor, Tensor]] = {}
+    for part in module.modules():
+        if not isinstance(part, nn.ModuleList | nn.Sequential):
+            continue
+        firsts: dict[object, nn.Module] = {}
+        for layer in part:
+            first = firsts.setdefault(shapes_of(layer), layer)
+            given = dict(first.named_parameters(remove_duplicate=False))
+            for name, other in layer.named_parameters(remove_duplicate=False):
+                one = given[name]
+                if one is other or not wanted(other):
+                    continue
+                own.setdefault(id(other), (other, other.data))
+                storage = one.untyped_storage()[:]
+                place = (one.storage_offset(), one.size(), one.stride())
+                other.data = torch.empty(0, dtype=one.dtype).set_(storage, *place)
+    try:
+        yield
+    finally:
+        for tensor, data in own.values():
+            tensor.data = data
+
+
+def _nobody(_: Tensor) -> None:
+    """Nobody is told."""
+
+
+class _Telling(TorchFunctionMode):
+    """Tells which tensors a function is about to read whole; of a table, rows are read."""
+
+    def __init__(self, before: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.before = before
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Tell, and call it."""
+        name = getattr(func, "__name__", "")
+        if name not in HANDLES and name not in ("__get__", "__set__", "embedding"):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if type(leaf) in (Tensor, nn.Parameter):
+                    self.before(leaf)
+        return func(*args, **(kwargs or {}))
+
+
+class _Lending(TorchFunctionMode):
+    """Gives every function copies of lent tensors."""
+
+    def __init__(
+        self, tensors: list[Tensor], device: torch.device, before: Callable[[Tensor], None]
+    ) -> None:
+        super().__init__()
+        self.before = before
+        self.storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+        self.host, self.device = tensors[0].device, device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call it, with copies where it reads values."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            what = getattr(getattr(func, "__self__", None), "__name__", "")
+            if name == "__get__" and what in PLACES and self._is_lent(args[0]):
+                return self._place(what)
+            return func(*args, **kwargs)
+        if name in HANDLES or (name == "to" and self._to_host(args, kwargs)):
+            return func(*args, **kwargs)
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+        if name == "__deepcopy__":  # what it knows already is no argument
+            first = args[0].to(self.device) if self._is_lent(args[0]) else args[0]
+            return func(first, *args[1:], **kwargs)
+
+        def copied(leaf: Any) -> Any:
+            if not self._is_lent(leaf):
+                return leaf
+            if id(leaf) not in copies:
+                self.before(leaf)
+                copies[id(leaf)] = leaf, leaf.to(self.device)
+            return copies[id(leaf)][1]
+
+        given, named = pytree.tree_map(copied, (args, kwargs))
+        result = func(*given, **named)
+        if copies and args and id(args[0]) in copies and _writes(name):
+            host, copy = copies[id(args[0])]
+            host.detach().copy_(copy.detach())
+            return host if result is copy else result
+        return result
+
+    def _is_lent(self, value: Any) -> bool:
+        """Whether a value is a lent tensor, or a view of one."""
+        if type(value) not in (Tensor, nn.Parameter) or value.device != self.host:
+            return False
+        try:
+            return value.untyped_storage().data_ptr() in self.storages
+        except (RuntimeError, NotImplementedError):  # sparse, or a function transform's wrapper
+            return False
+
+    def _to_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of `to` wants the values where they are."""
+        asked = [*args[1:2], kwargs.get("device")]
+        places = [torch.device(one) for one in asked if isinstance(one, str | torch.device)]
+        return any(place.type == self.host.type for place in places)
+
+    def _place(self, what: str) -> Any:
+        return self.device if what == "device" else what == f"is_{self.device.type}"
+
+
+def _writes(name: str) -> bool:
+    """Whether a method of this name writes into the tensor that it is called on."""
+    inside = name.endswith("_") and not name.endswith("__")
+    return inside or name == "__setitem__" or name.startswith("__i")

@@ -1,0 +1,145 @@
+"""Refuses arguments of `shoal.parallelize` that mean nothing, each in one line.
+
+    a name that there is none of     lr=…            → the argument, or the place, that is meant
+    a word outside a list            precision="fp8" → the nearest word
+    a number that no run could have  clip=-1         → the nearest one
+
+run.toml's keys of the same names are checked where they are read (config/load.py), by their lists.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from shoal.base.errors import ConfigError, nearest, short
+from shoal.base.layouts.layout import AXES, Layout
+from shoal.base.layouts.policies import POLICIES, OptimizerPolicy, check_value, with_lists
+from shoal.base.plans.plan import Plan
+
+DEFAULT_BATCH = 32
+"""Samples per step where nobody says how many."""
+
+COUNTS: Mapping[str, int] = {"batch": DEFAULT_BATCH, "micro_batch": 4}
+"""Whole numbers that may be None, and what is proposed in the place of one that means nothing."""
+
+OF_THE_OPTIMIZER = "torch.optim.AdamW(model.parameters(), lr=…) as the optimizer"
+
+ELSEWHERE = {
+    "batch_size": "batch",
+    "train_batch_size": "batch",
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), OF_THE_OPTIMIZER),
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), "for epoch in run.epochs(…)"),
+    **dict.fromkeys(("num_workers", "workers", "shuffle"), "run.loader(dataset, …)"),
+    **dict.fromkeys(("steps", "max_steps"), "total_steps, for a schedule; the loop is yours"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping", "grad_clip", "clip_norm"), "clip"),
+    "gradient_accumulation_steps": "batch and micro_batch",
+    **dict.fromkeys(("mixed_precision", "dtype", "fp16", "bf16"), "precision"),
+    "strategy": "layout",
+}
+"""Names that other libraries have for arguments, or for what is said elsewhere."""
+
+
+OF_A_LOADER = {
+    **dict.fromkeys(("batch_size", "batch"), "shoal.parallelize(…, batch=…)"),
+    "num_workers": "workers",
+    "collate_fn": "collate",
+    **dict.fromkeys(("shuffle", "sampler", "generator"), "the order is drawn anew every epoch, by "
+                    "the seed of shoal.parallelize"),
+    "drop_last": "nothing is dropped: the last step is smaller, and weighed by its count",
+}  # fmt: skip
+"""What a DataLoader takes, and where it is said here."""
+
+
+NO_ARGUMENT = ("self", "unknown", "policies")
+"""Of a signature: what nobody gives by name."""
+
+
+def refuse_unknown(
+    function: Callable[..., Any], unknown: Iterable[str], elsewhere: Mapping[str, str]
+) -> None:
+    """Errors: ConfigError for an argument that there is none of, with the nearest."""
+    names = [name for name in inspect.signature(function).parameters if name not in NO_ARGUMENT]
+    if function.__name__ in ("parallelize", "plan"):
+        where, names = f"shoal.{function.__name__}", list(dict.fromkeys([*names, *POLICIES]))
+    else:
+        where = f"run.{function.__name__}"
+    for name in unknown:
+        close = elsewhere.get(name) or nearest(name, names)
+        hint = f"try: {close}" if close else f"there are {', '.join(names)}"
+        raise ConfigError(f"{where} has no argument {name}; {hint}")
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Errors: ConfigError for a word or a number that means nothing, with the nearest.
+
+    given   the arguments of `parallelize` by name; those of which nothing is known here pass
+    """
+    check_layout(given["layout"])
+    if given["loss"] is not None and not callable(given["loss"]):
+        wanted = "a function (outputs, targets) → (sum, count) or unreduced values"
+        _refuse("loss", given["loss"], wanted, 'torch.nn.CrossEntropyLoss(reduction="none")')
+    for name, usual in COUNTS.items():
+        if given[name] is not None:
+            check_whole(name, given[name], 1, usual)
+    check_whole("total_steps", given["total_steps"], 0, 0)
+    if not isinstance(given["schedule"], OptimizerPolicy | None):
+        usual_line = 'shoal.OptimizerPolicy(schedule="cosine") with total_steps'
+        _refuse("schedule", given["schedule"], "an OptimizerPolicy, or None", usual_line)
+
+
+def plan_of_words(precision: str, policies: Mapping[str, Any]) -> Plan:
+    """The plan that arguments name, without its layout.
+
+    Errors: ConfigError for a value that means nothing
+    """
+    names = {} if "compute" in policies else {"compute": "precision"}
+    told = {"compute": precision, **policies}
+    plan = Plan(Layout(), **with_lists(told))
+    check_policies(plan, names)
+    return plan
+
+
+def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
+    """Errors: ConfigError for a value of a policy that means nothing, with the nearest.
+
+    names   key → the argument by which it was given, where that is called otherwise
+    """
+    for key, declared in POLICIES.items():
+        name, value = names.get(key, key), getattr(plan, key)
+        kind, said = type(declared.default), declared.metadata
+        if kind is int:
+            check_whole(name, value, said["least"], said["usual"])
+        elif kind is float and not _is(value, numbers.Real):
+            _refuse(name, value, f"a number of at least {said['least']}", said["usual"])
+        elif kind is bool and not isinstance(value, bool):
+            _refuse(name, value, "True or False", declared.default)
+        check_value(name, declared, value)
+    plan.check_loss_scale("loss_scale", names.get("compute", "compute"), '"fp16"')
+
+
+def check_whole(name: str, value: Any, least: int, usual: int) -> None:
+    """Errors: ConfigError for what is no whole number of at least `least`."""
+    if not _is(value, numbers.Integral) or value < least:
+        _refuse(name, value, f"a whole number of at least {least}", usual)
+
+
+def check_layout(layout: Any) -> None:
+    """Errors: ConfigError for what is neither a name nor degrees."""
+    if not isinstance(layout, str | Mapping):
+        near = '"auto"' if layout is None else '{"tp": 2}'
+        _refuse("layout", layout, "the name of a layout, or its degrees,", near)
+    if isinstance(layout, Mapping):
+        for axis in (*AXES, "ep"):
+            if not _is(layout.get(axis, 1), numbers.Integral):
+                _refuse(f"layout.{axis}", layout[axis], "a whole number", 2)
+
+
+def _is(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _refuse(name: str, value: Any, wanted: str, usual: object) -> None:
+    raise ConfigError(f"{name} = {short(str(value))}: {wanted} is wanted; try: {name}={usual}")

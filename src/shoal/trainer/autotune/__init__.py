@@ -1,0 +1,1 @@
+"""Choose layout and micro-batch where the user leaves them open."""

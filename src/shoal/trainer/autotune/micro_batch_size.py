@@ -1,0 +1,119 @@
+"""Chooses the micro-batch of a run at its first start, where the user leaves it open, and keeps it.
+
+Rank 0 looks at model and machine and tells the others. Of `shoal train` run.toml and plan.json hold
+the choice then, and later starts go on with it (`cli/start.py settle_portions`). A loop of one's
+own comes here only where its first loader does not see that a share fits (`share_fits.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ShoalError, short
+from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.facts import this_machine
+from shoal.base.plans.batches import turn_of
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.damaged_lines import read_object
+from shoal.config.save import MICRO_BATCH, is_derived, keep_derived
+from shoal.config.sections import Config
+from shoal.fabric import World
+from shoal.forecast.machines.measured_machine import this_cluster
+from shoal.forecast.memory.model_states import WIDTHS
+from shoal.forecast.search.case_settings import beside
+from shoal.forecast.search.layout_search import fastest_micro_batch
+from shoal.parallel import precision as formats
+from shoal.planning.micro_batch_sizes import micro_batch_sizes, with_micro_batch
+from shoal.trainer.autotune.rank_layouts import FindFacts, measured_here
+from shoal.trainer.autotune.trial_passes import Trial
+from shoal.wire.phases import phase
+
+
+def is_left_open(folder: Path) -> bool:
+    """Tell whether a run's micro-batch is Shoal's to choose, and no start has chosen it yet."""
+    known = read_object(folder / "plan.json")
+    return is_derived(folder / "run.toml", MICRO_BATCH) and not known.get("sized")
+
+
+@phase("plan")
+def choose_micro_batch(
+    config: Config, plan: Plan, facts: FindFacts, world: World, folder: Path, trial: Trial
+) -> tuple[Plan, str]:
+    """Choose the samples of a forward pass, once per run; all ranks call it.
+
+    Args:
+        config: the run's.
+        plan: with its layout, settled.
+        facts: finds the model's (`facts_of`), on rank 0.
+        world: all ranks, of which rank 0 chooses.
+        folder: of the run, whose run.toml and plan.json are written again.
+        trial: measures a model that shapes alone cannot run.
+
+    Returns:
+        The plan with its micro-batch, and a line for the user, "" where all is as usual.
+    """
+    if not is_left_open(folder):
+        return plan, ""
+
+    said = "train.batch={} train.micro_batch={}"
+    plan, line = choose_size(plan, facts, lambda: beside(config), world, said, trial)
+    if world.keeps:
+        keep_derived(folder / "run.toml", "train", micro_batch=plan.micro_batch)
+        known = read_object(folder / "plan.json") | {"sized": True}
+        write_whole(folder / "plan.json", plan.to_json(known))
+    return plan, line
+
+
+def choose_size(
+    plan: Plan,
+    facts: FindFacts,
+    further: Callable[[], Mapping[str, Any]],
+    world: World,
+    said: str,
+    trial: Trial,
+) -> tuple[Plan, str]:
+    """Choose on rank 0 and tell all ranks: the plan with its micro-batch, and a line or "".
+
+    Args:
+        plan: with its layout.
+        facts: finds the model's.
+        further: settings of a `Case` beside plan and model.
+        world: all ranks.
+        said: how the user writes a batch and a micro-batch.
+        trial: measures a model of which there are no facts.
+    """
+    size, line = plan.micro_batch, ""
+    if world.is_first and plan.layout.threads == 1:
+        settled = replace(plan, compute=formats.resolve(plan.compute, world.device))
+        measured = measured_here(world.size, world.device)
+        cluster = measured or this_cluster(this_machine(), world.size)
+        try:
+            known = facts(kernels=cluster.device.kind, element_bytes=WIDTHS[settled.compute])
+            case = Case(known, cluster, settled, **further())
+            size = fastest_micro_batch(case, measured=measured is not None)
+        except Exception as failure:  # a user's code ran: whatever it raises, training goes on
+            tried, memory_bytes = trial(), cluster.device.memory_bytes
+            sizes = micro_batch_sizes(plan.layout, plan.batch)
+            size = tried.largest(sizes, memory_bytes) if tried else 0
+            if not size:
+                sizes = micro_batch_sizes(plan.layout, plan.batch, turn_of(plan.batch))
+                size = next(iter(sizes), plan.micro_batch)
+            if size < plan.micro_batch and not tried:
+                line = _uncounted(plan, size, failure, said)
+    size, line = world.broadcast_json([size, line])
+    return with_micro_batch(plan, size), line
+
+
+def _uncounted(plan: Plan, size: int, failure: Exception, said: str) -> str:
+    """The line for a model whose memory nobody can foresee."""
+    why = str(failure).partition("; ")[0].partition("\n")[0]
+    why = why if isinstance(failure, ShoalError) else f"{type(failure).__name__}: {why}"
+    return (
+        f"micro-batch: {size} samples, an eighth of the batch, since what a pass needs is not "
+        f"known ({short(why)}); faster where it fits; try: "
+        f"{said.format(plan.batch, plan.micro_batch)}"
+    )

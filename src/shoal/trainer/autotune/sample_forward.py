@@ -1,0 +1,114 @@
+"""A look at what the model does with a few samples, from which tp, pp, cp and ep are derived.
+
+Every rank sees the same samples: what one of them finds out about the model must hold on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.base.layouts.layout import PIPELINES, STAGES
+from shoal.base.plans.plan import Plan
+from shoal.fabric import World
+from shoal.parallel.compose import Look
+from shoal.parallel.program import Program, dtype_of
+from shoal.planning.settle import Words
+from shoal.trainer._torch import pytree
+from shoal.trainer.step.call_contract import batch_length, call_model, cut_batch, split_batch
+from shoal.trainer.step.micro_batch import prepared
+
+LOOKED_AT = 3
+"""Samples: so few that looking costs little, and no power of two, which degrees are."""
+
+SHORT = 256
+"""Tokens of a sample, where all a model reads is token ids, and it will share longer sequences."""
+
+
+def divides(plan: Plan, said: Words | None) -> bool:
+    """Whether ranks will hold parts of the model only, so that none has to hold all of it."""
+    if said is None:
+        return plan.layout.tp * plan.layout.pp * plan.layout.ep > 1 or plan.layout.zero == 3
+    words: Mapping[str, Any] = {"strategy": said} if isinstance(said, str) else said
+    if words.get("strategy", "auto") != "auto":
+        named = words["strategy"]
+        return named in ("tp", "3d", *PIPELINES) or STAGES.get(named) == 3
+    cut = any(words.get(axis, 1) != 1 for axis in ("tp", "pp", "ep"))
+    return cut or (words.get("dp_shard", 1) != 1 and words.get("zero") in (None, 3))
+
+
+def look_at(sample: Any, plan: Plan, world: World) -> Look | None:
+    """One forward pass on a few samples, for techniques that look at what the model does.
+
+    sample   zero 3 does without: its blocks are then taken to be called once each
+
+    Errors: ConfigError without samples where the layout needs some.
+    """
+    layout = plan.layout
+    if not layout.is_derived and (layout.zero < 3 or sample is None):
+        return None
+    if sample is None:
+        raise ConfigError(
+            f"layout = {layout.text()}: is derived from what the model does with a few samples; "
+            f"try: shoal.parallelize(…, sample=batch), a batch as run.step takes it"
+        )
+    given = sample() if callable(sample) else sample
+    few = _of_first(next(cut_batch(given, min(LOOKED_AT, plan.micro_batch))), world)
+    if layout.cp > 1:  # no rank may have to run all tokens of a long sequence, not even once
+        few = _shortened(few, layout.cp)
+
+    return _Look(few, plan.call, batch_length(few))
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A forward pass on a batch of so many samples."""
+
+    batch: Any
+    call: str
+    samples: int
+
+    def __call__(self, program: Program, module: nn.Module) -> Any:
+        """What the module gives for it."""
+        with program.autocast():
+            inputs = split_batch(prepared(program, self.batch))[0]
+            if all(p.is_meta for p in module.parameters()):  # shapes are asked for, not values
+                inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), inputs)
+            return call_model(module, inputs, self.call)
+
+
+def _shortened(batch: Any, cp: int) -> Any:
+    """Token ids [samples, tokens] cut to their first tokens, where that is all there is to cut."""
+    leaves, form = pytree.tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    lengths = {t.shape[1] for t in tensors if t.dim() == 2 and not t.is_floating_point()}
+    plain = all(t.dim() < 2 or (t.dim() == 2 and not t.is_floating_point()) for t in tensors)
+    length = max(lengths, default=0)
+    if not plain or len(lengths) != 1 or length <= SHORT or length % (2 * cp):
+        return batch
+    few = max(SHORT // (2 * cp), 1) * 2 * cp
+    return pytree.tree_unflatten(
+        [v[:, :few] if isinstance(v, torch.Tensor) and v.dim() == 2 else v for v in leaves], form
+    )
+
+
+def _of_first(batch: Any, world: World) -> Any:
+    """Rank 0's batch on every rank: what is seen to be true of the model must be so everywhere."""
+    leaves, form = pytree.tree_flatten(batch)
+    told = [(list(v.shape), dtype_of(v)) if isinstance(v, torch.Tensor) else None for v in leaves]
+    for place, spec in enumerate(world.broadcast_json(told)):
+        if spec is None:
+            continue
+        own = (
+            leaves[place].to(world.device).contiguous()
+            if world.is_first
+            else torch.empty(spec[0], dtype=getattr(torch, spec[1]), device=world.device)
+        )
+        world.broadcast(own)
+        leaves[place] = own
+    return pytree.tree_unflatten(leaves, form)

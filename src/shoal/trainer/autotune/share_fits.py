@@ -1,0 +1,183 @@
+"""Check that a rank's whole share fits into one forward pass, when a first loader is opened.
+
+A loop of one's own says what its model is at `parallelize`, and what a sample is with its loader. A
+twin of the model without numbers runs two samples then, and the bytes that autograd keeps are
+counted. Where that leaves half of the memory free, the share is one pass; else, and on
+accelerators, the planner looks closely (`micro_batch_size.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError, PlanError
+from shoal.base.estimates.facts import FREE, STATE_BYTES, this_machine
+from shoal.base.plans.plan import Plan
+from shoal.data.loading.dataset_kind import Collate, is_indexed
+from shoal.data.loading.sample_inspection import first_samples
+from shoal.fabric import World
+from shoal.fabric.device import is_accelerator
+from shoal.trace.isolation.module_copies import meta_twin
+from shoal.trainer._torch import pytree
+from shoal.trainer.step.call_contract import Loss, split_batch
+
+if TYPE_CHECKING:
+    from shoal.base.estimates.estimate import ModelFacts
+    from shoal.trainer.autotune.trial_passes import PassBytes, Trial
+    from shoal.trainer.run import Run
+
+EXAMPLES = 2
+"""Samples of the batch that the twin runs."""
+
+WHOLE = ("single", "ddp", "zero1", "zero2")
+"""Strategies under which every rank has the module as it was given."""
+
+
+class ShareFits:
+    """Gives a run its micro-batch when its first loader is opened.
+
+    Args:
+        module: the model before it is divided, of which a twin is kept.
+        optimizer: of the run.
+        loss: of the run.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss) -> None:
+        self.module, self.loss, self.optimizer, self.why = module, loss, optimizer, ""
+        self._twin: nn.Module | None = None
+        kinds = {parameter.device.type for parameter in module.parameters()}
+        self.handed = "builder" if kinds <= {"meta"} else "host" if kinds <= {"cpu"} else "device"
+
+    def keep_twin(self) -> nn.Module:
+        """Return the model without its numbers; copied at the first call, while it is whole."""
+        if self._twin is None:
+            try:
+                self._twin = meta_twin(self.module)
+            except Exception as failure:  # whatever a user's objects raise when they are copied
+                self.why, self._twin = f"the model cannot be copied: {failure}", nn.Identity()
+        return self._twin
+
+    def choose(self, run: Run, dataset: Any, collate: Collate | None, workers: int) -> None:
+        """Keep a rank's share as its micro-batch, or have the planner choose one."""
+        sample, fits = None, False
+        if run.world.is_first:
+            try:
+                sample = few_samples(dataset, collate, workers)
+                fits = is_small(run, sample)
+            except Exception as failure:  # whoever reads the data for training meets it again
+                self.why = f"no sample can be looked at: {failure}"
+            if not fits:
+                self.keep_twin()
+                known = not (self.why or is_accelerator(run.world.device))
+                fits = known and self._fits(run.plan, sample, run.world)
+        with run.meeting.at("run.loader"):  # every rank waits here for the first one
+            if run.world.size > 1:
+                fits = bool(run.world.broadcast_json(fits))
+            if not fits:
+                self._ask_planner(run, sample, partial(self._trial, run, dataset, collate))
+
+    def _trial(self, run: Run, dataset: Any, collate: Collate | None) -> PassBytes | None:
+        """Run the model in a copy of this process, while it is whole here and on the host."""
+        from shoal.trainer.autotune.trial_passes import trial_passes
+
+        devices = {parameter.device.type for parameter in run.model.parameters()}
+        if run.plan.layout.strategy not in WHOLE or devices != {"cpu"}:
+            return None
+        return trial_passes(lambda: run.model, dataset, collate, run.plan.call)
+
+    def _ask_planner(self, run: Run, sample: Any, trial: Trial) -> None:
+        """Take the planner's choice; all ranks call it, and rank 0 has the sample."""
+        from shoal.trainer.autotune.micro_batch_size import choose_size
+        from shoal.trainer.autotune.rank_layouts import facts_by_sample, own_settings
+
+        plan = run.plan
+
+        def facts(*, kernels: str, element_bytes: int) -> ModelFacts:
+            if self.why:
+                raise PlanError(self.why)
+            return facts_by_sample(
+                self.keep_twin(), sample, self.loss, plan.call,
+                kernels=kernels, element_bytes=element_bytes, blocks=plan,
+            )  # fmt: skip
+
+        def further() -> dict[str, Any]:
+            return {**own_settings(self.keep_twin(), self.optimizer), "handed": self.handed}
+
+        said = "batch={} and micro_batch={}"
+        settled, line = choose_size(plan, facts, further, run.world, said, trial)
+        take(run, settled)
+        if line:
+            run.recorder.notice(line)
+
+    def _fits(self, plan: Plan, sample: Any, world: World) -> bool:
+        """Tell whether a share leaves half of a rank's memory free, for all that is known here."""
+        from shoal.trainer.step.saved_activations import kept_bytes
+
+        try:
+            kept = kept_bytes(self.keep_twin(), split_batch(sample)[0], plan.call)
+        except Exception:  # it does not run on shapes alone, as far as this look goes
+            return False
+        states = STATE_BYTES * plan.parameters
+        share = plan.batch // plan.layout.data_degree
+        needed = states + 2 * kept * share / EXAMPLES  # gradients of activations beside them
+        return needed <= FREE * this_machine().memory_bytes / world.local_size
+
+
+def few_samples(dataset: Any, collate: Collate | None, workers: int) -> Any:
+    """Join the first samples to a batch; the data, and who reads them, stay as they were.
+
+    Args:
+        dataset: of the loader, and its collate.
+        collate: joins samples to a batch.
+        workers: processes that read it for training.
+
+    Returns:
+        Of data with an index zeros of the right shapes: a process of its own reads them, since a
+        dataset or collate may draw, count or open files. Of a stream its first samples.
+
+    Raises:
+        Exception: what the dataset or collate raises; ConfigError where there is no look at it.
+    """
+    if not is_indexed(dataset):
+        if workers:
+            raise ConfigError("a stream is read by its worker processes alone")
+        return first_samples(dataset, collate, EXAMPLES)
+    from shoal.trainer.run_folder.resume_checks import read_apart
+
+    def read(data: Any) -> list[Any]:
+        leaves, spec = pytree.tree_flatten(first_samples(data, collate, EXAMPLES))
+        shapes = [[list(x.shape), str(x.dtype)[6:]] for x in leaves if isinstance(x, torch.Tensor)]
+        return [pytree.treespec_dumps(spec), shapes] if len(shapes) == len(leaves) else []
+
+    told = read_apart(read, dataset, workers=1)
+    if not told:
+        raise ConfigError("its samples are no tensors alone, or take long to read")
+    leaves = [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in told[1]]
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(told[0]))
+
+
+def is_small(run: Run, sample: Any) -> bool:
+    """Tell whether a share fits a CPU's memory whatever the model does with each weight.
+
+    A weight works once on each element of a sample, a layer looks at every pair of them: that many
+    values at most are kept for the backward pass, here with room for four times as many.
+    """
+    leaves = pytree.tree_leaves(sample)
+    if run.world.device.type != "cpu" or not all(isinstance(x, torch.Tensor) for x in leaves):
+        return False
+    elements = sum(leaf.numel() for leaf in leaves) // EXAMPLES
+    weights, layers = run.plan.parameters, sum(1 for _ in run.model.modules())
+    values = run.plan.micro_batch * elements * (weights + elements * layers)
+    return 32 * values <= FREE * this_machine().memory_bytes / run.world.local_size
+
+
+def take(run: Run, plan: Plan) -> None:
+    """Give a run, and the loaders that it opens, another micro-batch."""
+    if plan.micro_batch != run.plan.micro_batch:
+        run.program = run.guards.model.program = replace(run.program, plan=plan)
+        run.feed.plan = plan

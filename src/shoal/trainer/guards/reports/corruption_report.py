@@ -1,0 +1,178 @@
+"""Name the tensor that changed in memory, on which rank, since when; every rank raises the same.
+
+Loaded when something is wrong. Ranks tell each other what they hold, one number per tensor, and all
+come to the same words.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from typing import Any, Protocol
+
+from shoal.base.errors import ClusterError
+from shoal.base.plans.placement import Placement
+from shoal.parallel.program import Program
+from shoal.trainer.guards.checksums import WEIGHT, Look
+from shoal.trainer.metrics_recorder import Recorder
+
+WORD_BITS = 64
+MENDS = (
+    "nothing of this step is kept: try: go on from the last checkpoint; if it comes again on "
+    "this machine, test its memory"
+)
+
+
+class Looking(Protocol):
+    """What of a `Drift` is needed: whose it is, and who holds the same as whom."""
+
+    program: Program
+    recorder: Recorder
+    told: bool
+    kinds: list[Any]
+    groups: list[list[int]]
+
+    def places(self, look: Look) -> list[list[int]]:
+        """For each kind, places of the tensors that are held so."""
+
+    def held_over(self, row: Placement, what: str) -> Any:
+        """Of which kind a tensor is."""
+
+
+def changed_at_rest(drift: Looking, look: Look, *, alone: bool = False) -> None:
+    """Tensors of some rank changed, though nobody wrote them: raise, or see that it was meant.
+
+    alone    only where it can be nothing but a flipped bit
+    Errors   ClusterError; not for weights that code wrote past torch's counters (by `.data`), which
+             is known by its being done wherever they are held, or by many bits where they are not
+    """
+    before, keys = look.sums.read(), list(look.tensors)
+    mine = {
+        "host": socket.gethostname(),
+        "found": [
+            [*keys[place], (int(look.now[place]) - int(before[place])) % 2**WORD_BITS,
+             look.tensors[keys[place]].element_size()]
+            for place in look.changed
+        ],
+    }  # fmt: skip
+    told = drift.program.world.gather_json(mine)
+    for rank, one in enumerate(told):
+        for what, name, difference, element_bytes in one["found"]:
+            bit = _bit(difference, element_bytes) if len(one["found"]) == 1 else None
+            if bit is None and (alone or _was_meant(drift, told, rank, what, name)):
+                continue
+            text = (
+                f"step {_step(look)}: {_named(what, name)} changed in memory of rank {rank} "
+                f"({one['host']}) after the update of step {look.step}, and no operation wrote it"
+                f"{f': bit {bit} of one element flipped' if bit is not None else ''}; {MENDS}"
+            )
+            of = f"{one['host']}: memory"
+            _raise(drift, _step(look), text, [rank], _named(what, name), of)
+    if not alone and not drift.told:
+        drift.told = True
+        name = next(name for one in told for _, name, *_ in one["found"])
+        drift.recorder.notice(
+            f"{name} was changed between steps past torch's counters (by .data): taken as meant; "
+            f"where one rank alone holds a weight, memory that changes many bits looks like that"
+        )
+
+
+def replicas_differ(drift: Looking, look: Look, number: int) -> None:
+    """Ranks that hold the same have other sums. Errors: ClusterError, naming the fewest."""
+    sums = look.sums.read() if look.now is None else look.now
+    places = drift.places(look)[number]
+    keys = list(look.tensors)
+    mine = {"host": socket.gethostname(), "sums": [[*keys[p], int(sums[p])] for p in places]}
+    told: list[dict[str, Any]] = drift.program.world.gather_json(mine)
+    groups = drift.groups[number]
+    for first in sorted(set(groups)):
+        members = [rank for rank, group in enumerate(groups) if group == first]
+        for row in zip(*(told[rank]["sums"] for rank in members), strict=False):
+            values = {rank: value for rank, (*_, value) in zip(members, row, strict=True)}
+            if len(set(values.values())) == 1:
+                continue
+            what, name, _ = row[0]
+            (most, count), *others = Counter(values.values()).most_common()
+            sure = not others or count > others[0][1]
+            ranks = [rank for rank, value in values.items() if not (sure and value == most)]
+            where = ", ".join(f"rank {rank} ({told[rank]['host']})" for rank in ranks)
+            who = (
+                f"{where} is other than on {len(members) - len(ranks)} ranks that hold the same"
+                if sure
+                else f"{where} differs, and one of them is wrong"
+            )
+            text = (
+                f"step {look.step}: {_named(what, name)} on {who}: an update, a product or a "
+                f"message went wrong; {MENDS}"
+            )
+            _raise(drift, look.step, text, ranks, _named(what, name), "replicas")
+    raise ClusterError(f"step {look.step}: ranks that hold the same do not hold as much; {MENDS}")
+
+
+def one_element_differs(drift: Looking, look: Look) -> None:
+    """Raise as `replicas_differ` if weights of replicas differ in one element of one tensor.
+
+    No user's code does that. Every rank calls it, where no write was counted
+    """
+    own = [int(value) for value in look.now]
+    told: list[list[int]] = drift.program.world.gather_json(own)
+    keys, tensors = list(look.tensors), list(look.tensors.values())
+    found: list[tuple[int, int, int]] = []
+    for number, groups in enumerate(drift.groups):
+        for place in drift.places(look)[number]:
+            for rank, first in enumerate(groups):
+                difference = (told[rank][place] - told[first][place]) % 2**WORD_BITS
+                if keys[place][0] == WEIGHT and difference:
+                    found.append((number, place, difference))
+    if len({place for _, place, _ in found}) == 1:
+        number, place, _ = found[0]
+        size = tensors[place].element_size()
+        if all(_of_one_element(difference, size) for _, _, difference in found):
+            replicas_differ(drift, look, number)
+
+
+def _of_one_element(difference: int, element_bytes: int) -> bool:
+    """Whether two sums differ by what one element can make."""
+    distance = min(difference, -difference % 2**WORD_BITS)
+    bits = 8 * element_bytes
+    return any(
+        distance % 2**shift == 0 and distance >> shift < 2**bits
+        for shift in range(0, WORD_BITS, bits)
+    )
+
+
+def _step(look: Look) -> int:
+    """The step that is not taken."""
+    return look.step + 1
+
+
+def _was_meant(drift: Looking, told: list[dict[str, Any]], rank: int, what: str, name: str) -> bool:
+    """Whether code of the user changed it: a weight, wherever it is held."""
+    if what != WEIGHT:
+        return False
+    kind = drift.kinds.index(drift.held_over(drift.program.rows[name], what))
+    groups = drift.groups[kind]
+    others = [told[other] for other in range(len(told)) if groups[other] == groups[rank]]
+    return all(any(one[:2] == [what, name] for one in other["found"]) for other in others)
+
+
+def _bit(difference: int, element_bytes: int) -> int | None:
+    """Which bit of an element flipped, if one alone did."""
+    for value in (difference, -difference % 2**WORD_BITS):
+        if value.bit_count() == 1:
+            return (value.bit_length() - 1) % (8 * element_bytes)
+    return None
+
+
+def _named(what: str, name: str) -> str:
+    return name if what == WEIGHT else f"{what} of {name}"
+
+
+def _raise(drift: Looking, step: int, text: str, ranks: list[int], tensor: str, of: str) -> None:
+    world = drift.program.world
+    if world.is_first:
+        told = {"ranks": ranks, "tensor": tensor, "of": of, "text": text}
+        drift.recorder.events.emit("drift", step=step, **told)
+    failure = ClusterError(text)
+    failure.here = ranks == [world.rank]
+    raise failure

@@ -1,0 +1,113 @@
+"""Words for an optimizer: a setting that differs between ranks, and errors; loaded to be said."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from shoal.base.errors import ConfigError
+from shoal.base.text.rank_differences import values_text
+
+
+def refuse_unlike_settings(
+    step: int,
+    told: Sequence[Sequence[Any]],
+    stepped: Sequence[Collection[int]],
+    kept: Collection[str],
+) -> None:
+    """Raise ConfigError for the first setting of the optimizer that differs; every rank calls it.
+
+    Args:
+        step: the one that is compared.
+        told: by rank: the settings of each group now, and at the last update.
+        stepped: by group: the ranks that step it.
+        kept: keys that every rank has.
+    """
+    for place, when in enumerate(("", f" at the update of step {step - 1}")):
+        for number, ranks in enumerate(stepped):
+            values = {
+                rank: dict(map(tuple, one[place][number]))
+                for rank, one in enumerate(told)
+                if number < len(one[place])
+            }
+            for key in dict.fromkeys(key for one in values.values() for key in one):
+                shown = {
+                    rank: _shown(one[key]) if key in one else "not there"
+                    for rank, one in values.items()
+                    if key in kept or rank in ranks
+                }
+                if len(set(shown.values())) > 1:
+                    several = len(stepped) > 1
+                    raise ConfigError(_line(key, number if several else None, shown, when))
+    raise ConfigError(
+        f"step {step}: the optimizer's settings differ between ranks; try: the same change of "
+        f"optimizer.param_groups on every rank"
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _line(key: str, number: int | None, shown: Mapping[int, str], when: str) -> str:
+    """The line for one setting that differs; number  of its group, where there are several."""
+    told = values_text(shown)
+    group = "" if number is None else f" of group {number}"
+    if key == "lr":
+        return (
+            f"optimizer: the learning rate{group if number else ''} is {told}{when}: a scheduler "
+            f"was stepped on some ranks only, or by what only its own rank has seen; try: "
+            f"scheduler.step() on every rank (ReduceLROnPlateau: scheduler.step(result.loss))"
+        )
+    return (
+        f"optimizer: {key}{group} is {told}{when}: each rank would step by numbers of its own; "
+        f"try: the same change of optimizer.param_groups on every rank"
+    )
+
+
+def endless(schedule: str, total: int) -> ConfigError:
+    """Return the error for a schedule without an end."""
+    return ConfigError(
+        f"total_steps = {total}: schedule = {schedule} needs the length of the run; give "
+        f"shoal.parallelize(…, total_steps=…)"
+    )
+
+
+def other_rate(schedule: str, rate: float) -> ConfigError:
+    """Return the error for a rate that somebody else changed."""
+    return ConfigError(
+        f"optimizer: lr was set to {rate:g} beside the run, which sets it by schedule = "
+        f"{schedule}: one of two schedules would be without effect; try: leave out schedule=…, or "
+        f"the other scheduler"
+    )
+
+
+def other_groups(held: int, before: int) -> ConfigError:
+    """Return the error for parameters that came or went.
+
+    Args:
+        held: how many the optimizer holds now.
+        before: how many it held when the run began.
+    """
+    return ConfigError(
+        f"optimizer: holds {held} parameters, {before} when shoal.parallelize was called; change "
+        f"groups before, or save, and parallelize again"
+    )
+
+
+def moved_nothing() -> ConfigError:
+    """Return the error for an optimizer whose first step moved nothing."""
+    return ConfigError(
+        "optimizer: its first step moved no parameter that has a gradient: it steps over other "
+        "tensors than the model's; give parallelize a function params -> optimizer"
+    )
+
+
+def state_of_parts(layout: str) -> ConfigError:
+    """Return the error for a state that is loaded where a rank steps a part of the weights."""
+    return ConfigError(
+        f"optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
+        f"{layout}); try: load before shoal.parallelize, or run.restore()"
+    )

@@ -1,0 +1,161 @@
+"""Name the ranks on which weights, layers or modes are other than on the others.
+
+Loaded when something is wrong, or when weights changed and no write was counted. Every rank has
+what all of them said, and comes to the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.base.layouts.policies import OffloadPolicy
+from shoal.parallel.program import Program
+from shoal.trainer.guards.checksums import Look
+from shoal.trainer.guards.reports.corruption_report import Looking, one_element_differs
+from shoal.trainer.step.step_vector import InvariantCheck
+
+Written = Mapping[int, tuple[int, int, torch.dtype]]
+"""By id of a tensor: its count of writes, its address, its format."""
+
+
+class Drifting(Looking, Protocol):
+    """Describe the part of a `CorruptionCheck` that reports read."""
+
+    on: bool
+
+    def look_now(self, step: int) -> Look:
+        """Sum what is held now."""
+
+
+class Touching(Protocol):
+    """Describe the part of an `ExternalWriteGuard` that reports read."""
+
+    program: Program
+
+    @property
+    def drift(self) -> Drifting:
+        """Looks at what nobody wrote."""
+
+
+def refuse_unlike_ranks(
+    touched: Touching, step: int, found: InvariantCheck, refuse_unlike: Callable[..., None]
+) -> None:
+    """Raise for ranks that would train different models; every rank calls it.
+
+    Args:
+        touched: the guard.
+        step: the one under way.
+        found: what `ExternalWriteGuard.invariants` returned on all ranks.
+        refuse_unlike: names the first layer that differs.
+
+    Raises:
+        ClusterError: one element differs.
+        ConfigError: for all that users' code does.
+    """
+    written: list[int] = found.by_rank("weights_written")
+    if 1 not in written and (any(written) or found.differs("weights")) and touched.drift.on:
+        one_element_differs(touched.drift, touched.drift.look_now(step - 1))
+    written = [int(one > 0) for one in written]
+    if len(set(written)) > 1:
+        raise ConfigError(
+            f"step {step}: weights were changed beside the run on {_ranks(written, 1)} and not "
+            f"on {_ranks(written, 0)}; try: the same change on every rank"
+        )
+    if pair := found.first_pair("weights"):
+        raise ConfigError(
+            f"step {step}: weights on rank {pair[1]} are not those on rank {pair[0]}: they were "
+            f"changed beside the run, or by the model's own forward pass, by each rank for "
+            f"itself; try: the same change on every rank (seed it), or before shoal.parallelize"
+        )
+    if found.differs("trainable"):
+        counts = ", ".join(map(str, found.by_rank("trainable")))
+        raise ConfigError(
+            f"step {step}: ranks train unlike numbers of parameters ({counts} by rank): some were "
+            f"frozen on some ranks only; try: requires_grad_() before shoal.parallelize, on every "
+            f"rank"
+        )
+    if found.differs("layers"):
+        refuse_unlike(touched.program.module, touched.program.replicas, step)
+    training = found.by_rank("training_mode")
+    if len(set(training)) > 1:
+        raise ConfigError(
+            f"step {step}: the model is in training mode on {_ranks(training, 1)} and in "
+            f"evaluation mode on {_ranks(training, 0)}; try: model.train() on every rank"
+        )
+
+
+def _ranks(flags: Sequence[float], value: float) -> str:
+    found = [str(rank) for rank, flag in enumerate(flags) if flag == value]
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}"
+
+
+def refuse_other_parts(before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Errors: ConfigError where a model has another layer or parameter than the run knows."""
+    name = next(n for n in {**now, **before} if now.get(n) != before.get(n))
+    what = "is new" if name not in before else "is gone" if name not in now else "was replaced"
+    raise ConfigError(
+        f"model: {name} {what} since shoal.parallelize was called, so the optimizer does not step "
+        f"what is there now, and nothing sums its gradient over ranks; try: change or tie "
+        f"layers before shoal.parallelize"
+    )
+
+
+def refuse_other_trained(step: int, trained: int, agreed: Callable[[str], bool]) -> None:
+    """Raise ConfigError where ranks would send each other gradients of unlike parameters.
+
+    Args:
+        step: the one that begins.
+        trained: how many parameters this rank trains now.
+        agreed: asks all ranks whether they say the same.
+    """
+    if not agreed(f"step {step} trains {trained}"):
+        raise ConfigError(
+            f"step {step}: this rank trains {trained} parameters, and others do not: "
+            f"requires_grad_() was called on some ranks only; try: on every rank, or "
+            f"before shoal.parallelize"
+        )
+
+
+def refuse_other_memory(program: Program, before: Written, now: Written) -> None:
+    """Raise ConfigError where what was done to a weight would be lost, or break a layout.
+
+    Args:
+        program: whose weights they are.
+        before, now: by id of a weight: its count of writes, its address, its format.
+    """
+    for name, parameter in program.parameters.items():
+        here, there = now.get(id(parameter)), before.get(id(parameter))
+        if here == there or here is None or there is None:
+            continue
+        moved = (
+            here[1] != there[1]
+            and program.plan.layout.zero
+            and not program.plan.asks(OffloadPolicy)
+        )
+        if moved or here[2] != there[2]:
+            raise ConfigError(
+                f"{name} lies in other memory than when shoal.parallelize was called, which "
+                f"the layout knows nothing of (by model.half(), model.to(…), or by setting "
+                f".data): try: do it before shoal.parallelize; formats: precision=…"
+            )
+        one = program.local.get(name)
+        master = id(one.parameter) if one is not None else 0
+        if name in program.parts and (not master or now[master] == before[master]):
+            raise ConfigError(
+                f"{name} was changed beside the run, but it is a {program.plan.compute} copy "
+                f"that the next update makes anew from its fp32 master; try: change "
+                f"weights before shoal.parallelize, or run.model.load_state_dict(…)"
+            )
+
+
+def stepped_beside() -> ConfigError:
+    """Return the error for a step of the optimizer that the run did not take."""
+    return ConfigError(
+        "optimizer.step() was called beside the run: each rank would step on its own samples' "
+        "gradients, and ranks drift apart; try: run.step(batch) in the place of backward() and "
+        "step(), or run.forward_backward(batch) and run.update()"
+    )

@@ -1,0 +1,1 @@
+"""An island of a run: join the others, train between merges, keep the common state."""

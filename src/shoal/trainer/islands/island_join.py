@@ -1,0 +1,404 @@
+"""An island's run meets the others: connections, what all must agree on, and where they go on.
+
+    meet at islands.at ── the same configuration? ── which rounds does each hold? ── the newest that
+    all hold with equal hashes is restored, else all begin with the same weights
+
+What islands have in common (`island_state.py`) lies in the checkpoints of every island, beside its
+own model and optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.layouts.island_options import IslandsPolicy, check_keep
+from shoal.base.runlog.events import Emit
+from shoal.checkpoint.format.checkpoint_faults import Damaged, WantedDamaged
+from shoal.checkpoint.format.folders import quarantine, temporary
+from shoal.checkpoint.format.listing import find, read_manifest, step_folder
+from shoal.fabric import World
+from shoal.fabric.compressed.codecs import Feedback, find_codec
+from shoal.fabric.duplicate_group import leave, twin
+from shoal.fabric.islands.inter_island_group import Plane, open_plane
+from shoal.fabric.islands.island_rendezvous import meet
+from shoal.forecast.time.island_costs import IslandsFacts, islands_cost
+from shoal.islands.admission import Admission, Refusals
+from shoal.islands.common_round import Resume, from_bytes, refuse_damaged, resume_point, to_bytes
+from shoal.islands.error_feedback_files import Leftovers
+from shoal.islands.method import Method
+from shoal.islands.methods import find_method
+from shoal.islands.peer_deadline import Patience
+from shoal.islands.round_exchange import Merger
+from shoal.islands.sample_ranges import Stream
+from shoal.islands.send_slices import Shares
+from shoal.parallel.build.full_state import held
+from shoal.parallel.program import Part
+from shoal.trainer.islands.island_state import Common
+from shoal.trainer.run import Run
+from shoal.trainer.step.optimizer_step import reducer_of
+from shoal.wire.phases import phase
+from shoal.wire.run_token import find_token
+
+LOOPBACK = "127.0.0.1"
+PROBE_BYTES = 1 << 18
+MEET_S = 300.0
+"""How long the first island waits for the last one to be started."""
+
+
+@dataclass
+class Joined:
+    """An island among the others.
+
+    fragments   names of the parameters of each part that travels by itself
+    bytes_per_s, latency_s   of the links, as a probe found them
+    """
+
+    policy: IslandsPolicy
+    method: Method
+    fragments: tuple[tuple[str, ...], ...]
+    common: Common
+    merger: Merger
+    plane: Plane
+    inner: World
+    bytes_per_s: float
+    latency_s: float
+
+    def close(self) -> None:
+        """Leave the others; every rank of the island calls it."""
+        self.plane.close()
+        leave(self.inner)
+
+
+@phase("meet the other islands")
+def join(run: Run, policy: IslandsPolicy) -> Joined:
+    """Meet the other islands and agree with them; every rank of every island calls it.
+
+    Errors   ConfigError where islands were started differently, or keep too few checkpoints;
+             ClusterError where one stays away
+    """
+    check_keep(run.plan.keep)
+    run.recorder.saves_apart = "hooks: islands save where they merge, so no hook can ask for it"
+    count, inner = policy.count, twin(run.world)
+    weights, plain = movable(run)
+    shards = {name: shard for name, (_, shard) in {**weights, **plain}.items()}
+    wide = any(t.dtype == torch.float64 for t, _ in weights.values())
+    dtype = torch.float64 if inner.all_true(wide) else torch.float32
+    method = find_method(policy, seed=run.plan.seed)
+    fragments = method.fragments(_bytes(weights, inner))
+    feedback = Feedback(method.keeps) if policy.codec in FEEDS_BACK else None
+    common = Common(
+        method.open({name: tensor for name, (tensor, _) in weights.items()}),
+        tuple(Admission(policy.bound, policy.cosine) for _ in range(2 * len(fragments))),
+        Refusals(policy.refusals),
+        {name: shard for name, (_, shard) in weights.items()},
+        count,
+        Stream(),
+        Leftovers(feedback, inner.rank, _pieces(run, policy)),
+        index=policy.index,
+    )
+    plane = _connect(policy, inner, run.recorder.notice)
+    merger = Merger(
+        plane,
+        inner,
+        Shares(shards, inner, dtype),
+        method,
+        common.outer,
+        find_codec(policy.codec, dtype),
+        feedback,
+        common.admission,
+        Patience(),
+    )
+    run.beside = common
+    joined = Joined(policy, method, fragments, common, merger, plane, inner, *probe(plane))
+    agree(plane, _alike(run, policy))
+    if run.world.is_first:
+        run.recorder.events.emit("islands_met", count=count, at=policy.at, encrypted=False)
+    _go_on(run, joined)
+    return joined
+
+
+OWN = ("at", "index")
+"""What islands may be told differently: an address may have two names."""
+
+FEEDS_BACK = ("e3m0", "sign", "top2bit")
+"""Codecs that leave so much out that it must be sent later (e3m0: docs/islands.md has the loss)."""
+
+
+def movable(run: Run) -> tuple[dict[str, Part], dict[str, Part]]:
+    """This rank's (weights that merges move, tensors that are only averaged: statistics)."""
+    parts = held(run.program)
+    names = set(run.program.names)
+    weights = {name: part for name, part in parts.items() if name in names and part[1].slices}
+    frozen = set(run.program.frozen)
+    plain = {
+        name: (tensor, shard)
+        for name, (tensor, shard) in parts.items()
+        if name not in names and name not in frozen and tensor.is_floating_point()
+    }
+    return weights, plain
+
+
+def _pieces(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
+    """What decides which pieces of the weights an island's codes see, and whose they are."""
+    return {
+        "islands.index": policy.index,
+        "islands.count": policy.count,
+        "islands.regions": policy.regions,
+        "islands.codec": policy.codec,
+        "islands.fragments": policy.fragments,
+        "layout": run.plan.layout.text(),
+        "launch.processes": run.world.size,
+    }
+
+
+def _bytes(weights: Mapping[str, Part], inner: World) -> dict[str, int]:
+    """Bytes of every parameter of the whole model, the same on every rank."""
+    mine = {
+        name: tensor.element_size() * torch.Size(shard.global_shape).numel()
+        for name, (tensor, shard) in weights.items()
+    }
+    return {name: size for told in inner.gather_json(mine) for name, size in told.items()}
+
+
+def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -> Plane:
+    lane = str(inner.rank)
+    at = policy.at or f"{LOOPBACK}:0"
+    store = meet(
+        at,
+        policy.index,
+        policy.count,
+        deadline_s=MEET_S,
+        lane=lane,
+        token=find_token(os.environ),
+        tell=tell,
+    )
+    return open_plane(
+        store,
+        lane,
+        policy.index,
+        policy.count,
+        connections=policy.connections,
+        host=at.rpartition(":")[0],
+        deadline_s=MEET_S,
+        tell=tell,
+    )
+
+
+def probe(plane: Plane) -> tuple[float, float]:
+    """(bytes/s that one process sends, seconds per message) of the slowest link, roughly."""
+    if plane.count == 1:
+        return math.inf, 0.0
+    times_s = []
+    for size in (8, 8, PROBE_BYTES):
+        began_s = time.monotonic()
+        plane.gather(bytes(size), deadline_s=MEET_S)
+        times_s.append(time.monotonic() - began_s)
+    latency_s = min(times_s[:2])
+    sent = (plane.count - 1) * PROBE_BYTES
+    return sent / max(times_s[2] - latency_s, 1e-6), latency_s
+
+
+def foresee_rounds(run: Run, joined: Joined, step_s: float, sequence: int) -> dict[str, Any]:
+    """What a round will cost, by the planner, for plan.json.
+
+    step_s     of an inner step, foreseen · sequence  tokens of a sample
+    """
+    wide = joined.merger.shares.dtype == torch.float64
+    facts = IslandsFacts(
+        run.plan.parameters,
+        step_s,
+        joined.bytes_per_s,
+        joined.latency_s,
+        tokens=run.plan.batch * sequence,
+        ranks=run.world.size,
+        element_bytes=8 if wide else 4,
+    )
+    return islands_cost(joined.policy, facts).record()
+
+
+def _alike(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
+    """What islands of a run must have been told alike, by the keys of run.toml."""
+    plan = run.plan
+    return {
+        **{f"islands.{key}": value for key, value in asdict(policy).items() if key not in OWN},
+        "layout": plan.layout.text(),
+        "train.batch": plan.batch,
+        "train.micro_batch": plan.micro_batch,
+        "train.seed": run.plan.seed,
+        "precision.compute": plan.compute,
+        "parameters of the model": plan.parameters,
+    }
+
+
+def agree(plane: Plane, own: Mapping[str, Any]) -> None:
+    """Tell the other islands these values by key; all ranks of all islands call it.
+
+    Errors   ConfigError naming the first thing in which an island differs from island 0
+    """
+    message = json.dumps(own).encode()
+    told = [json.loads(one) for one in plane.gather(message, deadline_s=MEET_S)]
+    for island, other in enumerate(told):
+        for key, value in told[0].items():
+            if other.get(key) != value:
+                hint = f"{key}={value}" if "." in key else "the same configuration"
+                raise ConfigError(
+                    f"{key} = {other.get(key)} on island {island}, {value} on island 0: islands of "
+                    f"a run are alike; try: {hint} on all of them"
+                )
+
+
+def _go_on(run: Run, joined: Joined) -> None:
+    """Restore the newest round that all islands hold whole; else check that all begin alike."""
+    folder = run.recorder.folder
+    common, plane, policy = joined.common, joined.plane, joined.policy
+    here: dict[str, Any] = {}
+    damaged = ""
+    if folder is not None and run.world.is_first:
+        here = rounds_held(folder, policy.period, run.recorder.events.emit)
+        damaged = str(folder / "checkpoints") if not here and find(folder / "checkpoints") else ""
+    here, damaged = joined.inner.broadcast_json([here, damaged])
+    while True:
+        message = to_bytes({int(round_): digest for round_, (digest, _) in here.items()})
+        told = plane.gather(message, deadline_s=MEET_S)
+        point = resume_point([from_bytes(one, island) for island, one in enumerate(told)])
+        if point is not None:
+            check_donors(point)
+        if point is None or restored(run, plane, here, point.round):
+            break
+    if point is None:
+        told = plane.gather(json.dumps(damaged).encode(), deadline_s=MEET_S)
+        refuse_damaged([str(json.loads(one)) for one in told])
+        run.recorder.cut(0)
+    else:
+        digest, step = here[str(point.round)]
+        if digest == _alone(step):
+            _take_over(run, joined, point.round)
+        elif not common.own:
+            take_merged(run, joined, point.round - 1)
+        if common.dropped:
+            run.recorder.notice(f"island {policy.index}: {common.dropped}")
+    mine = [island_digest(joined), any(common.since)]
+    heard = [json.loads(one) for one in plane.gather(json.dumps(mine).encode(), deadline_s=MEET_S)]
+    common.lost([island for island, (_, brings) in enumerate(heard) if not brings])
+    for island, (other, _) in enumerate(heard):
+        if other != heard[0][0]:
+            raise ConfigError(
+                f"island {island}: its weights before round {common.round + 1} are not those of "
+                f"island 0; try: the same model, seed and versions on all islands"
+            )
+    if point is not None and folder and run.world.is_first:
+        _forget(folder, run.step_count)
+
+
+def restored(run: Run, plane: Plane, here: dict[str, Any], round_number: int) -> bool:
+    """Restore a round that all islands hold; False on all where what one of them holds is damaged.
+
+    here     what this island holds, by round (`rounds_held`): the damaged one is put aside and goes
+             out of it, so that all can agree on an earlier one
+    Errors   WantedDamaged where it holds no other: that it begins anew must be somebody's decision
+    """
+    _, step = here[str(round_number)]
+    try:
+        run.restore(step=step)
+        whole = True
+    except WantedDamaged:
+        if len(here) == 1:
+            raise
+        del here[str(round_number)]
+        whole = False
+        if run.recorder.folder is not None and run.world.is_first:
+            kept = quarantine(step_folder(run.recorder.folder / "checkpoints", step))
+            text = f"round {round_number} is damaged here, so all islands go on from an earlier one"
+            run.recorder.notice(f"{text}; kept as {kept.name}")
+    heard = plane.gather(json.dumps(whole).encode(), deadline_s=MEET_S)
+    return all(json.loads(one) for one in heard)
+
+
+def take_merged(run: Run, joined: Joined, round_number: int) -> None:
+    """The weights merged in a round in the place of the island's own, of which nothing is kept."""
+    weights, _ = movable(run)
+    local = {name: tensor for name, (tensor, _) in weights.items()}
+    joined.method.adopt(joined.common.outer.at(round_number), list(local), local, refused=True)
+    reducer_of(run.program).publish()
+    run.guards.writes.drift.forget()
+    joined.common.since = [0] * len(joined.fragments)
+
+
+def _take_over(run: Run, joined: Joined, round_number: int) -> None:
+    """A run without islands goes on as islands: its weights are W, its optimizer is each one's."""
+    common, state = joined.common, run.feed.state
+    weights, _ = movable(run)
+    begun = joined.method.open({name: tensor for name, (tensor, _) in weights.items()})
+    common.outer.load(begun.tensors())
+    common.round = round_number
+    common.stream = Stream(int(state[0].get("position", 0)) if state else 0)
+    run.recorder.notice(
+        f"goes on from step {run.step_count} of a run without islands; its steps count as "
+        f"{round_number} rounds"
+    )
+
+
+def check_donors(point: Resume) -> None:
+    """Errors: CheckpointError, the same on all islands, naming one that holds nothing."""
+    for island, donor in enumerate(point.donors):
+        if donor != island:
+            raise CheckpointError(
+                f"island {island}: holds no round of this run, island {donor} holds round "
+                f"{point.round}; try: copy checkpoints/ of island {donor}'s run folder into "
+                f"that of island {island}, then resume"
+            )
+
+
+def _forget(folder: Path, step: int) -> None:
+    """Delete checkpoints of later steps: rounds that not all islands hold did not happen.
+
+    They would stand in the way of the same steps' new ones, which need not be the same.
+    """
+    for found in find(folder / "checkpoints"):
+        if found.step > step:
+            doomed = temporary(found.path)
+            found.path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def rounds_held(folder: Path, period: int, emit: Emit | None = None) -> dict[str, tuple[str, int]]:
+    """Round → (digest, step) of every checkpoint of an island's run folder.
+
+    period   inner steps of a round, in which what was saved before there were islands is counted
+    emit     is told of manifests that cannot be read
+    """
+    held_rounds: dict[str, tuple[str, int]] = {}
+    for found in find(folder / "checkpoints"):
+        try:
+            kept = read_manifest(found.path).record.get("islands")
+        except Damaged as problem:
+            if emit is not None:
+                emit("checkpoint_damaged", rank=0, folder=str(found.path), **problem.fields())
+            continue
+        if kept is None:
+            kept = {"round": found.step // period, "digest": _alone(found.step)}
+        held_rounds.setdefault(str(kept["round"]), (str(kept["digest"]), found.step))
+    return held_rounds
+
+
+def _alone(step: int) -> str:
+    """In the place of a digest, of what a run without islands saved."""
+    return f"step {step} of a run without islands"
+
+
+def island_digest(joined: Joined) -> str:
+    """Of the outer weights and state, over all ranks of the island."""
+    told = joined.inner.gather_json(joined.common.outer.digest())
+    return hashlib.sha256("".join(told).encode()).hexdigest()

@@ -1,0 +1,384 @@
+"""The main job of an island: rounds of inner steps, and merges with the others between them.
+
+    round   samples are dealt → inner steps → fragments leave and arrive on the way → the last
+            one's commit ends the round: samples of the next one are dealt, a checkpoint is written
+
+An island that is refused, and all of them where a round is discarded, go on from the merged weights
+as they were; samples of such rounds are dealt again. No island votes before what the last round
+agreed on is on its disk, so whenever one dies there is a round that all hold. What is written to
+metrics.jsonl are inner steps; every round is an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.base.errors import (
+    UNSAVED_CODE,
+    ClusterError,
+    ConfigError,
+    ShoalError,
+    TrainingError,
+)
+from shoal.config.sections import Config
+from shoal.data.loading.loader import Loader
+from shoal.data.sources import Source
+from shoal.fabric.islands.inter_island_group import IslandLost
+from shoal.islands.commit_vote import cure, decide
+from shoal.islands.merge_proposal import Merge, Say, lines, refusals, round_fields
+from shoal.islands.method import Moment
+from shoal.islands.outer_optimizer import all_finite
+from shoal.islands.sample_ranges import inner_steps, steps_in, unused
+from shoal.trainer.islands.island_data import check_same_data
+from shoal.trainer.islands.island_join import Joined, agree, movable, take_merged
+from shoal.trainer.jobs.run_end import finish
+from shoal.trainer.jobs.validation import validator
+from shoal.trainer.run import Run
+from shoal.trainer.state.replaced_folder import save_if_deleted
+from shoal.trainer.step.optimizer_step import reducer_of
+from shoal.wire.phases import phase
+
+STOPPED = 143
+"""Exit code of a run that was asked to stop and saved: not finished, resume it."""
+
+
+def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total_steps: int) -> int:
+    """Rounds to the end, or to a stop; gives the exit code.
+
+    total_steps   inner steps of an island that is as fast as any
+    Errors        ClusterError when an island is lost, TrainingError when changes are refused or
+                  no step of this island moved a weight
+    """
+    loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
+    policy, every = joined.policy, config.train.validate_every
+    last = -(-total_steps // policy.period)
+    if policy.regions > 1:  # the last merge is one of all islands
+        last = -(-last // policy.far_period) * policy.far_period
+    rounds = Rounds(run, joined, loader, last)
+    validate = validator(run, source, config)
+    began_s = time.perf_counter()
+    agree(joined.plane, {"train.steps": total_steps, "train.validate_every": every})
+    held_out = (config.data.validation, source.validation)
+    data = {"data.source": (config.data.source, source.train), "data.validation": held_out}
+    check_same_data(joined, data, config.data.workers)
+    try:
+        while joined.common.round < last:
+            done = joined.common.round * policy.period
+            merge = rounds.one()
+            if merge.stop and rounds.saves(merge):
+                return _stop(run, joined)
+            validates = every and (done + policy.period) // every > done // every
+            if validates and policy.index == 0:
+                validate()
+            elif validates:
+                joined.merger.patience.others_pause()
+    except IslandLost as lost:
+        _lost(run, joined, lost)
+        raise
+    rounds.load_merged()  # where no round was left to do
+    joined.common.keep()
+    saved = run.save()
+    # What the others learnt is merged and saved by now, so nothing is taken from them. But an
+    # island that added nothing to it has broken data or a broken loss, whatever theirs are like.
+    rounds.check_moved()
+    values = validate() if joined.policy.index == 0 else None
+    saved = save_if_deleted(run, saved)
+    wall_s, steps = time.perf_counter() - began_s, run.step_count - rounds.first_step
+    how = "completed" if saved else "completed; the last checkpoint could not be written"
+    finish(run, source, values, steps=steps, wall_s=wall_s, how=how)
+    joined.close()
+    run.close()
+    return 0 if saved else UNSAVED_CODE
+
+
+class Rounds:
+    """One island's rounds.
+
+    last   after which round the run ends, with the merged weights in the place of its own; 0: never
+    """
+
+    def __init__(self, run: Run, joined: Joined, loader: Any, last: int = 0) -> None:
+        self.run, self.joined, self.common, self.last = run, joined, joined.common, last
+        self.policy = joined.policy
+        if not isinstance(loader, Loader):
+            raise ConfigError(
+                "data.source: islands deal samples by their number, and an iterable has none; "
+                "try: a dataset with __getitem__ and __len__"
+            )
+        self.loader, self.first_step = loader, run.step_count
+        run.first_key = joined.policy.index * -(-run.plan.batch // run.plan.micro_batch)
+        # Weights that broke are healed when the round ends and they are refused, not by a stop.
+        run.skips.limit = sys.maxsize
+        self._unsaved = ""
+        self._sent: dict[str, torch.Tensor] | None = None
+        self.common.since = self.common.since or [0] * len(joined.fragments)
+        run.recorder.events.listeners.append(self._hear)
+        self._pull()
+
+    def one(self) -> Merge:
+        """A round; gives how its last fragment was merged. Errors: IslandLost, TrainingError."""
+        common, run, policy = self.common, self.run, self.policy
+        if not common.dealt:
+            self._deal([None] * policy.count)
+        began_s = time.perf_counter()
+        spans = common.dealt[policy.index]
+        steps = steps_in(spans, self.loader.samples, run.plan.batch)
+        moments = self.joined.method.moments(len(steps))
+        self.compute_s = self.exposed_s = 0.0
+        self.tokens, self.used, merges = 0, 0, []
+        run.recorder.restart_clock()
+        since_s = time.perf_counter()
+        for number, batch in enumerate(self.loader.over(steps), 1):
+            run.lr_step = common.round * policy.period + (number - 1) * policy.period // len(steps)
+            result = run.step(batch)
+            self.tokens += round(result.targets)
+            common.since = [tokens + round(result.targets) for tokens in common.since]
+            self.used += batch.next_position - batch.position
+            self.compute_s += time.perf_counter() - since_s
+            self.steps_per_s = number / self.compute_s
+            merges += self._move(moments, number)
+            since_s = time.perf_counter()
+        merge = merges[-1]
+        self._close_round(merges, began_s, len(steps))
+        return merge
+
+    def saves(self, merge: Merge) -> bool:
+        """Whether a run can go on from after this merge, on all alike: not where regions differ."""
+        everyone = len(merge.partners) == self.policy.count
+        return self._over(merge) and (everyone or self.policy.regions == 1)
+
+    def load_merged(self) -> None:
+        """The merged weights in the place of this island's own; what it learnt since is dropped."""
+        take_merged(self.run, self.joined, max(0, self.common.round - 1))
+        self.common.lost(range(self.policy.count))
+
+    def check_moved(self) -> None:
+        """Errors: TrainingError, on all ranks, if no inner step of this island moved a weight."""
+        so = "no step of this island moved a weight"
+        self.run.skips.check_moved(self.first_step, self.run.step_count, so)
+
+    def _move(self, moments: Sequence[Moment], number: int) -> list[Merge]:
+        """Send and apply what is due after inner step `number`."""
+        began_s, done = time.perf_counter(), []
+        for moment in moments:
+            if moment.send_after == number:
+                self._send(moment, last=moment is moments[-1])
+                if moment is moments[0]:
+                    self._settle()
+            if moment.apply_after == number:
+                done.append(self._apply(moment, last=moment is moments[-1]))
+        self.exposed_s += time.perf_counter() - began_s
+        if done:
+            self.run.recorder.restart_clock()
+        return done
+
+    def _send(self, moment: Moment, *, last: bool) -> None:
+        joined = self.joined
+        weights, plain = movable(self.run)
+        names = [name for name in joined.fragments[moment.fragment] if name in weights]
+        local = {name: weights[name][0] for name in names}
+        outer = joined.common.outer.at(joined.common.round)
+        trains_on = moment.apply_after > moment.send_after
+        self._sent = joined.method.sent(outer, names, local) if trains_on else None
+        message = joined.method.message(outer, names, self._sent or local)
+        tokens, joined.common.since[moment.fragment] = joined.common.since[moment.fragment], 0
+        say = Say(tokens, self.used, self.steps_per_s, self.run.stopping)
+        averaged = {name: tensor.to("cpu") for name, (tensor, _) in plain.items()} if last else {}
+        joined.merger.round_s = self.compute_s
+        joined.merger.send(joined.common.round, moment.fragment, message, say, averaged)
+
+    def _save(self) -> None:
+        """Begin to save what the islands have agreed on; nothing is voted before that has ended."""
+        self._unsaved = ""
+        self.joined.merger.last_save.begin()
+        self.run.save(wait=False)
+
+    def _settle(self) -> None:
+        """Wait for the save, while the exchange waits for its end and the others are told so.
+
+        In the first fragment of a round: had one moved W, the round before could not be saved.
+        """
+        last_save = self.joined.merger.last_save
+        try:
+            self.run.saving.settle()
+        except ShoalError as failure:
+            last_save.end(str(failure))
+            raise
+        last_save.end(self._unsaved)
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        """On the island's first rank, which speaks for it in votes."""
+        if event["event"] == "checkpoint_failed":
+            self._unsaved = f"round {self.common.round} is not on its disk: {event['reason']}"
+
+    def _apply(self, moment: Moment, *, last: bool) -> Merge:
+        joined, index = self.joined, self.policy.index
+        with phase("merge with the other islands"):
+            merge = joined.merger.result()
+        refused = merge.refused(index)
+        weights, plain = movable(self.run)
+        names = [name for name in joined.fragments[moment.fragment] if name in weights]
+        local = {name: weights[name][0] for name in names}
+        overwrite = bool(refused) or not merge.committed
+        outer = joined.common.outer.at(merge.round)
+        joined.method.adopt(outer, names, local, refused=overwrite, sent=self._sent)
+        self._sent = None
+        for name, mean in merge.plain.items():
+            plain[name][0].copy_(mean)
+        reducer_of(self.run.program).publish()
+        self.run.guards.writes.drift.forget()
+        if overwrite:
+            joined.common.since[moment.fragment] = 0
+            self._reset_broken()
+        if overwrite and last:  # the round's samples go back, so nothing of it may stay
+            take_merged(self.run, joined, merge.round)
+        return merge
+
+    def _close_round(self, merges: Sequence[Merge], began_s: float, steps: int) -> None:
+        """Samples, events, checkpoint; who was refused too often stops."""
+        common, policy, merge = self.common, self.policy, merges[-1]
+        self._give_back(merge)
+        round_number, over = common.round, self._over(merge)
+        if over:
+            common.round, common.digest = common.round + 1, merge.digest
+        common.failures = 0 if merge.committed else common.failures + 1
+        stops = common.refusals.count(merge.partners, refusals(merges))
+        self._deal([ballot.steps_per_s for ballot in merge.ballots])
+        if merge.committed and self.joined.method.resets_inner:
+            self.run.optimizer.state.clear()
+        round_s = time.perf_counter() - began_s
+        sent = sum(self.joined.inner.gather_json(sum(one.sent_bytes for one in merges)))
+        exchange_s = sum(one.seconds for one in merges)
+        self._tell(merges, round_number, round_s, steps, sent_bytes=sent, exchange_s=exchange_s)
+        if over and common.round == self.last:
+            self.load_merged()
+        if over:
+            common.keep()
+        unsaved = not merge.ballots[policy.index].saved
+        if self.run.recorder.folder is not None and (unsaved or self.saves(merge)):
+            self._save()
+        if policy.index in stops:
+            raise TrainingError(
+                f"island {policy.index}: its change was refused {policy.refusals} rounds in a row "
+                f"(last: {refusals(merges)[policy.index]}); its data or its machine are at fault"
+            )
+        if common.failures >= policy.refusals:
+            numbers, nearest = cure(merge.ballots)
+            if all(ballot.saved for ballot in merge.ballots):
+                self.check_moved()  # 0 targets of all islands: a mean over them is not finite
+            line = f"islands: {common.failures} rounds in a row were discarded, last because "
+            kind = TrainingError if numbers else ClusterError
+            raise kind(f"{line}{merge.why}; try: {nearest}")
+
+    def _well(self, merge: Merge, island: int) -> bool:
+        """Whether the step of those that an island merged with happened."""
+        partners = self.joined.method.partners(merge.round, island, self.policy.count)
+        return decide(merge.ballots, partners).committed
+
+    def _over(self, merge: Merge) -> bool:
+        """Whether the next round comes, for all islands alike: a step of some of them happened."""
+        return any(self._well(merge, island) for island in range(self.policy.count))
+
+    def _give_back(self, merge: Merge) -> None:
+        """Samples that no committed round used return to the stream.
+
+        Those of steps taken since the last fragment left are neither: they come with the next one.
+        """
+        common = self.common
+        before = [*common.underway, *[()] * self.policy.count]
+        common.underway = []
+        for island, spans in enumerate(common.dealt):
+            used = merge.ballots[island].used if self._well(merge, island) else 0
+            lost = () if used else (*spans, *before[island])
+            common.stream = common.stream.give_back(lost)
+            common.underway.append(unused(spans, used) if used else ())
+
+    def _deal(self, speeds: Sequence[float | None]) -> None:
+        common, samples = self.common, self.loader.samples
+        if self.policy.pace == "equal":
+            speeds = [None] * self.policy.count
+        steps = inner_steps(self.policy.period, speeds)
+        wanted = common.stream.samples_of(steps, self.run.plan.batch, samples)
+        common.stream, dealt = common.stream.deal(wanted)
+        common.dealt = list(dealt)
+
+    def _tell(
+        self, merges: Sequence[Merge], round_number: int, round_s: float, steps: int, **sums: float
+    ) -> None:
+        if not self.run.world.is_first:
+            return
+        emit, step = self.run.recorder.events.emit, self.run.step_count
+        emit(
+            "round_committed" if merges[-1].committed else "round_discarded",
+            step=step,
+            round=round_number,
+            seconds=round_s,
+            compute_s=self.compute_s,
+            exposed_s=self.exposed_s,
+            **sums,
+            tokens=self.tokens,
+            steps=steps,
+            **round_fields(merges),
+        )
+        for island, why in refusals(merges).items():
+            emit("island_refused", step=step, island=island, why=why)
+        for line in lines(merges):
+            emit("notice", step=step, text=line)
+
+    def _pull(self) -> None:
+        """A method that pulls inner steps towards the merged weights does so before each update."""
+        run, method, outer = self.run, self.joined.method, self.common.outer
+        if not method.pulls:
+            return
+        local = run.program.local
+        for name, one in local.items():
+            if name in outer.weights and outer.weights[name].numel() != one.parameter.numel():
+                raise ConfigError(
+                    f"islands.method = {self.policy.method}: pulls whole parameters, and "
+                    f"{run.plan.layout.text()} steps slices of them; try: layout.strategy=fsdp"
+                )
+        parameters = {name: one.parameter for name, one in local.items() if name in outer.weights}
+        run.adjust = lambda: method.before_update(outer, parameters)
+
+    def _reset_broken(self) -> None:
+        """Optimizer state that is not finite is forgotten: it would spoil what was just loaded."""
+        state = self.run.optimizer.state
+        for parameter, kept in list(state.items()):
+            tensors = [value for value in kept.values() if isinstance(value, torch.Tensor)]
+            if not all(all_finite(tensor) for tensor in tensors):
+                state.pop(parameter)
+
+
+def _stop(run: Run, joined: Joined) -> int:
+    """Wait for the save that the last round began, and leave; gives the exit code."""
+    last = None
+    with contextlib.suppress(ShoalError):  # `close` raises it again
+        last = run.saving.settle()
+    saved = last is not None and last.saved is not None
+    if run.world.is_first:
+        trouble = "" if saved else "; the last save failed"
+        how = f"stopped on request after round {joined.common.round}{trouble}"
+        run.recorder.events.emit("run_finished", step=run.step_count, how=how)
+    joined.close()
+    run.close()
+    return STOPPED if saved else UNSAVED_CODE
+
+
+def _lost(run: Run, joined: Joined, lost: IslandLost) -> None:
+    """What is being written is kept; one event says who is gone, and where all go on."""
+    with contextlib.suppress(ShoalError):
+        run.saving.settle()
+    if run.world.is_first:
+        run.recorder.events.emit(
+            "island_lost",
+            step=run.step_count,
+            islands=list(lost.islands),
+            after_s=lost.after_s,
+            round=joined.common.round,
+        )

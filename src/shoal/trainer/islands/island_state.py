@@ -1,0 +1,172 @@
+"""What all islands of a run have in common, as one process of one island holds and saves it.
+
+Merged weights, the outer optimizer's state, past norms and who gets which samples next are the same
+on all islands after every commit. They lie in the checkpoints of every island, beside its own model
+and optimizer; so does what its codes still owe the others, which is its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.format.manifest import Manifest
+from shoal.islands.admission import Admission, Refusals
+from shoal.islands.error_feedback_files import Leftovers
+from shoal.islands.outer_optimizer import Outer
+from shoal.islands.sample_ranges import Span, Stream
+from shoal.parallel.program import Part
+
+OUTER = "outer."
+
+
+@dataclass
+class Common:
+    """What all islands of a run share, as one process of one island has it; kept in checkpoints.
+
+    round       rounds committed so far · digest  of W and u after the last of them
+    stream      the samples that nobody was given yet · dealt  what each island gets next
+    underway    what each has trained on since it sent its last message; the next one will bring it
+    since       tokens behind each fragment's next message: its own, but kept with the rest
+    index       of this island · own  what was loaded is its own, so `since` says what it brings
+    failures    rounds in a row that were discarded · refusals  of each island, in a row
+    left        what this island's codes owe the others: its own, but kept with the rest
+    dropped     a line where a checkpoint held some of that which fits no more
+    kept        the record as it was when the last round was over; see `keep`
+    """
+
+    outer: Outer
+    admission: tuple[Admission, ...]
+    refusals: Refusals
+    shards: Mapping[str, Shard]
+    count: int
+    stream: Stream
+    left: Leftovers
+    dealt: list[tuple[Span, ...]] = field(default_factory=list)
+    underway: list[tuple[Span, ...]] = field(default_factory=list)
+    since: list[int] = field(default_factory=list)
+    index: int = 0
+    own: bool = True
+    round: int = 0
+    digest: str = ""
+    failures: int = 0
+    dropped: str = ""
+    kept: dict[str, Any] | None = None
+
+    def parts(self) -> dict[str, Part]:
+        """Outer weights and state, which lie where the parameters lie; what codes left out."""
+        found: dict[str, Part] = dict(self.left.parts())
+        for name, tensor in self.outer.tensors().items():
+            owner, kept = self._owner(name), OUTER + name
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if tensor.numel() == self.outer.weights[owner].numel():
+                found[kept] = (tensor, replace(self.shards[owner], name=kept, dtype=dtype))
+            else:
+                found[kept] = (tensor, Shard.whole(kept, tuple(tensor.shape), dtype))
+        return found
+
+    def keep(self) -> None:
+        """A round is over: until the next one is, checkpoints hold what islands have now.
+
+        A save may come after rounds that were discarded. They moved no merged weights, but dealt
+        samples and counted failures; the others' checkpoints of the same round know nothing of
+        that. Only what the island's own weights bring is told as it is: nothing, by then.
+        """
+        self.kept = None
+        self.kept = copy.deepcopy(self.record())
+
+    def record(self) -> dict[str, Any]:
+        """What is no tensor, as of the last round that was over."""
+        found: dict[str, Any] = self.kept or {
+            "islands": {
+                "index": self.index,
+                "round": self.round,
+                "digest": self.digest,
+                "count": self.count,
+                "stream": self.stream.to_json(),
+                "dealt": _pairs(self.dealt),
+                "underway": _pairs(self.underway),
+                "admission": [one.state() for one in self.admission],
+                "failures": self.failures,
+                "refusals": self.refusals.state(),
+                "left": self.left.record(),
+            }
+        }
+        return {"islands": {**found["islands"], "since": list(self.since)}}
+
+    def wanted(self, manifest: Manifest) -> list[Shard]:
+        """This rank's part of the outer tensors of a checkpoint, and what its codes left out."""
+        if "islands" not in manifest.record:
+            return []
+        kept = manifest.record["islands"].get("left")
+        found = [
+            Shard.whole(name, tuple(manifest.tensors[name].shape), manifest.tensors[name].dtype)
+            for name in self.left.owns(manifest.tensors, kept)
+        ]
+        for full, stored in manifest.tensors.items():
+            if not full.startswith(OUTER):
+                continue
+            owner = self._owner(full.removeprefix(OUTER))
+            if not owner:
+                continue  # on another stage of a pipeline
+            if tuple(stored.shape) == self.shards[owner].global_shape:
+                found.append(replace(self.shards[owner], name=full, dtype=stored.dtype))
+            else:
+                found.append(Shard.whole(full, tuple(stored.shape), stored.dtype))
+        return [shard for shard in found if shard.slices]
+
+    def load(self, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
+        """Take back what `parts` and `record` gave; nothing where there were no islands yet."""
+        if "islands" not in record:
+            return
+        kept = record["islands"]
+        found = {n.removeprefix(OUTER): t for n, t in tensors.items() if n.startswith(OUTER)}
+        shapes = {name: weight.shape for name, weight in self.outer.weights.items()}
+        for name, tensor in found.items():
+            shape = shapes[self._owner(name)]
+            found[name] = tensor.view(shape) if tensor.numel() == shape.numel() else tensor
+        self.outer.load(found)
+        self.dropped = self.left.load(tensors, kept.get("left"))
+        same = len(kept["admission"]) == len(self.admission)  # as many fragments as now
+        for one, state in zip(self.admission, kept["admission"], strict=True) if same else ():
+            one.load(state)
+        self.round, self.digest = int(kept["round"]), str(kept["digest"])
+        self.stream = Stream.from_json(kept["stream"])
+        # Older checkpoints do not say whose they are: then only the merged weights count.
+        self.dealt, self.underway = _spans(kept["dealt"]), _spans(kept.get("underway", []))
+        self.own = same and kept.get("index") == self.index
+        self.since = [int(tokens) for tokens in kept["since"]] if self.own else []
+        self.failures = int(kept["failures"])
+        if int(kept["count"]) == self.count:
+            self.refusals.load(kept["refusals"])
+        else:  # others than were dealt to: deal anew
+            for spans in (*self.dealt, *self.underway[self.count :]):
+                self.stream = self.stream.give_back(spans)
+            self.dealt, self.underway = [], self.underway[: self.count]
+
+    def lost(self, islands: Sequence[int]) -> None:
+        """What these trained on since their last message is in nobody's weights: deal it again."""
+        for island in islands:
+            if island < len(self.underway):
+                self.stream = self.stream.give_back(self.underway[island])
+                self.underway[island] = ()
+
+    def _owner(self, name: str) -> str:
+        """The parameter that a tensor of the outer state belongs to; "" if not on this rank."""
+        while name and name not in self.shards:
+            name = name.rpartition(".")[0]
+        return name
+
+
+def _pairs(spans_of: Sequence[Sequence[Span]]) -> list[list[list[int]]]:
+    """By island, as a checkpoint keeps it."""
+    return [[[span.start, span.stop] for span in spans] for spans in spans_of]
+
+
+def _spans(kept: Sequence[Sequence[Sequence[int]]]) -> list[tuple[Span, ...]]:
+    return [tuple(Span(*pair) for pair in pairs) for pairs in kept]

@@ -1,0 +1,1 @@
+"""Jobs of the command line: train, validate, forecast, find a rate, generate text."""

@@ -1,0 +1,197 @@
+"""One row of `shoal compare`, as one process sees it: a few real steps under one layout.
+
+The row's run is the main job's run (same model, data, order, micro-batches, optimizer, schedule)
+without validation, checkpoints and files. Steps: a few that warm up and are dropped, those that are
+timed, and six under a profiler for the memory that comes and goes, never timed. Many rows
+share a process, one after another: each leaves nothing behind but its figures, except `single`,
+whose weights stay in a file with which the other rows compare theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from shoal.base.errors import UserError
+from shoal.config.resolve import plan_of
+from shoal.config.sections import Config
+from shoal.data.loading.step_samples import StepBatch
+from shoal.data.sources import Source
+from shoal.fabric import World
+from shoal.fabric.device import give_back_unused
+from shoal.machine.states import peak_extra_bytes, state_bytes
+from shoal.parallel.build.full_state import gather_weights
+from shoal.trainer.jobs.configured_run import open_run, steps_of
+from shoal.trainer.jobs.run_forecast import cluster_here, facts_of, foresee
+from shoal.trainer.run import Run
+from shoal.wire.phases import counting, phase
+
+WARMUP_STEPS = 2
+REFERENCE = "single.safetensors"
+"""Weights of `single` after the compared steps, in the folder of the comparison."""
+
+Row = dict[str, Any]
+
+
+def open_row(config: Config, source: Source, world: World, layout: str | Mapping[str, int]) -> Run:
+    """A run of the main job under `layout`, which writes nothing.
+
+    Errors: PlanError, ConfigError when this layout cannot carry this model; the same on all ranks.
+    """
+    total_steps = steps_of(config, source, config.train.batch)
+    return open_run(config, source, world, plan_of(config), layout, total_steps=total_steps)
+
+
+def measure_row(
+    config: Config,
+    source: Source,
+    world: World,
+    layout: str | Mapping[str, int],
+    *,
+    steps: int,
+    compared: int,
+    folder: Path,
+) -> Row:
+    """Train a fresh model under `layout` for a few steps; call it on every rank.
+
+    steps     timed, after 2 that warm up · compared  weights are compared after so many steps,
+              counted from the first and at most all of these, timed ones included
+    folder    where `single` writes its weights (REFERENCE): run it first, others compare theirs
+    Gives     figures, equal on every rank but for `predicted`; JSON values. {"reason": …} alone
+              where the layout cannot carry this model; else:
+              predicted     on rank 0 alone: what the planner foresees of the row
+              text precision parameters   what ran
+              per_s         targets (tokens) or samples per second of the median step, all ranks
+              step_s        of each timed step · losses  of every step from the first
+              sent_bytes    by kind, in one step, of the busiest rank
+              memory        per rank: weights, gradients, optimizer, rest, in bytes (rest: or None)
+              weight_difference  from `single`; None where that is not known
+    Errors    whatever a step raises; the world is then of no use for further rows
+    """
+    try:
+        run = open_row(config, source, world, layout)
+    except UserError as failure:
+        return {"reason": str(failure)}
+    # No `finally`: after a failure on one rank, taking a run apart would be one more collective.
+    figures = _figures(run, source, (steps, compared), config.data.workers, folder)
+    if world.is_first:
+        facts = partial(facts_of, config, source)
+        figures["predicted"] = foresee(
+            config, facts, run.plan, cluster_here(world.size, world.device), run.program.travel
+        )
+    _take_apart(run)
+    del run
+    gc.collect()
+    give_back_unused()
+    return figures
+
+
+def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, folder: Path) -> Row:
+    batches = _endless(run.loader(source.train, workers=workers, collate=source.collate))
+    rows: list[Row] = []
+    run.recorder.events.listeners.append(rows.append)
+    steps, compared = counts
+    difference = None
+    run.recorder.restart_clock()
+    total = WARMUP_STEPS + steps
+    for step in counting("steps", total, range(1, total + 1)):
+        run.step(next(batches))
+        if step == min(compared, total):  # between two steps, in no one's time
+            difference = _compare_weights(run, folder / REFERENCE)
+            run.recorder.restart_clock()
+    told = [row for row in rows if row["event"] == "step"]
+    timed = told[WARMUP_STEPS:]
+    states = state_bytes(run)
+    rest_bytes = _rest_bytes(run, batches)
+    memory = run.world.gather_json({**asdict(states), "rest": rest_bytes})
+    # Of a full step: the short last one of an epoch may send less.
+    fullest = max((row["comm_bytes_by_kind"] for row in timed), key=lambda k: sum(k.values()))
+    sent = run.world.gather_json(fullest)
+    figures = {
+        "text": run.plan.layout.text(),
+        "precision": run.plan.compute,
+        "parameters": run.plan.parameters,
+        "per_s": statistics.median(_rate(row, source.kind) for row in timed),
+        "step_s": [row["step_s"] for row in timed],
+        "losses": [_finite(row["loss"]) for row in told],
+        "sent_bytes": max(sent, key=lambda kinds: sum(kinds.values())),
+        "memory": memory,
+        "weight_difference": difference,
+    }
+    everyone: Row = run.world.broadcast_json(figures)
+    return everyone
+
+
+@phase("memory")
+def _rest_bytes(run: Run, batches: Iterator[StepBatch]) -> int | None:
+    """What a step holds beyond the states; None under `dp` on a CPU: its threads are not seen."""
+    if run.plan.layout.threads > 1 and run.world.device.type == "cpu":
+        return None
+    return peak_extra_bytes(lambda: run.step(next(batches)), run.world.device)
+
+
+def _take_apart(run: Run) -> None:
+    """Take the row's hooks off and its tensors away; the world stays, unlike after `run.close`."""
+    for undo in run.program.on_close:
+        undo()
+    run.recorder.events.listeners.clear()
+    run.optimizer.state.clear()
+    for parameter in run.model.parameters():
+        parameter.grad = None
+
+
+def _endless(loader: Iterable[StepBatch]) -> Iterator[StepBatch]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def _rate(row: Row, kind: str) -> float:
+    """Per second: targets where samples are tokens, else samples."""
+    begin, end = row["samples"]
+    count = row["tokens"] if kind == "tokens" else end - begin
+    return float(count / row["step_s"])
+
+
+def _compare_weights(run: Run, reference: Path) -> float | None:
+    """Distance of this run's weights from those of `single`, by the norm of the latter.
+
+    `single` writes them; a number on rank 0 of the others, None where nothing is known.
+    """
+    weights = gather_weights(run.program, only_first=True)
+    if run.plan.layout.strategy == "single":
+        save_file(weights, reference)
+        return 0.0
+    if not run.world.is_first or not reference.exists():
+        return None
+    return relative_difference(weights, load_file(reference))
+
+
+def relative_difference(
+    here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]
+) -> float | None:
+    """Norm of all differences by the norm of all of `there`, in float64; None if not finite.
+
+    >>> one, two = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([3.0, 5.0])}
+    >>> relative_difference(two, one)
+    0.2
+    """
+    apart = whole = 0.0
+    for name, tensor in there.items():
+        theirs = tensor.double()
+        apart += float((here[name].double() - theirs).square().sum())
+        whole += float(theirs.square().sum())
+    return _finite(math.sqrt(apart / whole) if whole else math.sqrt(apart))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

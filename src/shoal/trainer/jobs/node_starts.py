@@ -1,0 +1,122 @@
+"""Starts `shoal train` of a launcher where nodes share no disk: rank 0 decides over the newest run.
+
+    meet    before rank 0 settles anything: the newest checkpoint of all nodes comes to every disk,
+            and with it, where it was lacking, what stood beside it in the run folder
+    share   once it is settled: what rank 0 wrote is written on the other disks, which are taken too
+
+On nodes that share the run folder `meet` asks that one question, and `share` is not called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.base.errors import ShoalError
+from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.events import EventLog
+from shoal.base.runlog.truncate_logs import mend_folder
+from shoal.checkpoint.agreement.collective_phase import exchange
+from shoal.checkpoint.format.lease import RunLease
+from shoal.checkpoint.save.node_local import bring_newest
+from shoal.config.load import load
+from shoal.fabric import World
+from shoal.trainer.jobs.out_of_memory import FILE as MICRO_BATCH
+from shoal.trainer.run_folder.folder_lease import check_shared
+from shoal.trainer.run_folder.node_local_resume import bring_rows
+
+
+def meet(
+    arguments: list[str], resume: Path | None, job: str, files: tuple[str, ...], world: World
+) -> None:
+    """See who shares a disk, and bring the job's run to each; every rank calls it.
+
+    job      the launcher's name of it · files  of the run folder that go with a checkpoint
+    Errors   the same on all ranks: CheckpointError for a disk that does not take a checkpoint, or
+             where all are damaged; ConfigError where ranks of one machine see several disks
+    """
+    told = None
+    if world.is_first:
+        with contextlib.suppress(ShoalError, OSError):  # said when it is settled, in a moment
+            base, folder = _folders(arguments, resume, job)
+            base.mkdir(parents=True, exist_ok=True)
+            told = [str(base), str(folder or "")]
+    told = world.broadcast_json(told)
+    if told is None:
+        return
+    check_shared(Path(told[0]), world)
+    if not (world.keepers and told[1]):
+        return
+    folder = Path(told[1])
+    emit = EventLog(folder / "events.jsonl", world.rank).emit
+    found = bring_newest(folder / "checkpoints", world.keepers, world, emit, verify=False)
+    if found is None or not found.lacked:
+        return
+    bring_rows(folder, found, world.keepers, world, emit)
+    texts = world.broadcast_json(_texts(folder, files), found.source)
+    exchange(world, lambda: _write(folder, texts, files if world.rank in found.lacked else ()))
+
+
+def share(
+    folder: Path, started: Mapping[str, Any], files: tuple[str, ...], world: World
+) -> RunLease | None:
+    """Write what rank 0 settled on the other disks, and take their run folders; all ranks call it.
+
+    started   fields of the event `run_started`
+    Errors    CheckpointError, the same on all ranks, where another run has such a folder
+    """
+    texts = world.broadcast_json(_texts(folder, files) if world.is_first else None)
+    smaller = world.gather_json(_texts(folder, (MICRO_BATCH,)) if world.keeps else {})
+    texts |= next(filter(None, smaller), {})
+    kept: list[RunLease] = []
+
+    def write() -> None:
+        if not world.keeps:
+            return
+        if world.is_first:
+            _write(folder, texts, (MICRO_BATCH,))
+            return
+        kept.append(RunLease(folder, folder.name))
+        kept[0].acquire()
+        lines = mend_folder(folder)
+        _write(folder, texts, (*files, MICRO_BATCH))
+        events = EventLog(folder / "events.jsonl", None)
+        events.emit("run_started", **started)
+        for line in lines:
+            events.emit("notice", text=line)
+
+    exchange(world, write)
+    return kept[0] if kept else None
+
+
+def _folders(arguments: list[str], resume: Path | None, job: str) -> tuple[Path, Path | None]:
+    """(where run folders lie, that of this run if it can be known)."""
+    if resume is not None:
+        return resume.parent, resume
+    paths = [Path(word) for word in arguments if "=" not in word]
+    run = load(paths[0] if paths else None, [word for word in arguments if "=" in word]).config.run
+    name = Path(run.name or (f"job-{job}" if job else ""))
+    if not name.name or name.is_absolute() or ".." in name.parts:
+        return Path(run.folder), None
+    return Path(run.folder), Path(run.folder) / name
+
+
+def _texts(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
+    """Files of a run folder, those that can be read."""
+
+    def found() -> Iterator[tuple[str, str]]:
+        for name in names:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                yield name, (folder / name).read_text(encoding="utf-8")
+
+    return dict(found())
+
+
+def _write(folder: Path, texts: Mapping[str, str], names: tuple[str, ...]) -> None:
+    """Write those of the names, which are ours and no peer's, that have a text."""
+    for name in names:
+        if name in texts:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, texts[name])

@@ -1,0 +1,122 @@
+"""The opening of a run: plan.json, and the lines that a user sees before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.atomic_files import cache_folder, write_whole
+from shoal.base.runlog.damaged_lines import is_number, read_object
+from shoal.base.text.units import count_text, flops_text
+from shoal.data.loading.step_samples import StepBatch
+from shoal.data.sources import Source
+from shoal.machine.matmul import distrust, matmul_flops_per_s
+from shoal.parallel.program import dtype_of
+from shoal.trace.costs.flops import backward_flops
+from shoal.trainer.run import Run
+from shoal.trainer.step.call_contract import (
+    batch_length,
+    call_model,
+    cut_batch,
+    split_batch,
+    sum_and_count,
+)
+
+
+def describe(
+    run: Run, plan: Plan, source: Source, total_steps: int, folder: Path, told: dict[str, Any]
+) -> None:
+    """plan.json and the lines a user sees before the first step.
+
+    plan   of all ranks; `run` may be some of them
+    told   what plan.json says beside the plan: whether its layout was left open, what is foreseen
+    """
+    rate = matmul_flops_per_s(run.world, run.plan.compute, cache_folder())
+    run.recorder.machine_flops_per_s = rate
+    run.recorder.passed = partial(distrust, run.world, run.plan.compute, cache_folder())
+    if not run.world.keeps:
+        return
+    known = _known_flops(folder)
+    details = {"steps": total_steps, "machine_flops_per_s": rate, "flops_per_sample": known}
+    unit = "tokens" if source.kind == "tokens" else "samples"
+    about = {"unit": unit, "device": run.world.device.type}
+    _write_plan(folder, plan, {**details, **about, **told})
+    run.recorder.flops_per_sample = known
+    formats = _formats(run)
+    emit = run.recorder.events.emit
+    if run.step_count == 0:
+        emit("notice", text=f"data: {source.description}")
+        emit("notice", text=plan.why)
+        emit(
+            "notice",
+            text=f"model: {told['model']}, {count_text(run.plan.parameters)} parameters; "
+            f"{plan.arithmetic()}; {total_steps} steps",
+        )
+        emit(
+            "notice",
+            text=f"formats: products {run.plan.compute}, weights read as {formats['read']} and "
+            f"stepped as {formats['stepped']}, gradients summed in {formats['summed']}",
+        )
+    emit(
+        "compute_started",
+        step=run.step_count,
+        parameters=run.plan.parameters,
+        dtypes=formats,
+        compute=run.plan.compute,
+        threads=torch.get_num_threads(),
+        device=str(run.world.device),
+        matmul=flops_text(rate),
+    )
+
+
+def _formats(run: Run) -> dict[str, str]:
+    """The number formats that are really in use, as text."""
+
+    def names(tensors: Iterable[torch.Tensor]) -> str:
+        return " and ".join(sorted({dtype_of(tensor) for tensor in tensors}))
+
+    stepped = names(one.parameter for one in run.program.local.values())
+    stepped = stepped or " and ".join(sorted({one.dtype for one in run.plan.buckets}))  # by others
+    reduced = {"fp32": "float32", "bf16": "bfloat16"}.get(run.plan.sums, stepped)
+    return {"read": names(run.model.parameters()), "stepped": stepped, "summed": reduced}
+
+
+def _write_plan(folder: Path, plan: Plan, beside: Mapping[str, Any]) -> None:
+    """Write plan.json, which others read; on a full disk the run goes on without."""
+    with contextlib.suppress(OSError):
+        write_whole(folder / "plan.json", plan.to_json(beside))
+
+
+def _known_flops(folder: Path) -> float | None:
+    known = read_object(folder / "plan.json").get("flops_per_sample")
+    return known if is_number(known) else None
+
+
+def count_flops(run: Run, batch: StepBatch) -> None:
+    """FLOP per sample, once per run: who keeps a disk counts on two samples, for plan.json."""
+    folder = run.recorder.folder
+    if not run.world.keeps or run.recorder.flops_per_sample or not len(batch) or not folder:
+        return
+    program = run.program
+    few = next(cut_batch(batch.micro_batches[0].value, 2))
+    for prepare in program.prepare:
+        few = prepare(few)
+
+    def loss_sum(module: nn.Module, value: Any) -> torch.Tensor:
+        inputs, targets = split_batch(value)
+        with program.autocast():
+            outputs = call_model(module, inputs, run.plan.call)
+            return sum_and_count(run.loss(outputs, targets), targets)[0]
+
+    flops = backward_flops(program.twin or run.model, few, loss_sum)
+    if flops:
+        run.recorder.flops_per_sample = flops / batch_length(few)
+        told = {"flops_per_sample": run.recorder.flops_per_sample}
+        _write_plan(folder, run.plan, {**read_object(folder / "plan.json"), **told})

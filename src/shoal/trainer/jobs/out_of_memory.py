@@ -1,0 +1,113 @@
+"""A rank that runs out of memory in a step: what fits is said, and where it is asked for, taken.
+
+    stop    the run ends with the micro-batch that is nearest; it would meet the same death again
+    halve   every rank starts again from the last checkpoint with micro-batches of half the size (or
+            the next size that divides): the batch, its samples and its loss stay, in more passes
+
+Ranks that wait in a collective for the one that died cannot be told in the middle of a pass; so it
+leaves word in the run folder and dies, and the supervisor starts all of them again, as after any
+death. What was halved stays so for the run's later starts. A kernel that kills a process for its
+memory leaves no word, and nothing is halved then.
+
+Numbers change where they belong to a micro-batch: masks of dropout, statistics of BatchNorm, losses
+that compare samples with each other. Sums over more passes are added in another order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal.base.errors import ClusterError, ConfigError
+from shoal.base.runlog.atomic_files import write_whole
+from shoal.base.runlog.damaged_lines import read_object
+from shoal.config.save import MICRO_BATCH, is_derived
+from shoal.planning.micro_batch_sizes import usual_micro_batch, with_micro_batch
+
+if TYPE_CHECKING:
+    from shoal.base.plans.plan import Plan
+    from shoal.config.sections import Config
+    from shoal.trainer.run import Run
+
+FILE = "micro_batch.json"
+"""In the run folder: what was too large, and what is used in its place."""
+
+WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+def is_out_of_memory(failure: BaseException) -> bool:
+    """Whether memory was refused: a device's, or the host's."""
+    if isinstance(failure, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(failure, RuntimeError) and any(w in str(failure).lower() for w in WORDS)
+
+
+def smaller(micro_batch: int) -> int:
+    """The largest proper divisor: the batch is cut evenly by it too. 0: there is none.
+
+    >>> smaller(8), smaller(9), smaller(7), smaller(1)
+    (4, 3, 1, 0)
+    """
+    return next((n for n in range(micro_batch // 2, 0, -1) if micro_batch % n == 0), 0)
+
+
+def fitted(plan: Plan, config: Config, folder: Path) -> Plan:
+    """The plan with the micro-batch that an earlier start of this run came down to.
+
+    A `train.micro_batch` that the user has changed since wins. One that Shoal chose follows the
+    layout, and stays as small as it came down to.
+    """
+    told = read_object(folder / FILE)
+    size = told.get("micro_batch")
+    if not isinstance(size, int) or size < 1:
+        return plan
+    if is_derived(folder / "run.toml", MICRO_BATCH):
+        return with_micro_batch(plan, usual_micro_batch(plan.layout, plan.batch, at_most=size))
+    if told.get("asked") != config.train.micro_batch:
+        return plan
+    return with_micro_batch(plan, size)
+
+
+@contextmanager
+def within_memory(run: Run, config: Config, folder: Path) -> Iterator[None]:
+    """Around the steps of `shoal train`, on every rank.
+
+    Errors   ConfigError where the run ends, ClusterError where it starts again, on the rank that
+             ran out of memory; of others whatever that does to them
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as failure:
+        if not is_out_of_memory(failure):
+            raise
+        reason = str(failure).strip().splitlines()[:1] or ["no memory"]
+        used = run.plan.micro_batch
+        size = smaller(used)
+        where = f"rank {run.world.rank}, step {run.step_count + 1}: {reason[0]}"
+        if config.train.on_oom == "halve" and size:
+            # One that Shoal chose is nobody's word: saying the same number later is another one.
+            chosen = is_derived(folder / "run.toml", MICRO_BATCH)
+            asked = None if chosen else config.train.micro_batch
+            kept = {"asked": asked, "micro_batch": size, "was": used, "because": where}
+            with suppress(OSError):  # then the next start meets the same again
+                write_whole(folder / FILE, json.dumps(kept))
+            told = (
+                f"{where}; on from the last checkpoint with train.micro_batch={size} in the place "
+                f"of {used} on all ranks (train.on_oom=halve): the same batch in more passes; "
+                f"masks of dropout and statistics of BatchNorm, which belong to a micro-batch, "
+                f"are others"
+            )
+            run.recorder.events.emit("notice", step=run.step_count, text=told)
+            lost = ClusterError(told)
+            lost.here = True
+            raise lost from failure
+        fits = f"train.micro_batch={size} (the same batch in more passes), or " if size else ""
+        how = "" if not size else ", train.on_oom=halve to have that done by itself"
+        raise ConfigError(
+            f"train.micro_batch = {used}: {where}; try: {fits}memory.recompute=full{how}"
+        ) from failure

@@ -1,0 +1,142 @@
+"""`shoal.plan`: which layout would train a model fastest on which machines, before anything starts.
+
+The answer is a `Plan`, as `shoal.parallelize(…, plan=…)` takes it. No other machine is needed for
+it: the model runs on shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import PlanError
+from shoal.base.estimates.estimate import Case
+from shoal.base.estimates.facts import this_machine
+from shoal.base.layouts.policies import POLICIES
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.atomic_files import cache_folder
+from shoal.base.text.units import bytes_text, seconds_text
+from shoal.config.resolve import processes_of
+from shoal.fabric.device import accelerator
+from shoal.forecast.machines.cluster_syntax import parse_machines
+from shoal.forecast.memory.model_states import WIDTHS
+from shoal.forecast.search.case_settings import format_on
+from shoal.forecast.search.layout_reasons import starting
+from shoal.forecast.search.layout_search import Candidate, search
+from shoal.forecast.search.memory_suggestions import fixes
+from shoal.forecast.search.search_space import section_of, space_of
+from shoal.planning.settle import Words, check_together, goes_together, settle_batch, split_words
+from shoal.trainer.argument_checks import (
+    DEFAULT_BATCH,
+    check_layout,
+    check_whole,
+    plan_of_words,
+    refuse_unknown,
+)
+from shoal.trainer.autotune.rank_layouts import facts_by_sample, handed, startable
+from shoal.trainer.jobs.run_forecast import cluster_here
+from shoal.trainer.step.call_contract import Loss
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    sample: Any,
+    loss: Loss | None = None,
+    layout: Words = "auto",
+    *,
+    on: str = "",
+    batch: int = DEFAULT_BATCH,
+    micro_batch: int = 0,
+    precision: str = "auto",
+    optimizer_bytes: int = 8,
+    **policies: Any,
+) -> Plan:
+    """Rank the layouts on which a model can train, and give the plan of the fastest that fits.
+
+    model        a function without arguments that builds an nn.Module, which is then built without
+                 its numbers; or an nn.Module, which every rank is then taken to have whole
+    sample       a batch of a few samples, as `run.step` takes it; only its shapes matter
+    loss         as for `shoal.parallelize`; without one its share of memory and time is left out
+    layout       what is fixed of it: "auto" for nothing, a strategy, or some degrees, say {"tp": 2}
+    on           machines, as `shoal plan --on` names them: "8xH100-80GB"; "": this one
+    batch        samples per optimizer step · micro_batch  samples per forward pass; 0: the fastest
+    precision    `compute` of [precision] · optimizer_bytes  state per fp32 element: 8 for Adam
+    policies     further keys of a `shoal.Plan`; recompute is searched unless it is given
+    Gives        a settled `Plan`, whose `why` says the step time and the peak that are foreseen
+    Errors       PlanError where nothing is legal, no step fits in memory, or another instant of
+                 the run does not (`instants.predict_run`), with what would; ConfigError for a wrong
+                 argument
+    Source       docs/plan.md: what the figures are made of, and how far off they were
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    >>> best = plan(net, (torch.zeros(2, 64), torch.zeros(2, 64)), on="8xH100-80GB", batch=64)
+    >>> best.layout.processes, best.batch, best.accumulate * best.micro_batch
+    (8, 64, 8)
+    """
+    refuse_unknown(plan, policies.keys() - POLICIES.keys(), {})
+    check_layout(layout)
+    for name, value, least in (("batch", batch, 1), ("micro_batch", micro_batch, 0)):
+        check_whole(name, value, least, DEFAULT_BATCH)
+    check_whole("optimizer_bytes", optimizer_bytes, 0, 8)
+    asked, words = split_words(plan_of_words(precision, policies), layout)
+    section = section_of(words)
+    here = this_machine()
+    ranks = processes_of(section, here)
+    device = torch.device(accelerator() or "cpu")
+    cluster = parse_machines(on, here, cache_folder()) if on else cluster_here(ranks, device)
+    compute = format_on(asked, cluster, [])
+    case = Case(
+        facts_by_sample(
+            model,
+            sample,
+            loss,
+            asked.call,
+            kernels=cluster.device.kind,
+            element_bytes=WIDTHS[compute],
+            blocks=asked,
+        ),
+        cluster,
+        replace(asked, compute=compute, batch=batch, micro_batch=micro_batch),
+        loss="full",
+        optimizer_bytes=optimizer_bytes,
+        handed=handed(model),
+    )
+    given = frozenset(policies)
+    space = space_of(section, cluster, micro_batch=micro_batch, given=given, built=not on)
+    found = search(case, space)
+    candidates = startable(found)
+    if not candidates:
+        raise PlanError(_none_starts(found))
+    best = candidates[0]
+    parameters = case.model.trainable
+    return settle_batch(replace(best.case.plan, why=_why(best, len(found)), parameters=parameters))
+
+
+def _why(best: Candidate, searched: int) -> str:
+    """The plan's reason: where, how fast, how full."""
+    cluster = best.case.cluster
+    name = cluster.name or f"{cluster.devices} × {cluster.device.name}"
+    return (
+        f"shoal.plan: {best.case.layout.text()} on {name}: {seconds_text(best.time.step_s)} per "
+        f"step and {bytes_text(best.memory.peak_bytes)} per rank foreseen, best of {searched}"
+    )
+
+
+def _none_starts(found: list[Candidate]) -> str:
+    """The line for a model that no layout found can train, of which the first is the nearest."""
+    best = found[0]
+    if best.runs and goes_together(best.case.plan):
+        return f"{best.case.layout.text()}: its steps would fit, but {starting(best)}"
+    if best.runs:
+        check_together(best.case.plan)  # raises, with the nearest
+    near = fixes(best.case)
+    nearest = near[0][0] if near else "more devices, or larger ones"
+    return (
+        f"{best.case.layout.text()}: lacks {bytes_text(-best.verdict.margin_bytes)} of memory on "
+        f"{best.case.cluster.device.name}, and nothing else fits; try: {nearest}"
+    )

@@ -1,0 +1,111 @@
+"""Learning-rate range test: a short run whose rate grows every step, until the loss blows up.
+
+    rate of step k of n    least · (most / least)^(k / (n − 1))
+    smoothed loss          s ← 0.98·s + 0.02·loss, divided by 1 − 0.98^k (the start is not 0)
+    it ends                where s is over 4 times its least, or a step's numbers broke
+    named value            a tenth of the rate at which s is least
+Source   the test: Smith 2017 (1506.01186); smoothing, end and value: `lr_find` of fastai
+         (Howard and Gugger 2020, 2002.04688)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal.base.errors import TrainingError
+from shoal.config.resolve import plan_of
+from shoal.config.sections import Config
+from shoal.data.loading.step_samples import StepBatch
+from shoal.data.sources import Source
+from shoal.fabric import World
+from shoal.trainer.guards.optimizer_checks import Length
+from shoal.trainer.jobs.configured_run import open_run
+from shoal.trainer.run import Run
+from shoal.wire.phases import counting
+
+KEPT = 0.98
+"""Of the smoothed loss, at each step."""
+BLOWN_UP = 4.0
+"""Times the least smoothed loss at which the test ends."""
+BELOW = 10.0
+"""The named value is so many times smaller than the rate of the least loss."""
+
+
+@dataclass(frozen=True)
+class RateRange:
+    """What the test saw.
+
+    rates, losses, smoothed   of each step, in their order · named  the value to begin with
+    ended    why it ended before its last step; "" where it did not
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+    ended: str
+
+    @property
+    def named(self) -> float:
+        """A tenth of the rate at which the smoothed loss is least."""
+        return self.rates[self.smoothed.index(min(self.smoothed))] / BELOW
+
+    @property
+    def at_an_end(self) -> bool:
+        """Whether the least loss is at the first rate or the last: the range is too short."""
+        place = self.smoothed.index(min(self.smoothed))
+        return place == 0 or (place == len(self.smoothed) - 1 and not self.ended)
+
+
+def smooth(losses: tuple[float, ...]) -> tuple[float, ...]:
+    """Average losses over the steps so far, later ones weighing more.
+
+    >>> [round(one, 6) for one in smooth((2.0, 2.0, 4.0))]
+    [2.0, 2.0, 2.68018]
+    """
+    held, found = 0.0, []
+    for number, loss in enumerate(losses, 1):
+        held = KEPT * held + (1 - KEPT) * loss
+        found.append(held / (1 - KEPT**number))
+    return tuple(found)
+
+
+def range_test(
+    config: Config, source: Source, world: World, *, least: float, most: float, steps: int
+) -> RateRange:
+    """Train a fresh model of a configuration with a rate that grows from `least` to `most`.
+
+    Nothing is written. Errors: as `open_run`; TrainingError where the first step breaks already.
+    """
+    run = open_run(config, source, world, plan_of(config), "single")
+    run.rate.length = Length()  # no schedule: the rate is set here
+    batches = _endless(run, source)
+    rates: list[float] = []
+    losses: list[float] = []
+    ended = ""
+    for number in counting("range test", steps, range(steps)):
+        rate = least * (most / least) ** (number / (steps - 1))
+        for group in run.optimizer.param_groups:
+            group["lr"] = rate
+        result = run.step(next(batches))
+        if result.skipped:
+            ended = f"step {number + 1}, at {rate:.1e}, had numbers that are not finite"
+            break
+        rates.append(rate)
+        losses.append(result.loss)
+        smoothed = smooth(tuple(losses))
+        if smoothed[-1] > BLOWN_UP * min(smoothed):
+            ended = f"at {rate:.1e} the smoothed loss is over {BLOWN_UP:g} times its least"
+            break
+    run.close()
+    if not rates:
+        raise TrainingError(
+            f"range test: {ended}; try: a smaller --from, or precision.compute=fp32"
+        )
+    return RateRange(tuple(rates), tuple(losses), smooth(tuple(losses)), ended)
+
+
+def _endless(run: Run, source: Source) -> Iterator[StepBatch]:
+    loader = run.loader(source.train, collate=source.collate)
+    while True:
+        yield from loader

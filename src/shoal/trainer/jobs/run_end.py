@@ -1,0 +1,126 @@
+"""The end of a run: a sample of what the model writes, and how the run went."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+
+from shoal.base.errors import short
+from shoal.data.sources import Source
+from shoal.machine.device_pool import device_pool, pool_text
+from shoal.models.llama import Llama
+from shoal.trainer.run import Run
+from shoal.wire.phases import counting, phase
+
+PROMPT = "def "
+SAMPLE_TOKENS, AT_ONCE = 96, 8
+SAMPLE_S = 2.0
+"""So long a run may write: a look at what it learnt is worth no more. Large models write less."""
+
+
+@phase("finish")
+def finish(
+    run: Run,
+    source: Source,
+    values: dict[str, float] | None,
+    *,
+    steps: int,
+    wall_s: float,
+    how: str = "completed",
+) -> None:
+    """Emit the last events of a run that reached its end; rank 0 speaks.
+
+    values   of the last validation, or None without held-out data
+    how      it ended; after a ";" what went wrong
+    """
+    run.guards.untrained.close()
+    text = _try_sample(run, source)
+    fullest = _fullest_pool(run)
+    run.recorder.log_memory_peaks()
+    if not run.world.keeps:
+        return
+    emit = run.recorder.events.emit
+    if text is not None:
+        emit("notice", step=run.step_count, text=f"a sample of what it writes:\n{text}")
+    emit(
+        "run_finished",
+        step=run.step_count,
+        how=how,
+        steps_here=steps,
+        wall_s=wall_s,
+        validation_loss=_finite(values["loss"]) if values else None,
+        **({"allocator": fullest} if fullest else {}),
+    )
+
+
+def _try_sample(run: Run, source: Source) -> str | None:
+    """Return a sample of what the model writes; where it fails, None and a line.
+
+    The training is over and saved by now: no extra changes how it ended.
+    """
+    # Where parameters are gathered, a forward pass is everybody's.
+    if not (run.world.keeps or run.program.together):
+        return None
+    try:
+        return sample(run, source)
+    except Exception as failure:
+        first = (str(failure).splitlines() or [type(failure).__name__])[0]
+        run.recorder.notice(f"no sample of what the model writes: {short(first)}")
+        return None
+
+
+def _fullest_pool(run: Run) -> str:
+    """How full the allocator of the fullest device is; "" on a CPU. Every rank calls it."""
+    pool = device_pool(run.world.device)
+    if pool is None:
+        return ""
+    told = run.world.gather_json([pool.reserved_bytes, pool_text(pool)])
+    return str(max(told)[1])
+
+
+def _in_time(run: Run, times: int) -> Iterator[int]:
+    """Numbers below `times`, at least one, until the time is over: rank 0's, where all write."""
+    began_s = time.perf_counter()
+    for number in counting("sample", times, range(times)):
+        yield number
+        goes_on = time.perf_counter() - began_s < SAMPLE_S
+        if run.program.together:
+            goes_on = run.world.broadcast_json(goes_on)
+        if not goes_on:
+            return
+
+
+def sample(run: Run, source: Source) -> str | None:
+    """Text that the model continues from `def `; None for models that do not write text.
+
+    None under tp, cp and pp too: every new length would be traced, or cross all stages. None where
+    rows of tables lie on parameter servers, which answer inside of the run's own calls only.
+    """
+    program, tokenizer = run.program, source.tokenizer
+    plain = max(program.pipe.size, program.tensor.size, program.context.size) == 1
+    plain = plain and not program.plan.layout.serves
+    if tokenizer is None or not isinstance(run.model, Llama) or not plain:
+        return None
+    from shoal.models.generate import generate
+
+    prompt = torch.tensor([tokenizer.encode(PROMPT).ids], device=run.world.device)
+    generator = torch.Generator(device=run.world.device).manual_seed(run.plan.seed)
+    with run.program.autocast():
+        tokens = prompt
+        for _ in _in_time(run, SAMPLE_TOKENS // AT_ONCE):
+            tokens = generate(
+                run.model,
+                tokens,
+                steps=AT_ONCE,
+                temperature=0.7,
+                generator=generator,
+                window=run.model.sequence,
+            )
+    return tokenizer.decode(tokens[0].tolist())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

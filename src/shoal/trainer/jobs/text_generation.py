@@ -1,0 +1,209 @@
+"""Opens the newest checkpoint of a run on text on one process, and writes on.
+
+The weights are those that were stepped, in the format that was, whatever layout they were saved
+from; tensor by tensor they go into a model that is built anew. A model of transformers is built
+from the configuration that the run folder keeps, so where it came from need not be there any more,
+and generates with transformers' own `generate`; every other is run again for each token. A loop of
+one's own leaves no run.toml: of it only such a model is known.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.plans.tensor_shards import Shard
+from shoal.checkpoint.export.export_file import outgoing
+from shoal.checkpoint.format.hub_folder import ADAPTER_CONFIG, CONFIG, HUB, TOKENIZER
+from shoal.checkpoint.load.read import load_from
+from shoal.config.load import load
+from shoal.config.paths import TEXTS, search_here, split_source
+from shoal.config.sections import Config, DataSection
+from shoal.data.text.chat_examples import find_template, plain_question, template_of
+from shoal.data.text.text_files import END_OF_TEXT
+from shoal.fabric.device import accelerator
+from shoal.forecast.models.hf_presence import PREFIX, is_foreign
+from shoal.models.catalog import build
+from shoal.models.generate import generate
+from shoal.trainer.jobs.configured_run import call_builder
+from shoal.trainer.run_folder.hub_files import is_pretrained
+from shoal.wire.phases import counting, phase
+
+
+def write_on(
+    folder: Path,
+    checkpoint: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    chat: bool = False,
+    average: bool = False,
+) -> str:
+    """Give a text and what the model of a checkpoint writes after it.
+
+    folder       of the run, with its hub/ and mostly a run.toml · checkpoint  a step's folder
+    tokens       so many more; fewer where transformers' `generate` meets the model's own end
+    temperature  divides the logits; 0 takes the likeliest token
+    seed         of the draws: the same text again on the same device
+    chat         the prompt is a user's turn, asked as the run's data were
+                 (data/text/chat_examples.py); given is the answer alone, up to the end of text
+    average      the averaged weights in the place of those that were stepped
+    Errors       ConfigError for a run that is not on text or keeps no tokenizer, a prompt without
+                 tokens; CheckpointError for a checkpoint of another model than run.toml says, or
+                 without an average that is asked for
+    """
+    config = text_run(folder)
+    tokenizer = _tokenizer(folder, config is None)
+    prompt = _asked(folder, prompt) if chat and prompt else prompt
+    # As the run's own text was encoded: nothing is put before or after.
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise ConfigError("--prompt: is empty, and there is nothing to go on from; try: 'The'")
+    device = torch.device(accelerator() or "cpu")
+    model: Any = _model(config, folder, tokenizer.get_vocab_size())
+    _load(model, checkpoint, average)
+    model.to(device).eval()
+    begun = torch.tensor([ids], device=device)
+    longest = _longest(model, config)
+    if is_pretrained(model) and model.can_generate() and len(ids) + tokens <= longest:
+        written = _by_transformers(model, begun, tokens, temperature, seed)
+    else:
+        written = begun
+        generator = torch.Generator(device=device).manual_seed(seed)
+        for _ in counting("sample", tokens, range(tokens)):
+            written = generate(model, written, 1, temperature, generator, window=longest)
+    found = written[0].tolist()
+    if chat:
+        end, found = tokenizer.token_to_id(END_OF_TEXT), found[len(ids) :]
+        found = found[: found.index(end)] if end in found else found
+    text: str = tokenizer.decode(found)
+    return text.strip() if chat else text
+
+
+def _asked(folder: Path, prompt: str) -> str:
+    """The text that asks for an answer to a user's turn."""
+    template = find_template(str(folder / HUB / TOKENIZER))
+    if not template:
+        return plain_question(prompt)
+    return template_of(template)([{"role": "user", "content": prompt}], True)
+
+
+def text_run(folder: Path) -> Config | None:
+    """Read the configuration of a run on text; None of a loop of one's own. Errors: ConfigError."""
+    if not (folder / "run.toml").is_file():
+        hub = folder / HUB
+        if (hub / CONFIG).is_file() and not (hub / ADAPTER_CONFIG).is_file():
+            return None
+        raise ConfigError(
+            f"{folder}: has no run.toml, so it is no run of `shoal train`, and nothing here builds "
+            f"its model; try: shoal checkpoint export {folder} FOLDER"
+        )
+    config = load(folder / "run.toml").config
+    kind = split_source(config.data.source)[0]
+    if kind == "tokens":
+        raise ConfigError(
+            f"{folder}: trained on {config.data.source}, tokens whose tokenizer is not known here; "
+            f"try: shoal checkpoint export {folder} FOLDER"
+        )
+    if kind not in (*TEXTS, "mix"):
+        raise ConfigError(
+            f"{folder}: trained on {config.data.source}, which is not text; `shoal sample` is for "
+            f"data.source=stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB and hf:FOLDER"
+        )
+    return config
+
+
+def _tokenizer(folder: Path, is_own: bool) -> Any:
+    """The tokenizer that the run keeps. Errors: ConfigError. `is_own`: of a loop of one's own."""
+    path = folder / HUB / TOKENIZER
+    if not path.is_file() and is_own:
+        raise ConfigError(
+            f"{folder}: keeps no {HUB}/{TOKENIZER}; try: shoal.parallelize(…, tokenizer=…), or "
+            f"tokenizer.save_pretrained({str(folder / HUB)!r})"
+        )
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder}: keeps no {HUB}/{TOKENIZER}, as runs of an earlier Shoal; it is written by "
+            f"`shoal train --resume {folder}`"
+        )
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise ConfigError(f"{path}: is no tokenizer: {error}") from error
+
+
+@phase("build")
+def _model(config: Config | None, folder: Path, vocabulary: int) -> nn.Module:
+    """The run's model, with weights that do not matter yet."""
+    if config is None:
+        return build(f"{PREFIX}{folder / HUB / CONFIG}", {})
+    section = config.model
+    search_here()
+    if section.build:
+        return call_builder(section.build, section.arguments)
+    name = section.name
+    if is_foreign(name) and (folder / HUB / CONFIG).is_file():
+        name = f"{PREFIX}{folder / HUB / CONFIG}"
+    model = build(name, section.arguments, vocabulary=vocabulary, sequence=config.data.sequence)
+    if config.tune.adapter == "none":
+        return model
+    from shoal.trainer.adapters import adapt
+
+    return adapt(model, config.tune, name.removeprefix("hf:"))
+
+
+@torch.no_grad()
+def _load(model: nn.Module, checkpoint: Path, average: bool) -> None:
+    """Put a checkpoint's weights in. Errors: CheckpointError for those of another model."""
+    found = outgoing(checkpoint, average=average)
+    here = model.state_dict(keep_vars=True)
+    unlike = sorted((found.names.keys() | found.aliases.keys()) ^ here.keys())
+    shapes = {name: tuple(tensor.shape) for name, tensor in here.items()}
+    unlike += [e.key for e in found.entries if shapes.get(e.key, e.shape) != tuple(e.shape)]
+    if unlike:
+        raise CheckpointError(
+            f"{checkpoint}: {unlike[0]} is not as in the model that run.toml describes; compare "
+            f"[model] with that of the run that saved it"
+        )
+    for short, name in counting("read", len(found.names), found.names.items()):
+        stored = found.manifest.tensors[name]
+        whole = Shard.whole(name, stored.shape, stored.dtype)
+        here[short].copy_(load_from(checkpoint, found.manifest, [whole])[name])
+
+
+def _longest(model: nn.Module, config: Config | None) -> int:
+    """How many tokens the model sees at once."""
+    if is_pretrained(model):
+        told: Any = model.config
+        found = getattr(told.get_text_config(), "max_position_embeddings", None)
+    else:
+        found = getattr(model, "sequence", None)
+    usual = DataSection() if config is None else config.data
+    return found if isinstance(found, int) else usual.sequence
+
+
+@phase("sample")
+def _by_transformers(
+    model: Any, begun: torch.Tensor, tokens: int, temperature: float, seed: int
+) -> torch.Tensor:
+    torch.manual_seed(seed)
+    drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    ends = model.generation_config.eos_token_id
+    first_end = ends[0] if isinstance(ends, list) else ends
+    found: torch.Tensor = model.generate(
+        begun,
+        attention_mask=torch.ones_like(begun),
+        max_new_tokens=tokens,
+        pad_token_id=first_end or 0,  # of one text nothing is padded; without it a warning comes
+        use_cache=True,
+        **drawn,
+    )
+    return found

@@ -1,0 +1,250 @@
+"""Validation in the main job: the held-out loss beside what a model without context would reach.
+
+What one validation reads is bounded (`train.validate_samples`, by default a part of what the run
+trains on, and the share that was asked for), spread evenly over what is held out, and the same
+every time. Without gradients more samples fit into a forward pass than in training, and many small
+ones cost mostly calls; so the plan's larger micro-batch is taken where sums over samples stay what
+they are:
+
+    our models, our loss       every sample is reckoned alone: taken
+    other models, our loss     taken if the first samples give the same loss both ways; what couples
+                               samples (experts with a capacity, statistics of the batch) does not
+    a loss or a collate of     as in training: a loss may look across samples, and padding depends
+    the user's, mixtures       on what is joined
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.base.runlog.damaged_lines import is_number, read_object
+from shoal.base.text.units import seconds_text
+from shoal.base.validation_size import default_validation
+from shoal.config.save import is_derived, keep_derived
+from shoal.config.sections import Config
+from shoal.data.digits import EvenPart, First
+from shoal.data.loading.dataset_kind import is_indexed
+from shoal.data.sources import Source
+from shoal.forecast.models.model_facts import FAMILIES, family_of
+from shoal.models.loss import find_logits, token_loss
+from shoal.trainer.jobs.configured_run import steps_of
+from shoal.trainer.run import Run
+from shoal.trainer.step.call_contract import IGNORED_TARGET
+
+SAME = 1e-5
+"""Relative difference of two losses that rounding explains, in any format of ours."""
+
+FORWARD_SHARE = 1 / 3
+"""Of a training step's work, what its forward pass is."""
+
+Values = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a validation reads: samples (None: not known how many), in micro-batches of so many."""
+
+    data: Any
+    held: int | None
+    samples: int | None
+    micro_batch: int
+    why: str
+
+
+def validator(run: Run, source: Source, config: Config) -> Callable[[], Values | None]:
+    """A function that evaluates the held-out data and emits `validated`; None without such data.
+
+    It gives None too when a stop was asked for meanwhile: then `run.stopping` is true. Says first,
+    at a fresh start, what it will read and how long that takes. Every rank calls both.
+    """
+    run.tells_validation = False  # more is told here
+    if source.validation is None:
+        return lambda: None
+    images = source.kind == "samples" and not config.model.loss
+    baseline = "unigram entropy" if source.kind == "tokens" else "class entropy"
+    foreseen = run.world.broadcast_json(_foreseen(run) if run.world.is_first else None)
+    asked = _asked(run, source, config)
+    fits = int(foreseen.get("validation_micro_batch") or 0)
+    reading = _for_all_ranks(run, _reading(run, source, asked.samples, fits))
+    if run.world.keeps and run.step_count == 0:
+        text = _told(run, reading, config, foreseen.get("step_s"), asked.by_default)
+        run.recorder.events.emit("notice", text=text)
+    unsure = reading.micro_batch > run.plan.micro_batch and not _is_ours(config)
+
+    def validate() -> Values | None:
+        nonlocal reading, unsure
+        if unsure:
+            reading, unsure = _tried(run, source, reading, config.data.workers), False
+        began_s = time.perf_counter()
+        values = run.evaluate(
+            run.feed.held_out(
+                reading.data, config.data.workers, source.collate, reading.micro_batch
+            ),
+            {"accuracy": accuracy} if images else {},
+            stops=True,
+        )
+        if not values:
+            return None
+        if run.world.keeps:
+            run.recorder.events.emit(
+                "validated",
+                step=run.step_count,
+                loss=values["loss"],
+                accuracy=values.get("accuracy"),
+                targets=int(values["targets"]),
+                metrics={
+                    n: v for n, v in values.items() if n not in ("loss", "accuracy", "targets")
+                },
+                unigram_entropy=source.unigram_entropy,
+                baseline=baseline,
+                seconds=time.perf_counter() - began_s,
+            )
+        return values
+
+    return validate
+
+
+def _foreseen(run: Run) -> dict[str, Any]:
+    """What plan.json foresees of the run, if anything."""
+    folder = run.recorder.folder
+    found = read_object(folder / "plan.json").get("predicted") if folder else None
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Samples that one validation may read, 0: all; whether that is Shoal's choice."""
+
+    samples: int
+    by_default: bool
+
+
+def _asked(run: Run, source: Source, config: Config) -> _Asked:
+    """Read `train.validate_samples`; settle and keep it for a run whose length is epochs."""
+    text, folder = config.train.validate_samples, run.recorder.folder
+    if text == "auto":
+        steps = steps_of(config, source, run.plan.batch)
+        samples = default_validation(run.plan.batch, steps, config.train.validate_every)
+        if run.world.keeps and folder is not None:
+            keep_derived(folder / "run.toml", "train", validate_samples=str(samples))
+        return _Asked(samples, True)
+    derived = folder is not None and is_derived(folder / "run.toml", "train.validate_samples")
+    return _Asked(0 if text == "all" else int(text), derived)
+
+
+def _reading(run: Run, source: Source, asked: int, fits: int) -> Reading:
+    """Choose what a validation reads.
+
+    Args:
+        run: the run.
+        source: its data.
+        asked: samples of one validation at most; 0: all of the share that was asked for.
+        fits: samples per forward pass that need no more memory than a training step; 0: unknown.
+    """
+    data = source.validation
+    held = len(data) if is_indexed(data) else None
+    limits = [n for n in (asked, source.validation_samples) if n]
+    samples = held
+    if limits:
+        # Where parameters are gathered, every rank needs something to run with the others.
+        most = max(min(limits), run.plan.layout.data_degree)
+        if held is None:
+            data, samples = First(data, most), None
+        elif most < held:
+            data, samples = EvenPart(data, most, True), most
+    training = run.plan.micro_batch
+    why = ""
+    if run.loss is not token_loss:
+        why = "the loss may look across samples"
+    elif source.collate is not None:
+        why = "data.collate may pad to the longest sample"
+    elif run.plan.layout.threads > 1 or fits <= training:
+        why = "no larger one is known to fit"
+    if why or samples is None:
+        return Reading(data, held, samples, training, why)
+    own = samples // run.plan.layout.data_degree  # so that every rank has something to run
+    return Reading(data, held, samples, max(training, min(fits, own)), "")
+
+
+def _for_all_ranks(run: Run, reading: Reading) -> Reading:
+    """Return a reading of which every rank has a micro-batch, where ranks run the model together.
+
+    Raises:
+        ConfigError: before the first step, since training would end without its validation.
+    """
+    ranks, samples = run.plan.layout.data_degree, reading.samples
+    if not run.program.together or samples is None or samples > reading.micro_batch * (ranks - 1):
+        return reading
+    if samples < ranks:
+        raise ConfigError(
+            f"validation: {samples} held-out sample{'s' * (samples > 1)}, and layout "
+            f"{run.plan.layout.strategy} runs the model on all {ranks} ranks at once; try: more "
+            f"data (data.validation holds out a part of it), or layout.strategy=ddp"
+        )
+    why = f"{samples} samples, a part for each of {ranks} ranks"
+    return replace(reading, micro_batch=samples // ranks, why=why)
+
+
+def _is_ours(config: Config) -> bool:
+    return not config.model.build and family_of(config.model.name) in FAMILIES
+
+
+def _tried(run: Run, source: Source, reading: Reading, workers: int) -> Reading:
+    """`reading`, or with training's micro-batch where the larger one gives another loss."""
+    few = reading.micro_batch * run.plan.layout.data_degree
+    data = reading.data if few >= len(reading.data) else EvenPart(reading.data, few, True)
+    small, large = (
+        run.evaluate(run.feed.held_out(data, workers, source.collate, size))
+        for size in (run.plan.micro_batch, reading.micro_batch)
+    )
+    apart = abs(large["loss"] - small["loss"])
+    if large["targets"] == small["targets"] and apart <= SAME * abs(small["loss"]):
+        return reading
+    run.recorder.notice(
+        f"validation: {run.plan.micro_batch} samples at a time, as in training: with "
+        f"{reading.micro_batch} the loss of the same samples is {large['loss']:.6f}, not "
+        f"{small['loss']:.6f}, so the model looks across samples"
+    )
+    return replace(reading, micro_batch=run.plan.micro_batch)
+
+
+def _told(run: Run, reading: Reading, config: Config, step_s: Any, by_default: bool = False) -> str:
+    """What a validation will read and take, in one line.
+
+    by_default   how much it reads follows from the length of the run: the line says how to get all
+    """
+    what = "held-out samples"
+    if reading.samples is not None:
+        of = "" if reading.samples == reading.held else f" of {reading.held}"
+        what = f"{reading.samples}{of} held-out samples"
+    elif isinstance(reading.data, First):
+        what = f"the first {reading.data.samples} held-out samples"
+    if reading.held is None and (ranks := run.plan.layout.data_degree) > 1:
+        what += (
+            f" of what can only be iterated, so that each of {ranks} ranks reads all of them "
+            f"(try: a dataset with __getitem__ and __len__)"
+        )
+    size = f"{reading.micro_batch} at a time"
+    if reading.micro_batch == run.plan.micro_batch and reading.why:
+        size += f" as in training ({reading.why})"
+    every = config.train.validate_every
+    when = f"every {every} steps and at the end" if every else "at the end"
+    text = f"validation {when}: {what}, {size}"
+    if by_default and (reading.samples != reading.held or reading.held is None):
+        text += " (all: train.validate_samples=all)"
+    if not is_number(step_s) or reading.samples is None:
+        return text
+    each_s = step_s * reading.samples / run.plan.batch * FORWARD_SHARE
+    return f"{text}; about {seconds_text(each_s)} each time"
+
+
+def accuracy(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(right answers, answers) of scores [..., classes] against labels [...], −100 left out."""
+    right = find_logits(outputs).argmax(-1) == targets
+    return right.sum().float(), (targets != IGNORED_TARGET).sum()

@@ -1,0 +1,230 @@
+"""The main job: what one process of `shoal train` does from its start to its end.
+
+It reads the resolved run.toml of the run folder, joins the others, opens the data, builds the
+model, goes on from the newest checkpoint if there is one, and steps until the end, a signal, or a
+failure. What it has to say goes into the run folder as events and metrics; others draw it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from shoal.base.errors import UNSAVED_CODE, ShoalError, TrainingError
+from shoal.base.estimates.facts import usable_cores
+from shoal.base.layouts.policies import CompilePolicy
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.atomic_files import cache_folder
+from shoal.config.load import load
+from shoal.config.resolve import asked_layout, plan_of
+from shoal.config.save import MICRO_BATCH, is_derived
+from shoal.config.sections import Config
+from shoal.data.sources import Source, open_source
+from shoal.fabric import World, start_world
+from shoal.machine.measure import measure_machine, quick
+from shoal.machine.process_memory import forget_peak
+from shoal.parallel.compose import check_here
+from shoal.parallel.spmd.verified_blocks import checked_once
+from shoal.planning.settle import Words, is_open
+from shoal.trainer.autotune.micro_batch_size import choose_micro_batch, is_left_open
+from shoal.trainer.autotune.rank_layouts import choose
+from shoal.trainer.autotune.trial_passes import trial_passes
+from shoal.trainer.islands.island_join import Joined, foresee_rounds, join
+from shoal.trainer.islands.island_loop import STOPPED, train_rounds
+from shoal.trainer.jobs.configured_run import build_model, import_object, open_run, steps_of
+from shoal.trainer.jobs.opening_lines import count_flops, describe
+from shoal.trainer.jobs.out_of_memory import fitted, within_memory
+from shoal.trainer.jobs.run_end import finish
+from shoal.trainer.jobs.run_forecast import (
+    FindFacts,
+    Learner,
+    cluster_here,
+    facts_of,
+    foresee,
+    held_now_bytes,
+)
+from shoal.trainer.jobs.validation import validator
+from shoal.trainer.process.stop_signals import ask_on_signals
+from shoal.trainer.run import Run
+from shoal.trainer.run_folder.hub_files import keep_tokenizer
+from shoal.trainer.state.replaced_folder import save_if_deleted
+from shoal.trainer.state.rewind import go_back
+from shoal.wire import phases
+from shoal.wire.phases import phase
+
+Prove = Callable[[Config, Source, World, Path, Plan, Words | None], str]
+"""Proves (configuration, data, world, run folder, plan, its layout in words where that is open)
+before the run is built; gives the line for the user, empty where nothing was done."""
+
+
+def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
+    """Train the run whose resolved configuration is `folder/run.toml`; gives the exit code.
+
+    Errors: any ShoalError; the caller turns it into one line and an exit code.
+    """
+    config = load(folder / "run.toml").config
+    world = world or start_world()
+    if config.layout.updates not in ("", "synchronous"):
+        return _served(config, folder, world, prove)
+    run, source, total_steps, joined = _prepare(config, folder, world, prove)
+    put_back = ask_on_signals(run.request_stop)
+    phases.part(phases.NOWHERE)  # a proof's steps are over, and the first batch may take long
+    if phases.page is not None and world.group is not None:
+        from shoal.fabric.collectives.collective_log import Fingerprints
+
+        Fingerprints(phases.page, run.step_count + 1)
+    try:
+        with within_memory(run, config, folder):
+            if joined is not None:
+                return train_rounds(run, joined, source, config, total_steps)
+            return _steps(run, source, config, total_steps)
+    except TrainingError:
+        with contextlib.suppress(ShoalError):  # all ranks are well: what is being written is kept
+            run.saving.settle()
+        raise
+    finally:
+        put_back()
+
+
+@checked_once()
+def _prepare(
+    config: Config, folder: Path, world: World, prove: Prove
+) -> tuple[Run, Source, int, Joined | None]:
+    """Everything before the first step: data, model, plan, state, and the other islands."""
+    source = _opened(config, world)
+    if world.size <= usable_cores():  # else the ranks' rates are whoever's turn it was
+        measure_machine(world, cache_folder(), quick(world.device))
+    # A layout that is left open is ranked by them, the run is foreseen by them: found once.
+    facts: FindFacts = cache(partial(facts_of, config, source))
+    plan, said = choose(config, facts, world, folder, is_open_size=is_left_open(folder))
+    make, call = partial(build_model, config, source), plan.call
+    trial = partial(trial_passes, make, source.train, source.collate, call)
+    plan, sized = choose_micro_batch(config, plan, facts, world, folder, trial)
+    plan = fitted(plan, config, folder)
+    proven = prove(config, source, world, folder, plan, said)
+    gc.collect()
+    forget_peak(world.device)  # the proof's memory is not the run's
+    held_bytes = held_now_bytes()
+    with phase("set up"):
+        given = not is_derived(folder / "run.toml", MICRO_BATCH)
+        run = open_run(config, source, world, plan, said, folder=folder, is_cut_by_user=given)
+    for line in filter(None, (sized, proven) if world.keeps else ()):
+        run.recorder.events.emit("notice", text=line)
+    for path in config.train.on:
+        hook = import_object("train.on", path)
+        run.hear(hook(folder) if isinstance(hook, type) else hook)
+    run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
+    run.extra_record.pop("settings", None)  # which are all in there
+    if source.tokenizer is not None and world.keeps:
+        keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
+    joined = None
+    # It is known before a checkpoint's data is compared with it.
+    run.loader(source.train, workers=config.data.workers, collate=source.collate)
+    if config.islands.on:
+        joined = join(run, config.islands)
+    elif not run.restore():
+        run.recorder.cut(0)  # an earlier attempt may have left lines, but no checkpoint
+    total_steps = steps_of(config, source, run.plan.batch)
+    run.rate.length.total_steps = total_steps
+    cluster = cluster_here(world.size, world.device, held_bytes)
+    foreseen = foresee(config, facts, run.plan, cluster, run.program.travel) if world.keeps else {}
+    if joined is not None and foreseen.get("step_s"):
+        sequence = config.data.sequence if source.kind == "tokens" else 1
+        foreseen["islands"] = foresee_rounds(run, joined, foreseen["step_s"], sequence)
+    told = {
+        "model": config.model.build or config.model.name,
+        "chosen": is_open(asked_layout(config.layout)),
+        "predicted": foreseen,
+    }
+    describe(run, run.plan, source, total_steps, folder, told)
+    if world.is_first and joined is None:  # islands on one machine disturb each other's times
+        learner = Learner(foreseen, run.plan.compute, world)
+        run.recorder.events.listeners.append(learner.hear)
+    return run, source, total_steps, joined
+
+
+def _opened(config: Config, world: World) -> Source:
+    """What comes first: refusals that a second is enough for, then the data."""
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    check_here(plan_of(config), world.device)
+    return world.local_first(lambda: open_source(config.data, config.train.seed))
+
+
+def _served(config: Config, folder: Path, world: World, prove: Prove) -> int:
+    """Train under a parameter server that does not wait, whose sums are proven as if it waited."""
+    from shoal.base.layouts.parameter_servers import with_servers
+    from shoal.trainer.servers.worker_loop import train_served
+
+    source = _opened(config, world)
+    plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+    waiting = with_servers(world.size, plan.layout.servers)
+    proven = prove(config, source, world, folder, replace(plan, layout=waiting), None)
+    gc.collect()
+    forget_peak(world.device)
+    return train_served(config, source, folder, world, plan, proven)
+
+
+def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
+    """Step to the end; save and validate on the way. Gives the exit code."""
+    every = config.checkpoint.every or max(1, total_steps // 5)
+    loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
+    validate = validator(run, source, config)
+    began_s, first_step = time.perf_counter(), run.step_count
+    run.recorder.restart_clock()
+    while run.step_count < total_steps:
+        for batch in loader:
+            if run.step_count == first_step:
+                count_flops(run, batch)
+                run.recorder.restart_clock()
+                compiled = run.plan.asks(CompilePolicy)
+                with phase("compile, first step" if compiled else "first step"):
+                    result = run.step(batch)
+            else:
+                result = run.step(batch)
+            if go_back(run, result.spike, batch):
+                break
+            if run.stopping:
+                return _stop(run)
+            if run.step_count >= total_steps:
+                break
+            if config.train.validate_every and run.step_count % config.train.validate_every == 0:
+                validate()
+                if run.stopping:
+                    return _stop(run)
+            if run.step_count % every == 0:
+                run.save(wait=False)
+    run.skips.check_moved(first_step, run.step_count)
+    saved = run.save()
+    values = validate()
+    saved = save_if_deleted(run, saved)
+    if run.stopping:
+        return _stop(run, saved)
+    wall_s, steps = time.perf_counter() - began_s, run.step_count - first_step
+    how = "completed" if saved else "completed; the last checkpoint could not be written"
+    finish(run, source, values, steps=steps, wall_s=wall_s, how=how)
+    run.close()
+    return 0 if saved else UNSAVED_CODE
+
+
+def _stop(run: Run, saved: Path | None = None) -> int:
+    """Save, unless this step was saved already, and leave; gives the exit code."""
+    saved = save_if_deleted(run, saved or run.save())
+    run.recorder.log_memory_peaks()
+    if run.world.keeps:
+        run.recorder.events.emit(
+            "run_finished",
+            step=run.step_count,
+            how="stopped on request" if saved else "stopped on request; the last save failed",
+        )
+    run.close()
+    return STOPPED if saved else UNSAVED_CODE

@@ -1,0 +1,141 @@
+"""Validation: sums and counts over every sample once, whatever the layout.
+
+Each rank runs its micro-batches; sums and counts are added over ranks and divided once. Nothing is
+padded and no sample is counted twice, so the value does not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.fabric.device import numbers_on
+from shoal.parallel.program import Program
+from shoal.trainer.guards import layout_guards
+from shoal.trainer.guards.guard import Guards
+from shoal.trainer.step.call_contract import Loss, Metric, sum_and_count
+from shoal.trainer.step.logged_values import Measured, check_metrics
+from shoal.trainer.step.micro_batch import MicroBatch
+from shoal.trainer.step.step_vector import StepVector
+from shoal.wire.phases import counting
+
+NONE, MORE, STOP = 0, 1, 2
+"""What a rank says before each of its micro-batches; the largest word counts for all."""
+
+
+class _StoppedError(Exception):
+    """A stop was asked for before the end; on all ranks alike."""
+
+
+@torch.no_grad()
+def evaluate(
+    program: Program,
+    batches: Iterable[Any],
+    loss: Loss,
+    metrics: Mapping[str, Metric],
+    call: str,
+    *,
+    stop: Callable[[], bool] | None = None,
+) -> dict[str, float]:
+    """Means over all samples of all ranks.
+
+    batches   this rank's micro-batches, pairs or dicts; ranks may hold different numbers
+    metrics   name → function(outputs, targets) giving (sum, count) or unreduced values
+    stop      asked before every micro-batch; where any rank says yes, all leave
+    Gives     `loss`, one value per name, and `targets`, the count that the loss was divided by;
+              {} after a stop
+    Errors    ConfigError for a loss or metric that returns a mean, or a metric of a taken name
+    """
+    check_metrics(metrics, "run.evaluate")
+    measured = Measured(program, metrics)
+    totals = torch.zeros(2, dtype=torch.float64, device=program.world.device)
+    most = getattr(batches, "most", 0)
+    with evaluating(program) as stopped:
+        for batch, counted in counting("validation", most, _passes(program, batches, stop)):
+            one = MicroBatch(program, loss, 0, 0, batch, call, 1.0, totals)
+            outputs = program.forward(program, one)
+            if outputs is None:
+                continue  # another stage has them
+            targets = one.parts[1]
+            with program.autocast():
+                result = loss(outputs, targets)
+                total, count = sum_and_count(result, targets)
+                if counted:
+                    measured.add(result, outputs, targets)
+            if counted:
+                totals += torch.stack([total.double(), count.to(totals)]) * program.speaks
+    if stopped:
+        return {}
+    vector = StepVector()
+    vector.add("loss_and_count", [0.0, 0.0])
+    guards = Guards(layout_guards(program))  # ranks that ran different blocks have another loss
+    invariants = guards.invariants(0)
+    vector.add_invariants(invariants, 0, program.world)
+    if invariants:
+        totals = torch.cat((totals, numbers_on(totals.device, vector.values[2:])))
+    program.world.all_reduce(totals)
+    numbers = vector.summed(totals.tolist(), invariants, program.world)
+    for guard in guards.at("agree", 0):
+        guard.agree(0, numbers)
+    loss_sum, targets = numbers.sums("loss_and_count")
+    values = measured.values([], program.world.size > 1 or measured.unknown)
+    return {"loss": loss_sum / targets if targets else math.nan, **values, "targets": targets}
+
+
+def _passes(
+    program: Program, batches: Iterable[Any], stop: Callable[[], bool] | None
+) -> Iterator[tuple[Any, bool]]:
+    """(batch, whether it counts); where parameters are gathered, all ranks pass equally often.
+
+    Errors: ConfigError on all ranks where one has nothing at all to run with the others.
+    """
+    gathers = program.together and program.data.size > 1
+    if stop is None and not gathers:
+        yield from ((batch, True) for batch in batches)
+        return
+    group = program.data if stop is None else program.world
+    own, batch = iter(batches), None
+    while True:
+        following = next(own, None)
+        batch = batch if following is None else following
+        word = MORE if following is not None else NONE
+        word = group.all_reduce_max(STOP if stop is not None and stop() else word)
+        if word == STOP:
+            raise _StoppedError
+        if word == NONE:
+            return
+        if gathers and not program.data.all_true(batch is not None):
+            raise ConfigError(
+                f"run.evaluate: fewer micro-batches than ranks, and layout "
+                f"{program.plan.layout.strategy} runs the model on all ranks at once; try: "
+                f"more validation samples, or a smaller micro_batch"
+            )
+        if gathers or following is not None:
+            yield batch, following is not None
+
+
+@contextmanager
+def evaluating(program: Program) -> Iterator[list[bool]]:
+    """Evaluation mode inside, then every submodule's own mode again: some may be kept in it.
+
+    Gives a list that holds something once a stop has ended it.
+    """
+    training = [m for m in program.module.modules() if m.training]
+    program.module.eval()
+    stopped: list[bool] = []
+    for begin in program.on_evaluate:
+        begin()
+    try:
+        yield stopped
+    except _StoppedError:
+        stopped.append(True)
+    finally:
+        for done in program.on_evaluated:
+            done()
+        for part in training:
+            part.training = True

@@ -1,0 +1,156 @@
+"""The passes of one step in a loop that asks nobody: model, loss and backward whenever it likes.
+
+    run.begin(None)
+    run.step_state.written = passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
+    loss = loss_of(passes.forward(inputs))                as often as the loop likes
+    passes.backward(loss, share=1 / 4, last=False)        the last one's gradients travel at once
+    run.update()
+
+The gradient is the mean over data-parallel ranks of what each adds up, as with torch's DDP and its
+neighbours: a mean of means, so that unequal counts of targets weigh as they weigh there; unless all
+passes come with their counts, by which they are weighed then (design §6). Generators are the
+process's own, in the order in which the loop draws from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.parallel.program import Program, in_turn
+from shoal.trainer.passes.written_out_passes import described, nobody
+from shoal.trainer.step.micro_batch import MicroBatch, prepared
+from shoal.trainer.step.optimizer_step import Flags, Tally, begin_passes, reducer_of, sum_up
+from shoal.trainer.step.rank_share import Share
+from shoal.trainer.step.step_vector import Group, Invariant
+from shoal.wire import phases
+
+PASSES, UNFINISHED = "backward passes", "unfinished passes"
+
+
+class FreePasses:
+    """The passes of one step on this rank.
+
+    count   backward passes until now
+    """
+
+    spare = None
+    """There is no micro-batch to join others with: ranks make the same passes."""
+
+    def __init__(
+        self, program: Program, step: int, scale: float, flags: Callable[[], Flags]
+    ) -> None:
+        layout = program.plan.layout
+        if program.run is not in_turn or max(layout.pp, layout.cp) > 1:
+            raise ConfigError(
+                f"layout.strategy = {layout.strategy} runs the passes of a step in an order of its "
+                f"own, which a loop of its own cannot follow; try: ddp, zero1, zero2 or fsdp"
+            )
+        self.program, self.step, self.count = replace(program, keyed=None), step, 0
+        self._flags, self._scale = flags, scale
+        _, self._sums = begin_passes(program, Share([]), nobody, step, "single", scale)
+        self._at: MicroBatch | None = None
+        self._sent, self._tally = False, cast("Tally | None", None)
+        self._weighs = self._whole = False
+        self._around = ExitStack()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass has begun whose gradients did not come."""
+        return self._at is not None
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model, in the run's format, on the run's device."""
+        module = self.program.module
+        if module.training and torch.is_grad_enabled():
+            self._enter()
+        inputs, named = prepared(self.program, (inputs, named))
+        with self.program.autocast():
+            return module(*inputs, **named)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        share: float,
+        last: bool,
+        retain_graph: bool = False,
+        count: torch.Tensor | None = None,
+    ) -> None:
+        """Add the gradients of `share` of a loss to this rank's.
+
+        loss    without dims · last  no pass of this step comes after it: sums may travel at once
+        count   of what the loss is the mean of: its weight among the passes of the step, whose
+                shares then add up to 1 where they are less than 1 each
+        Errors  ConfigError for a loss that has dims, or no gradient
+        """
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            got = described(loss, "loss.mean()")
+            raise ConfigError(f"backward: a loss with a gradient is wanted, got {got}")
+        if self._sent:
+            raise ConfigError(
+                "backward: gradients of this step are on their way already, by the pass before, "
+                "which was its last one; try: one backward pass of the sum of the losses"
+            )
+        self._sent = last
+        reducer = reducer_of(self.program)
+        reducer.arm(last)
+        if count is None:
+            total = self._enter().weighed(loss * share, torch.zeros((), device=loss.device))
+        else:
+            # A mean of nothing is not a number, and weighs nothing.
+            summed = torch.where(count > 0, loss * count.to(loss), torch.zeros_like(loss))
+            total = self._enter().weighed(summed, count)
+            self._weighs, self._whole = True, share == 1.0
+        phases.part(phases.BACKWARD)
+        with torch.autocast(loss.device.type, enabled=False):
+            torch.autograd.backward(total, retain_graph=retain_graph)
+        phases.part(phases.PASSES)
+        reducer.passed(True)
+        self.count += 1
+        self._leave()
+
+    def finish(self) -> Tally:
+        """Sum up over all ranks, once. Errors: ConfigError on all where some made fewer passes."""
+        if self._tally is not None:
+            return self._tally
+        unfinished = {UNFINISHED: [float(self.under_way)]}
+        self._leave()
+        flags, world = self._flags(), self.program.world
+        own = Invariant(PASSES, self.count, Group(range(world.size), world.rank))
+        invariants = [*flags.invariants, own]
+        flags = replace(flags, sums={**flags.sums, **unfinished}, invariants=invariants)
+        tally = sum_up(self.program, self._sums, self.count, flags)
+        if tally.numbers.invariants.differs(PASSES):
+            counts = tally.numbers.invariants.by_rank(PASSES)
+            few, many = (one(range(len(counts)), key=counts.__getitem__) for one in (min, max))
+            raise ConfigError(
+                f"step {self.step + 1}: rank {few} made {counts[few]} backward passes and "
+                f"rank {many} {counts[many]}; every rank makes as many as any other"
+            )
+        weight = float(self.program.data.size)
+        if self._weighs:  # a loop that divides a loss itself makes several passes of share 1
+            weight = tally.count / (self.count if self._whole else 1)
+        # A model may have run once more on some rank, whose BatchNorm then has one row more.
+        uneven = tally.uneven or tally.numbers.sums(UNFINISHED)[0] > 0
+        self._tally = replace(tally, count=weight, uneven=uneven)
+        return self._tally
+
+    def _enter(self) -> MicroBatch:
+        if self._at is None:
+            data = self.program.data
+            index = self.count * data.size + data.rank
+            self._at = MicroBatch(
+                self.program, nobody, self.step, index, None, "single", self._scale, self._sums
+            )
+            self._around.enter_context(self._at.entered())
+        return self._at
+
+    def _leave(self) -> None:
+        self._at = None
+        self._around.close()

@@ -1,0 +1,271 @@
+"""Run the optimizer steps of a program: micro-batches → passes → sum over ranks → update.
+
+    begin_batch      cut the batch into this rank's micro-batches
+    run_passes       forward and backward of each; sum gradients, loss and count over all ranks
+    accept_sums      let the guards look at the sums, before anything is updated
+    update_weights   mean gradient, clipping, optimizer step; or a skip, on all ranks
+
+Loops that write the passes out themselves (`written_out_passes.py`, `free_passes.py`) come in
+between the first and the second, with the same sum and the same update. `Run` is what users see of
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.base.errors import ConfigError
+from shoal.machine.process_memory import peak_memory_bytes
+from shoal.parallel.program import Program
+from shoal.trainer.guards import RunGuards
+from shoal.trainer.guards.call_log import count_forwards, meeting_of
+from shoal.trainer.guards.first_step_checks import FirstStepLoss
+from shoal.trainer.guards.optimizer_checks import LearningRate, Length
+from shoal.trainer.loaders.epochs import Epochs
+from shoal.trainer.loaders.run_loaders import Feed
+from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.step.call_contract import Loss
+from shoal.trainer.step.optimizer_step import (
+    Flags,
+    StepResult,
+    Tally,
+    counted,
+    forward_backward,
+    row_of,
+    update,
+)
+from shoal.trainer.step.rank_share import Share, lost_of, share_of
+from shoal.trainer.step.skipped_steps import Skips, Spikes
+
+if TYPE_CHECKING:  # what not every run needs is imported where it is
+    from shoal.optim.average import WeightAverage
+    from shoal.trainer.passes.free_passes import FreePasses
+    from shoal.trainer.passes.written_out_passes import OwnPasses
+    from shoal.trainer.run_folder.run_saves import Saving
+    from shoal.trainer.step.call_contract import Metric
+    from shoal.trainer.step.logged_values import Measured
+    from shoal.trainer.step.loss_scale import LossScale
+
+
+@dataclass
+class StepState:
+    """A step between its first pass and its update.
+
+    Attributes:
+        batch: what it was given.
+        data_wait_s: seconds that it waited for that.
+        written: passes that the user's loop writes out, until they are summed up.
+        tally: what all ranks know together, after the passes.
+        values: means by name, for the step's result.
+    """
+
+    batch: Any = None
+    data_wait_s: float = 0.0
+    written: OwnPasses | FreePasses | None = None
+    tally: Tally | None = None
+    values: dict[str, float] = field(default_factory=dict)
+
+
+class StepRunner:
+    """Run the steps of one program; arguments as of `Run`.
+
+    Attributes:
+        step_count: optimizer steps taken so far, skipped ones included.
+        step_state: what is known of the step under way.
+        spare: a micro-batch for passes without weight, whose numbers are well.
+        adjust: changes the final mean gradient.
+        lr_step: the step whose learning rate counts, where that is not `step_count`.
+        first_key: added to micro-batches' numbers, which are keys of randomness.
+        stopping: some rank asked for a stop, as all know; stop_wanted: this one did.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        recorder: Recorder,
+        length: Length,
+        given: Collection[str] = (),
+        unheld: tuple[Collection[str], Collection[str]] = ((), ()),
+    ) -> None:
+        plan = program.plan
+        self.recorder, self.optimizer, self.loss = recorder, optimizer, loss
+        self.step_count = self.first_key = 0
+        self.step_state, self.spare = StepState(), None
+        self.feed = Feed(plan, program.data, recorder.notice, recorder.here, given)
+        self.cut = plan.micro_batch if "micro_batch" in given else 0  # of batches of one's own
+        self.adjust: Callable[[], None] | None = None
+        self.lr_step: int | None = None
+        self.metrics: Mapping[str, Metric] = {}
+        self._measured: Measured | None = None
+        self.loss_scale: LossScale | None = None
+        if plan.compute == "fp16":
+            from shoal.trainer.step.loss_scale import LossScale
+
+            self.loss_scale = LossScale(plan.loss_scale)
+        self.average: WeightAverage | None = None
+        if plan.average:
+            from shoal.optim.average import WeightAverage
+
+            stepped = {name: one.parameter for name, one in program.local.items()}
+            self.average = WeightAverage(plan.average, stepped)
+        self.stopping = self.stop_wanted = False
+        self._saving: Saving | None = None
+        self.skips, self.spikes = Skips(plan.skip_limit, plan.unreadable), Spikes(plan.spikes)
+        self.rate = LearningRate(optimizer, length)
+        if program.owed is not None:  # first steps may be a share of the length
+            program.owed.sums.length = length
+        self.epochs_done = Epochs(self.feed)
+        self.meeting = meeting_of(program.world)
+        self.meeting.join()
+        self.guards = RunGuards(
+            program, optimizer, recorder, self.average, given, unheld, self.meeting.agreed
+        )
+        self.program = count_forwards(program, self.meeting)
+        recorder.tell(self.program.notices)
+
+    @property
+    def saving(self) -> Saving:
+        """How this run saves; made when it is first asked for."""
+        if self._saving is None:
+            from shoal.trainer.run_folder.run_saves import (
+                Saving,  # a run that never saves does without
+            )
+
+            self._saving = Saving(self.program.world, self.recorder.events.emit, self.recorder.warn)
+        return self._saving
+
+    @property
+    def scale(self) -> float:
+        """What a loss is multiplied by before backward."""
+        return self.loss_scale.value if self.loss_scale else 1.0
+
+    def begin(self, batch: Any, *, is_own: bool = True) -> None:
+        """Begin a step, which has nothing of one before.
+
+        Args:
+            batch: what it is given; None: a loop of the user's calls the model itself.
+            is_own: False: nothing runs here on this batch, which others have.
+        """
+        if self.step_state.tally is not None:
+            raise ConfigError(
+                "run.forward_backward was called twice without run.update between; give all "
+                "micro-batches of one optimizer step in one batch"
+            )
+        step = self.step_count + 1
+        self.step_state = StepState(batch, self.recorder.begin(step))
+        for guard in self.guards.at("before", step):
+            guard.before(step, batch if is_own else None)
+
+    def begin_batch(self, batch: Any) -> Share:
+        """Begin a step on a batch, and return this rank's share of it."""
+        self.begin(batch)
+        return share_of(self.program, batch, self.cut, self.first_key, self.spare)
+
+    def run_passes(self, batch: Any) -> None:
+        """Run the passes of a step, and sum up over all ranks."""
+        share = self.begin_batch(batch)
+        seen = self.guards.optimizer.state_checked
+        first = None if seen else FirstStepLoss(self.loss, self.program, share.micro_batches)
+        with self.guards.around(self.step_count + 1, len(share.micro_batches)):
+            tally = forward_backward(
+                self.program,
+                share,
+                first or self.loss,
+                step=self.step_count,
+                scale=self.scale,
+                call=self.program.plan.call,
+                flags=self.flags,
+                note=self._note,
+            )
+        self.accept_sums(tally, share.spare)
+        if first is not None:
+            first.tell(self.recorder.notice)
+
+    def flags(self) -> Flags:
+        """Return what this rank has to say to the others after its passes."""
+        step, measured = self.step_count + 1, self._measured
+        return Flags(
+            step=step,
+            stop=self.stop_wanted or "stop" in self.recorder.wanted,
+            save="save" in self.recorder.wanted,
+            save_failed=self._saving is not None and self._saving.failed(),
+            sums={"unreadable": [lost_of(self.step_state.batch)], **self.guards.sums(step)},
+            invariants=self.guards.invariants(step),
+            measured=measured.told() if measured else None,
+            unnamed=measured is not None and measured.unknown,
+        )
+
+    def accept_sums(self, tally: Tally, spare: Any) -> None:
+        """Look at what all ranks know of a step, before its update.
+
+        Args:
+            tally: what they know.
+            spare: a micro-batch of this step.
+
+        Raises:
+            ShoalError: what a guard found, the same on all ranks.
+        """
+        self.step_state.tally = tally
+        for guard in self.guards.at("agree", self.step_count + 1):
+            guard.agree(self.step_count + 1, tally.numbers)
+        if tally.unnamed or self._measured is not None:
+            self.step_state.values = self.metric_sums().values(tally.measured, tally.unnamed)
+        if not tally.broken:
+            self.spare = spare  # for a step that leaves nothing
+        self.stopping = tally.stop
+        if tally.save_failed:
+            self.saving.settle()  # on all ranks; says what went wrong
+
+    def update_weights(self) -> StepResult:
+        """Step the optimizer by the mean gradient, or skip, on all ranks alike."""
+        state, self.step_state = self.step_state, StepState()
+        if (tally := state.tally) is None:
+            raise ConfigError("run.update was called before run.forward_backward")
+        step = self.step_count + 1
+        for guard in self.guards.at("updating", step):
+            guard.updating(step)
+        lr = self.rate.set(self.step_count if self.lr_step is None else self.lr_step)
+        with self.guards.writes.stepping():
+            done = update(
+                self.program,
+                self.optimizer,
+                tally,
+                clip=self.program.plan.clip,
+                scale=self.scale,
+                watch=self.guards.optimizer.watch,
+                adjust=self.adjust,
+                spikes=self.spikes,
+            )
+        self.recorder.tell(self.program.notices)
+        if self.average is not None and not done.skipped:
+            self.average.update()
+        for guard in self.guards.at("updated", step):
+            guard.updated(step, skipped=done.skipped)
+        self.step_count, self.epochs_done.steps = step, self.epochs_done.steps + 1
+        self.feed.consumed(state.batch)
+        targets = counted(tally.count)
+        result = StepResult(step=step, lr=lr, targets=targets, metrics=state.values, **vars(done))
+        extras = {"loss_scale": self.loss_scale.value} if self.loss_scale else {}
+        peak_bytes = peak_memory_bytes(self.program.world.device, fresh=step <= 8)
+        row, samples = row_of(result, tally, state.batch, state.data_wait_s, peak_bytes, extras)
+        self.recorder.step(row, samples=samples)
+        self.skips.note(step, done, tally, state.batch, self.loss_scale, self.recorder)
+        return result
+
+    def metric_sums(self) -> Measured:
+        """Return the sums by name, made when they are first asked for."""
+        if self._measured is None:
+            from shoal.trainer.step.logged_values import Measured
+
+            self._measured = Measured(self.program, self.metrics)
+        return self._measured
+
+    def _note(self, result: Any, outputs: Any, targets: Any) -> None:
+        if self.metrics or (isinstance(result, tuple) and len(result) == 3):
+            self.metric_sums().add(result, outputs, targets)

@@ -1,0 +1,245 @@
+"""The passes of one step in a user's own loop: forward and loss are theirs, sums are Shoal's.
+
+    for micro in run.micro_batches(batch):          keys of randomness, autocast, no sum travels yet
+        run.backward(loss_sum, count)               once or more, equally often in all of them
+    run.update()                                    gradients, loss and count are summed over ranks
+
+Several losses of a micro-batch share one count. A loss with another denominator is divided by that
+of the whole step first (`run.total`), and so are then the others: none comes with a count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.base.errors import ConfigError
+from shoal.fabric.device import is_accelerator
+from shoal.parallel.program import Program, in_turn
+from shoal.trainer.guards.first_step_checks import refuse_mean, watching
+from shoal.trainer.guards.gradient_passes import PassGradients
+from shoal.trainer.step.call_contract import sum_and_count
+from shoal.trainer.step.logged_values import Measured
+from shoal.trainer.step.micro_batch import JOINING, MicroBatch, prepared
+from shoal.trainer.step.optimizer_step import Flags, Tally, begin_passes, reducer_of, sum_up
+from shoal.trainer.step.rank_share import Share
+from shoal.trainer.step.step_vector import Invariant, StepNumbers
+
+
+@dataclass(frozen=True)
+class OwnMicroBatch:
+    """A micro-batch to run the model on, on its device and in its format.
+
+    inputs, targets   as the dataset gave them; of what is no pair (a dict, a tensor, three of them)
+                      both are the whole of it: no loss that asks for targets is run here
+    index             its number in the step, over all ranks; negative: it only joins the others,
+                      and whatever its losses are, they weigh nothing
+    """
+
+    inputs: Any
+    targets: Any
+    index: int
+
+
+class OwnPasses:
+    """The micro-batches of one step on this rank, and the backward passes of each.
+
+    spare   one whose numbers are well
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        share: Share,
+        *,
+        step: int,
+        scale: float,
+        flags: Callable[[], Flags],
+        graded: Sequence[nn.Parameter],
+        is_first: bool,
+    ) -> None:
+        if program.run is not in_turn:
+            raise ConfigError(
+                f"run.micro_batches: layout.strategy = {program.plan.layout.strategy} runs the "
+                f"passes of a step in an order of its own; try: run.step(batch), with the loss "
+                f"given to shoal.parallelize"
+            )
+        if program.plan.parks_parameters and not program.together:
+            raise ConfigError(
+                "run.micro_batches: memory.offload = parameters brings weights for one backward "
+                "pass of each micro-batch; try: run.step(batch), or memory.offload=optimizer"
+            )
+        self.program, self.spare, self.step = program, share.spare, step
+        self._flags, self._is_first = flags, is_first
+        self._own = len(share.micro_batches)
+        self._rounds = max(share.rounds, self._own)
+        self._ready, self._sums = begin_passes(program, share, nobody, step, "single", scale)
+        self._gradients = PassGradients(program, graded, step + 1, scale)
+        self._at: MicroBatch | None = None
+        self._count: torch.Tensor | None = None
+        self._unequal: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._calls: list[int] = []
+        self._counts: set[bool] = set()
+
+    def run(self) -> Generator[OwnMicroBatch, None, None]:
+        """One after another; what is done between belongs to it."""
+        reducer = reducer_of(self.program)
+        for one in self._ready:
+            reducer.arm(last=False, once=False)
+            self._at, self._count = one, None
+            self._calls.append(0)
+            with one.entered(), self.program.autocast(), watching(self.program):
+                batch = prepared(self.program, one.batch)
+                pair = isinstance(batch, tuple | list) and len(batch) == 2
+                inputs, targets = batch if pair else (batch, batch)
+                yield OwnMicroBatch(inputs, targets, one.index)
+            # Inputs of passes that are over need no memory.
+            self._at = batch = inputs = targets = None
+            self._gradients.check()
+            reducer.passed(one.index != JOINING)
+            self._gradients.note()  # under zero2 sums of parts have come in
+
+    def log(self, measuring: Callable[[], Measured], values: Mapping[str, Any]) -> None:
+        """As `Run.log`."""
+        if self._at is None:
+            raise ConfigError(
+                "run.log: no micro-batch is at hand; call it inside of the loop over "
+                "run.micro_batches(batch)"
+            )
+        for name, value in values.items():
+            if not isinstance(value, tuple) or len(value) != 2:
+                raise ConfigError(
+                    f"run.log: {name} is {type(value).__name__}, (sum, count) is wanted, over this "
+                    f"micro-batch; try: {name}=(value * n, n)"
+                )
+            if self._at.index != JOINING:
+                measuring().put(name, *value, where="run.log")
+
+    def backward(self, loss: torch.Tensor, count: Any, *, retain_graph: bool) -> None:
+        """As `Run.backward`."""
+        one = self._at
+        if one is None:
+            raise ConfigError(
+                "run.backward: no micro-batch is at hand; call it inside of the loop over "
+                "run.micro_batches(batch), once for each loss"
+            )
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            got = described(loss, "loss.sum()")
+            raise ConfigError(f"run.backward: a sum with a gradient is wanted, got {got}")
+        if self._is_first and count is not None:
+            refuse_mean(loss, count, "run.backward: got", 'reduction="sum"')
+        total = one.weighed(loss, self._counted(loss, count))
+        self._calls[-1] += 1
+        reducer = reducer_of(self.program)
+        with (
+            self._gradients.backward(reducer, self._rounds, counted=count is not None),
+            torch.autocast(loss.device.type, enabled=False),
+        ):
+            total.backward(retain_graph=retain_graph)
+
+    def _counted(self, loss: torch.Tensor, count: Any) -> torch.Tensor:
+        """What a call adds to the step's count: the first one of a micro-batch what it says.
+
+        Nothing is read from a device, for which the host would wait.
+        """
+        _, said = sum_and_count((loss, 0 if count is None else count), None, "run.backward")
+        if not self._calls[-1]:
+            self._counts.add(count is not None)
+            self._count = None if count is None else said
+            return said
+        if count is not None and self._count is None:
+            raise ConfigError(
+                "run.backward: the first loss of a micro-batch came without a count and the second "
+                "with one; try: the count with the first"
+            )
+        if count is not None and self._count is not None:
+            self._unequal.append((self._count, said))
+            if not is_accelerator(said.device):
+                self._compare_counts()
+        return torch.zeros_like(said)
+
+    def _compare_counts(self) -> None:
+        """Errors: ConfigError for two counts in one micro-batch."""
+        told, self._unequal = self._unequal, []
+        for first, other in told:
+            if float(first) != float(other):
+                raise ConfigError(
+                    f"run.backward: counts {float(first):g} and {float(other):g} in one "
+                    f"micro-batch, whose losses share one; try: divide each sum by its "
+                    f"run.total(n) of the whole step, and give no count"
+                )
+
+    def finish(self) -> Tally:
+        """Sum up, and compare what ranks did.
+
+        Errors: ConfigError on all of them alike; for gradients that user code changed, where it did
+        """
+        if self._at is not None or len(self._calls) < len(self._ready):
+            raise ConfigError(
+                f"run.update: {len(self._calls)} of {len(self._ready)} micro-batches were taken "
+                f"from run.micro_batches; take all of them, whatever becomes of their losses"
+            )
+        self._gradients.close()
+        calls = self._calls
+        passes = {
+            "backward_calls": [float(sum(c**power for c in calls)) for power in range(3)],
+            "counts": [float(True in self._counts), float(False in self._counts)],
+        }
+        told = Invariant(CALLS, [min(calls), max(calls)] if calls else [], None)
+        flags = self._flags()
+        flags = replace(flags, sums={**flags.sums, **passes}, invariants=[*flags.invariants, told])
+        tally = sum_up(self.program, self._sums, self._own, flags)
+        self._compare_counts()  # the host has waited for the step already
+        self._gradients.compare()
+        self._compare(tally.numbers)
+        whole, bare = (some > 0 for some in tally.numbers.sums("counts"))
+        if whole and bare:
+            raise ConfigError(
+                f"run.backward: some losses of step {self.step + 1} came with a count and some "
+                f"without; try: one of both everywhere"
+            )
+        return tally if whole else replace(tally, count=1.0)
+
+    def _compare(self, numbers: StepNumbers) -> None:
+        """Errors: ConfigError where a backward pass was left out or doubled somewhere."""
+        micro_batches, calls, squares = numbers.sums("backward_calls")
+        if calls and micro_batches * squares == calls * calls:
+            return  # as many in every micro-batch
+        if not calls:
+            raise ConfigError(
+                f"run.update: run.backward was not called in step {self.step + 1}; try: "
+                f"run.backward(loss_sum, count) in the loop over run.micro_batches(batch)"
+            )
+        told = numbers.invariants.by_rank(CALLS)
+        ranks = [rank for rank, one in enumerate(told) if one]
+        low = min(ranks, key=lambda rank: told[rank][0])
+        high = max(ranks, key=lambda rank: told[rank][1])
+        few, many = told[low][0], told[high][1]
+        raise ConfigError(
+            f"run.backward: called {few} times in a micro-batch of rank {low} and {many} times "
+            f"in one of rank {high}, in step {self.step + 1}; call it equally often in every "
+            f"micro-batch, on every rank"
+        )
+
+
+CALLS = "fewest and most backward calls"
+"""Name of the counts that ranks gather when their backward passes differ."""
+
+
+def nobody(_outputs: Any, _targets: Any) -> Any:
+    """Stand in for a loss where it is the user's loop that has one."""
+    return math.nan
+
+
+def described(loss: Any, near: str) -> str:
+    """Say what is given as a loss and is none; `near`: what makes one of a tensor with dims."""
+    if not isinstance(loss, torch.Tensor):
+        return type(loss).__name__
+    if loss.dim():
+        return f"a tensor of shape {list(loss.shape)}; try: {near}"
+    return "one without: it is cut off from the model (by .detach(), .item(), torch.no_grad())"

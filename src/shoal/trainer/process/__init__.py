@@ -1,0 +1,1 @@
+"""The process of a rank: signals, uncaught errors, the watchdog beside it."""

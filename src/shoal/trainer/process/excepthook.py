@@ -1,0 +1,84 @@
+"""An uncaught ShoalError in a user's script becomes one line with the user's own place in it.
+
+    shoal: train.py:34: loss returned a mean: ranks with unequal token counts would weigh wrongly …
+
+The exit status is the error's own (2: something to correct, 3: the numbers, 1: anything else).
+Under several ranks each rank that raises prints its line, with `[rank 1]` before it; a rank whose
+collective broke because a peer left says that in one line too, so that the peer's own line is not
+buried. Everything else goes the ordinary way, under several ranks as far as the functions of
+atexit: messages to peers that wait for this rank would keep it for ever. SHOAL_TRACEBACK=1 shows
+tracebacks. `shoal.parallelize` installs the hook, unless somebody else has one (IPython, a
+debugger); torch.distributed puts its own around the one it finds, which is taken for Python's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from shoal.base.errors import ShoalError
+from shoal.base.standard_streams import flush_streams, write_error
+from shoal.fabric import World
+
+
+def install() -> ShoalErrorHook:
+    """Take over `sys.excepthook` if it is Python's own or torch's; gives the hook that is in place.
+
+    Call it again after a process group was made: torch then has wrapped whatever was there.
+    """
+    current = sys.excepthook
+    if isinstance(current, ShoalErrorHook):
+        return current
+    hook = ShoalErrorHook(current)
+    if current is sys.__excepthook__ or current.__module__ == "torch.distributed.distributed_c10d":
+        sys.excepthook = hook
+    return hook
+
+
+class ShoalErrorHook:
+    """What Python calls with an exception that nobody caught.
+
+    ordinary   the hook that shows everything else · world  the processes, once they are known
+    last_word  keeps (the error, exit status) where the run is; None: another rank's fault
+    """
+
+    def __init__(self, ordinary: Callable[..., Any]) -> None:
+        self.ordinary = ordinary
+        self.world: World | None = None
+        self.last_word: Callable[[BaseException | None, int], None] = lambda error, code: None
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Print the line and end the process with the error's exit status."""
+        from shoal.trainer.process.crash_report import leave_page, line, lost_peer  # seldom wanted
+
+        told = error if isinstance(error, ShoalError) else lost_peer(error, self.world)
+        if told is None or os.environ.get("SHOAL_TRACEBACK"):
+            self.ordinary(kind, error, trace)
+        else:
+            write_error(line(told, trace, self.world))
+        asked, prompt = isinstance(error, KeyboardInterrupt), hasattr(sys, "ps1")
+        if not prompt:
+            leave_page()
+            own = error if told in (None, error) and not asked else None
+            self.last_word(own, told.exit_code if told is not None else 1)
+        if told is None:
+            goes_on = asked or prompt
+            if self.world is not None and self.world.size > 1 and not goes_on:
+                # What was begun with peers may never end, and the teardown would wait for that.
+                atexit._run_exitfuncs()
+                flush_streams()
+                os._exit(1)
+            return
+        flush_streams()
+        if self.world is not None and self.world.size > 1:
+            # The process group is alive and cannot be left: the peers are still in the step, or
+            # gone. The interpreter's teardown would wait for gloo's threads or abort in them, and
+            # lose the exit status. Peers then see a closed connection. atexit functions do not run.
+            os._exit(told.exit_code)
+        raise SystemExit(told.exit_code)  # CPython takes the status of a hook that raises this

@@ -1,0 +1,219 @@
+"""Has the ranks of a run watched from outside where Shoal's launcher is not there to do it.
+
+Under torchrun, srun, Ray and the like, and in a loop of one process, nobody outside of the ranks
+knows what they do. So on each node its first rank starts a small process without torch
+(launch/watchdog.py); every rank tells it, in a page of memory, of its steps and collectives, and
+answers it with stacks. The processes of several nodes talk to that of node 0
+(launch/watch/remote_nodes.py).
+
+A node is here what has its own memory, numbers of processes and network: a machine or a container.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.base.text.user_frames import OWN_FOLDER
+from shoal.fabric import World
+from shoal.fabric.collectives.collective_log import Fingerprints
+from shoal.fabric.rendezvous.rendezvous_store import is_loopback
+from shoal.wire import phases
+from shoal.wire.stack_dumps import answer_for_stacks
+from shoal.wire.watch_page import PAGE_VARIABLE, Page, can_watch, tell_page
+
+LAUNCHERS = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SHOAL_NODE"}
+"""Variables of torchrun, srun and our starter of nodes, whose ranks are watched in any case."""
+
+_kept: list[subprocess.Popen[str]] = []
+"""Its input ends when this process does."""
+
+
+class Beside:
+    """This rank's page, which a process beside it reads; `leave` it when all is done.
+
+    runs   how many of this process are open
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.page, self.runs = page, 0
+        self._fingerprints: Fingerprints | None = None
+
+    def compare_collectives(self, world: World) -> None:
+        """Have the collectives of this rank's steps compared with the others', from now on."""
+        if world.group is not None and self._fingerprints is None:
+            self._fingerprints = Fingerprints(self.page, 1)
+
+    def leave(self) -> None:
+        """A run is closed; after the last one nothing is watched."""
+        self.runs -= 1
+        if self.runs <= 0:
+            self.page.leave()
+            if self._fingerprints is not None:
+                self._fingerprints.close()
+
+
+_open: list[Beside] = []
+"""That of the runs that are open."""
+
+
+def watch_from_outside(
+    world: World,
+    folder: Path | None,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    own: bool = False,
+) -> Beside | None:
+    """Start the watch of a run; every rank calls it once its world is there.
+
+    own     the processes were found for a loop of the user's own: it is watched whoever started it
+    Gives   None where nobody watches: Shoal's launcher does, or a system has no memory that two
+            processes reach by a name. While a run is open, others of its ranks are watched with it
+    """
+    if LAUNCHERS.isdisjoint(environ) and not (own and _stands_alone(world)):
+        return None
+    beside = _open[0] if _open and not _open[0].page.is_left else None
+    may = (phases.page is None or phases.page.is_left) and can_watch() and hasattr(os, "pidfd_open")
+    here = {"may": may, "open": beside is not None, "node": _identity() if may else ""}
+    places = world.gather_json(here)
+    if beside is not None and all(place["open"] for place in places):
+        return _begun(beside, world)
+    if not all(place["may"] for place in places):
+        return None
+    names = list(dict.fromkeys(place["node"] for place in places))
+    members = [[r for r, one in enumerate(places) if one["node"] == name] for name in names]
+    number = names.index(here["node"])
+    mine = members[number]
+    started: dict[str, Any] = {}
+    if world.rank == mine[0]:
+        hub = world.is_first and len(names) > 1
+        started = _start(len(mine), _own_addresses(environ) if hub else [])
+    told = world.gather_json(
+        {"pid": os.getpid(), "host": os.uname().nodename, **started}
+        | ({"token": secrets.token_hex(32)} if world.is_first else {})
+    )
+    complete = all(told[ranks[0]].get("paths") for ranks in members)
+    if not complete or (len(names) > 1 and not told[0].get("at")):
+        _say({})
+        return None
+    page = Page.open({PAGE_VARIABLE: told[mine[0]]["paths"][mine.index(world.rank)]})
+    if page is None:
+        return None
+    atexit.register(page.leave)  # who ends without that was killed
+    tell_page(page)
+    answer_for_stacks(page)
+    page.folder = folder
+    _open[:] = [Beside(page)]
+    _say(
+        {
+            "folder": str(folder.absolute()) if folder else "",
+            "number": number,
+            "nodes": [
+                {
+                    "ranks": ranks,
+                    "pids": [told[rank]["pid"] for rank in ranks],
+                    "host": told[ranks[0]]["host"],
+                }
+                for ranks in members
+            ],
+            "at": told[0].get("at"),
+            "token": told[0]["token"],
+        }
+    )
+    return _begun(_open[0], world)
+
+
+def _begun(beside: Beside, world: World) -> Beside:
+    world.traffic.page = beside.page
+    beside.runs += 1
+    return beside
+
+
+def _stands_alone(world: World) -> bool:
+    """Whether no launcher that is known started these processes: a person, Ray, Lightning's.
+
+    A person at a prompt does nothing for hours, and nothing is wrong.
+    """
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # torchrun's, which has its LAUNCHERS' too
+        return False
+    return world.size > 1 or not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
+
+
+def tell_disk(world: World) -> None:
+    """Tell this node's watch whether it keeps the events of a disk that rank 0 does not see."""
+    if world.keeps and not world.is_first:
+        _say({"keeps": True})
+
+
+def _identity() -> str:
+    """What processes have in common that reach each other's memory by /proc, and by loopback."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))])
+    except OSError:
+        return os.uname().nodename
+
+
+def _own_addresses(environ: Mapping[str, str]) -> list[str]:
+    """Addresses of this machine at which other ranks reach it, and then MASTER_ADDR."""
+    return list(dict.fromkeys([*_connected(), *filter(None, [environ.get("MASTER_ADDR")])]))
+
+
+def _connected() -> Iterator[str]:
+    """This end's addresses of connections that leave this machine."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                here, there = (str(end[0]) for end in (one.getsockname(), one.getpeername()))
+        except OSError:  # it listens, has ended, or was closed meanwhile
+            continue
+        here = here.removeprefix("::ffff:")
+        if here != there.removeprefix("::ffff:") and not is_loopback(here):
+            yield here
+
+
+def _start(count: int, addresses: list[str]) -> dict[str, Any]:
+    """Start the process of a node; its pages' `paths`, none where it did not start.
+
+    addresses   at the first of which it is to hear other nodes, `at`; none: there are no others
+    """
+    root = str(Path(OWN_FOLDER).parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        one = subprocess.Popen(
+            [sys.executable, "-m", "shoal.launch.watchdog", str(count), *addresses],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        _kept[:] = [one]
+        found = json.loads(one.stdout.readline()) if one.stdout else {}
+    except (OSError, ValueError):
+        return {}
+    return dict(found)
+
+
+def _say(words: Mapping[str, Any]) -> None:
+    """Say something to the process, where this rank started one."""
+    for one in _kept:
+        if one.stdin is not None:
+            try:
+                one.stdin.write(f"{json.dumps(words)}\n")
+                one.stdin.flush()
+            except OSError:  # it has ended: the run goes on unwatched
+                _kept.clear()

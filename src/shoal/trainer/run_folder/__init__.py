@@ -1,0 +1,1 @@
+"""The run folder: its lease, saves, extra files, and checks of a run that resumes."""

@@ -1,0 +1,149 @@
+"""A run folder belongs to one run at a time; all ranks see the same one, or each node its own.
+
+What is written into it beside steps, traces of some and copies of checkpoints, begins here too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.plans.plan import Plan
+from shoal.base.runlog.truncate_logs import mend_folder
+from shoal.checkpoint.format.lease import RunLease, read_owner
+from shoal.checkpoint.format.listing import find
+from shoal.fabric import World
+from shoal.trainer.metrics_recorder import Recorder
+
+
+def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | None:
+    """See who shares `folder`, and take it, unless `shoal train` has taken it already.
+
+    tell    one line for the user, where nodes do not, or what is there cannot be read
+    Errors: the same on all ranks: CheckpointError naming the process that has it; ConfigError for
+    a folder that ranks of one machine do not share.
+    """
+    taken = bool(os.environ.get("SHOAL_RUN_FOLDER"))
+    if not taken:
+        check_shared(folder, world)
+    if world.keepers:
+        from shoal.trainer.run_folder.node_local_resume import told
+
+        tell(told(folder, world))
+    if taken:
+        return None
+    lease, refusal = None, ""
+    if world.keeps:
+        try:
+            lease = RunLease(folder, folder.name)
+            lease.acquire()
+            atexit.register(lease.release)  # a script that ends without `run.close` was not killed
+        except OSError as failure:
+            lease, refusal = None, cannot_write(folder, failure)
+        except CheckpointError as failure:
+            owner = read_owner(folder)
+            lease = None
+            if owner is None or owner.pid != os.getpid():  # several runs of one process may share
+                refusal = str(failure)
+    refusal = next(filter(None, world.gather_json(refusal)), "")
+    if refusal:
+        raise CheckpointError(refusal)
+    if lease is not None:
+        for line in mend_folder(folder):
+            tell(line)
+    return lease
+
+
+def check_shared(folder: Path, world: World) -> None:
+    """Look whether every rank sees the run folder that rank 0 sees; else each node has its own.
+
+    Errors: ConfigError, the same on all ranks, where ranks of one machine do not share it, or rank
+    0 may not write there.
+    """
+    probe, refusal = folder / f".probe-{os.getpid()}", ""
+    if world.is_first:
+        try:
+            probe.touch()
+        except OSError as failure:
+            refusal = cannot_write(folder, failure)
+    name, refusal = world.broadcast_json([probe.name, refusal])
+    if refusal:
+        raise ConfigError(refusal)
+    shared = world.all_true((folder / name).exists())
+    if world.is_first:
+        probe.unlink()
+    if not shared:
+        from shoal.checkpoint.save.node_local import find_keepers
+
+        world.keepers = find_keepers(folder, world)
+
+
+def cannot_write(folder: Path, failure: OSError) -> str:
+    """Say why a run cannot have a folder: the disk, or whose it is."""
+    whose = ""
+    with contextlib.suppress(OSError, KeyError, ImportError):
+        import pwd  # no such thing on Windows
+
+        owner = folder.stat().st_uid
+        whose = f" (it is {pwd.getpwuid(owner).pw_name}'s)" if owner != os.geteuid() else ""
+    return (
+        f"folder = {folder}: nothing can be written there: {failure.strerror}{whose}; try: "
+        f"another folder, or a copy of this one that is yours"
+    )
+
+
+def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None:
+    """A run that starts from zero must not mix its checkpoints with those of an earlier one.
+
+    remote   address of the folder they are copied to; "" none
+    Errors   ConfigError, the same on all ranks, when the folder, or the remote one, holds
+             checkpoints nobody restored
+    """
+    found = find(folder / "checkpoints") if world.keeps else []
+    told = world.gather_json(found[0].step if found else None)
+    newest = max((step for step in told if step is not None), default=None)
+    where = f"folder = {folder}"
+    if newest is None and remote:
+        from shoal.checkpoint.agreement.collective_phase import first_only
+        from shoal.checkpoint.remote.remote_folder import RemoteFolder
+
+        steps = first_only(world, RemoteFolder(remote).steps)
+        newest, where = max(steps, default=None), f"remote = {remote}"
+    if newest is not None:
+        raise ConfigError(
+            f"{where}: holds checkpoints of an earlier run, up to step {newest}; call "
+            f"run.restore() before the first step to go on with it, or choose another folder"
+        )
+
+
+def check_beside(plan: Plan, folder: object) -> None:
+    """Errors: ConfigError for a trace or copies without a folder, or an unknown address."""
+    if folder is None:
+        told = (
+            f"trace = {plan.trace}: is" if plan.trace else f"remote = {plan.remote}: copies what is"
+        )
+        raise ConfigError(f'{told} written into the run folder; try: folder="runs/mine"')
+    if plan.remote:
+        from shoal.checkpoint.remote.remote_folder import check_remote
+
+        check_remote(plan.remote)
+
+
+def start_beside(plan: Plan, folder: Path, recorder: Recorder) -> list[Callable[[], None]]:
+    """Start the trace and the copies that a plan asks for; what each is ended by."""
+    ends: list[Callable[[], None]] = []
+    if plan.trace:
+        from shoal.trainer.step_trace import StepTrace
+
+        recorder.trace = StepTrace(plan.trace, folder, recorder.world, recorder.notice)
+        ends.append(recorder.trace.close)
+    if plan.remote:
+        from shoal.checkpoint.remote.upload import start_copies
+
+        world, hear, tell = recorder.world, recorder.hear, recorder.notice
+        ends.append(start_copies(folder, plan.remote, plan.keep, world, hear, tell))
+    return ends

@@ -1,0 +1,310 @@
+"""What workers and servers of a parameter server that does not wait say to each other.
+
+A worker and a server take turns, so no message needs a name:
+
+    server → worker   a head of whole numbers (`Reading`), then its part of the weights
+    worker → server   a head of float64 (`Brought`), then its part of the summed gradients
+    server 0 → other servers   orders: whom to give weights, whose gradient to apply, save, end
+
+Server 0 decides and the others follow, so all apply the same gradients in the same order, and a
+checkpoint of theirs is of one step. A server has a thread per worker that stands in its messages;
+what arrived it puts in a queue, from which the main thread takes it. A message that fails means
+that the worker is gone.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shoal.fabric import World
+from shoal.fabric.collectives.traffic_counts import Traffic
+from shoal.fabric.exchanges.point_to_point import PointToPoint
+from shoal.parallel.data_parallel.buckets import places
+from shoal.parallel.program import Program
+
+Span = tuple[str, int, int, str]
+"""A part of a parameter: its name, from which to which element in row order, its format."""
+
+WORK, END = 1, 2
+GIVE, APPLY, LOST, SAVE, VALIDATE, FINISH = range(1, 7)
+"""What server 0 orders; with a worker's rank and up to four numbers."""
+ORDER = 6
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a worker is to compute: the step's number, and where its samples lie in the stream.
+
+    what   WORK or END, with `number` then the exit code
+    """
+
+    what: int
+    number: int = 0
+    start: int = 0
+    stop: int = 0
+
+    def told(self) -> torch.Tensor:
+        """As a message."""
+        return torch.tensor([self.what, self.number, self.start, self.stop])
+
+
+HEAD = 9
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a worker says of its gradient.
+
+    loss_sum, count, norm   of its samples; the norm of the summed gradient
+    broken, loss_broken     numbers that are not finite · moved  a buffer changed in its passes
+    ran, peak_memory_bytes, lost   micro-batches, memory, samples that could not be read
+    used     per parameter, whether it has a gradient
+    """
+
+    loss_sum: float
+    count: float
+    norm: float
+    broken: bool
+    loss_broken: bool
+    moved: bool
+    ran: int
+    peak_memory_bytes: int
+    lost: int
+    used: Sequence[bool]
+
+    def told(self) -> torch.Tensor:
+        """As a message."""
+        numbers = [
+            *(self.loss_sum, self.count, self.norm, self.broken, self.loss_broken, self.moved),
+            *(self.ran, self.peak_memory_bytes, self.lost, *self.used),
+        ]
+        return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+
+    @staticmethod
+    def read(told: torch.Tensor) -> Brought:
+        """The inverse of `told`."""
+        loss_sum, count, norm, broken, loss_broken, moved, ran, peak, lost, *used = told.tolist()
+        return Brought(
+            loss_sum, count, norm, bool(broken), bool(loss_broken), bool(moved), int(ran),
+            int(peak), int(lost), [bool(one) for one in used],
+        )  # fmt: skip
+
+
+def own_spans(program: Program) -> list[Span]:
+    """What a server steps: the parts of all buckets between its cuts."""
+    found: list[Span] = []
+    for bucket in program.plan.buckets:
+        low, high = (0, bucket.elements)
+        if bucket.cuts:
+            low, high = bucket.cuts[program.data.rank : program.data.rank + 2]
+        for name, (start, stop) in places(bucket, program.parameters).items():
+            first, last = max(start, low), min(stop, high)
+            if first < last:
+                found.append((name, first - start, last - start, bucket.dtype))
+    return found
+
+
+class Parcel:
+    """Parts of parameters as they travel: one flat tensor for each number format."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.spans: list[Span] = [(str(n), int(a), int(b), str(d)) for n, a, b, d in spans]
+        sizes: dict[str, int] = {}
+        self.at: dict[str, tuple[str, int, int]] = {}
+        for name, first, last, dtype in self.spans:
+            begin = sizes.get(dtype, 0)
+            sizes[dtype] = begin + last - first
+            self.at[name] = (dtype, begin, sizes[dtype])
+        self.sizes = sizes
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """Room for one."""
+        return {name: torch.zeros(n, dtype=getattr(torch, name)) for name, n in self.sizes.items()}
+
+    def pack(self, whole: Mapping[str, torch.Tensor | None], into: dict[str, torch.Tensor]) -> None:
+        """Copy parts of whole tensors, by name, into a parcel; zeros where there is none."""
+        for name, first, last, _ in self.spans:
+            dtype, begin, end = self.at[name]
+            tensor = whole.get(name)
+            if tensor is None:
+                into[dtype][begin:end] = 0
+            else:
+                into[dtype][begin:end] = tensor.detach().reshape(-1)[first:last]
+
+    def unpack(
+        self, arrived: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy a parcel into parts of whole tensors."""
+        with torch.no_grad():
+            for name, first, last, _ in self.spans:
+                dtype, begin, end = self.at[name]
+                place, part = whole[name], arrived[dtype][begin:end]
+                if place.is_contiguous():
+                    place.view(-1)[first:last] = part
+                else:  # channels_last: row order is not how it lies
+                    rows = place.reshape(-1).clone()
+                    rows[first:last] = part
+                    place.copy_(rows.view(place.shape))
+
+    def part(self, arrived: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        """One parameter's part of a parcel, flat."""
+        dtype, begin, end = self.at[name]
+        return arrived[dtype][begin:end]
+
+
+def quiet(world: World) -> World:
+    """The same processes by host memory, if it goes, with waits that count for nobody."""
+    same = copy.copy(world)
+    same.device = world.messages
+    same.traffic = Traffic(watched=False)
+    return same
+
+
+@dataclass
+class Arrived:
+    """What a worker's thread puts in the queue: a gradient, or that the worker is gone.
+
+    server       that says so; at the first one a gradient is whole when all have it
+    sent_bytes   with the weights that the worker read before
+    """
+
+    worker: int
+    head: Brought | None = None
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    why: str = ""
+    sent_bytes: int = 0
+    server: int = -1
+
+
+class Line(threading.Thread):
+    """One worker as a server sees it: give it weights, take its gradient, and so on to the end.
+
+    give   puts a reading and a parcel of weights on their way
+    tell   hears of each gradient that has arrived, or that the worker is gone
+    """
+
+    def __init__(
+        self,
+        pairs: PointToPoint,
+        worker: int,
+        parcel: Parcel,
+        names: int,
+        tell: Callable[[Arrived], None],
+    ) -> None:
+        super().__init__(name=f"worker {worker}", daemon=True)
+        self.pairs, self.worker, self.parcel, self.names = pairs, worker, parcel, names
+        self.tell = tell
+        self._outbox: queue.Queue[tuple[Reading, dict[str, torch.Tensor]] | None] = queue.Queue()
+        self.start()
+
+    def give(self, reading: Reading, weights: dict[str, torch.Tensor]) -> None:
+        """Send it what to compute, and this server's part of the weights, which must not change."""
+        self._outbox.put((reading, weights))
+
+    def close(self) -> None:
+        """Wait until all is sent."""
+        self._outbox.put(None)
+        self.join()
+
+    def run(self) -> None:
+        """Take turns with the worker until the end."""
+        try:
+            while (given := self._outbox.get()) is not None:
+                reading, weights = given
+                under_way = [
+                    self.pairs.send(reading.told().to(self.pairs.world.device), self.worker)
+                ]
+                if reading.what == WORK:
+                    under_way += [self.pairs.send(one, self.worker) for one in weights.values()]
+                for one in under_way:
+                    one.wait()
+                if reading.what == WORK:
+                    self.tell(self._taken(sum(one.tensor.nbytes for one in under_way)))
+        except RuntimeError as failure:
+            self.tell(Arrived(self.worker, why=str(failure).splitlines()[0]))
+
+    def _taken(self, sent_bytes: int) -> Arrived:
+        head = self.pairs.receive((HEAD + self.names,), torch.float64, self.worker)
+        room = self.parcel.empty()
+        coming = [
+            self.pairs.receive(tuple(one.shape), one.dtype, self.worker) for one in room.values()
+        ]
+        brought = Brought.read(head.wait())
+        gradients = dict(zip(room, [one.wait() for one in coming], strict=True))
+        return Arrived(self.worker, brought, gradients, sent_bytes=sent_bytes)
+
+
+class Orders:
+    """What server 0 tells the other servers; on those `take` gives one after another.
+
+    hearing   its threads that listen to the others
+    """
+
+    def __init__(
+        self, pairs: PointToPoint, servers: Sequence[int], hearing: Sequence[threading.Thread]
+    ) -> None:
+        self.pairs, self.servers, self.hearing = pairs, servers, hearing
+
+    def give(self, what: int, *numbers: int) -> None:
+        """Tell all others."""
+        told = torch.tensor([what, *numbers, *[0] * (ORDER - 1 - len(numbers))])
+        told = told.to(self.pairs.world.device)
+        for under_way in [self.pairs.send(told, server) for server in self.servers[1:]]:
+            under_way.wait()
+
+    def take(self) -> tuple[int, list[int]]:
+        """Wait for the next one: (what, numbers)."""
+        what, *numbers = self.pairs.receive((ORDER,), torch.int64, self.servers[0]).wait().tolist()
+        return what, numbers
+
+
+def acknowledge(
+    pairs: PointToPoint, servers: Sequence[int], inbox: queue.Queue[Arrived]
+) -> tuple[Callable[[Arrived], None], list[threading.Thread]]:
+    """What a server does with arrivals: the first one queues them, others also tell the first.
+
+    So the first one knows when all have a gradient, and orders nothing that one of them lacks.
+    Gives   what a `Line` tells, and the first one's threads that listen to the others
+    """
+    own, lock = pairs.world.rank, threading.Lock()
+    if own == servers[0]:
+        hearing = [
+            threading.Thread(target=_hear, args=(pairs, server, inbox), daemon=True)
+            for server in servers[1:]
+        ]
+        for one in hearing:
+            one.start()
+        return inbox.put, hearing
+
+    def tell(arrived: Arrived) -> None:
+        inbox.put(arrived)
+        send_word(pairs, servers[0], arrived.worker, arrived.head is not None, lock)
+
+    return tell, []
+
+
+def send_word(
+    pairs: PointToPoint, first: int, worker: int, well: bool, lock: threading.Lock | None = None
+) -> None:
+    """Tell the first server that a worker's gradient is here, or that it is gone; −1: no more."""
+    word = torch.tensor([worker, int(well)]).to(pairs.world.device)
+    with lock or threading.Lock():
+        pairs.send(word, first).wait()
+
+
+def _hear(pairs: PointToPoint, server: int, inbox: queue.Queue[Arrived]) -> None:
+    """Queue what another server tells, to its end."""
+    try:
+        while True:
+            worker, well = pairs.receive((2,), torch.int64, server).wait().tolist()
+            if worker < 0:
+                return
+            inbox.put(Arrived(worker, why="" if well else "another server lost it", server=server))
+    except RuntimeError as failure:
+        inbox.put(Arrived(-1, why=f"server {server} is gone: {str(failure).splitlines()[0]}"))

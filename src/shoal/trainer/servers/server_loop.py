@@ -1,0 +1,438 @@
+"""One server of those that do not wait: an ordinary run whose gradients come by messages.
+
+The first server decides whose gradient is applied next (base/layouts/parameter_servers.py) and what
+is saved when; the others do as it orders, so that all are at the same step. See `worker_loop.py`.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.base.errors import UNSAVED_CODE, ClusterError, ConfigError
+from shoal.base.layouts.parameter_servers import Admission
+from shoal.base.plans.batches import step_stop
+from shoal.base.plans.plan import Plan
+from shoal.config.sections import Config
+from shoal.data.loading.step_samples import StepBatch
+from shoal.data.sources import Source
+from shoal.fabric import World
+from shoal.machine.process_memory import peak_memory_bytes
+from shoal.parallel.program import Program
+from shoal.trainer.jobs.configured_run import steps_of
+from shoal.trainer.jobs.opening_lines import describe
+from shoal.trainer.jobs.run_end import finish
+from shoal.trainer.jobs.run_forecast import cluster_here, facts_of, foresee, held_now_bytes
+from shoal.trainer.jobs.validation import validator
+from shoal.trainer.passes.free_passes import FreePasses
+from shoal.trainer.run import Run
+from shoal.trainer.servers import gradient_messages
+from shoal.trainer.servers.gradient_messages import Arrived, Brought, Line, Orders, Parcel, Reading
+from shoal.trainer.step.optimizer_step import Tally, reducer_of
+from shoal.trainer.step.step_vector import Invariant, StepNumbers, StepVector
+
+STOPPED = 143
+"""Exit code of a run that was asked to stop and saved: not finished, resume it."""
+LOOK_S = 0.2
+"""How often a server that waits for gradients looks whether it shall stop."""
+
+
+class _Serving:
+    """The reducer of a server: gradients are those that a worker brought.
+
+    between   the module's other weights, which other servers step, may be of an earlier step
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.whole = reducer_of(program)
+        self.local = program.local
+        self.gradients = {n: torch.empty_like(one.parameter) for n, one in self.local.items()}
+        self.between = False
+
+    def take(self, parcel: Parcel, arrived: Mapping[str, torch.Tensor]) -> None:
+        """Make what arrived the gradients that the optimizer will see."""
+        for name, one in self.local.items():
+            gradient = self.gradients[name]
+            gradient.copy_(parcel.part(arrived, name).view(gradient.shape))
+            one.parameter.grad = gradient
+
+    def begin(self, rounds: int) -> None:
+        """No passes run here."""
+
+    def arm(self, last: bool, once: bool = True) -> None:
+        """No passes run here."""
+
+    def passed(self, counted: bool) -> None:
+        """No passes run here."""
+
+    def finish(self) -> None:
+        """No passes run here."""
+
+    def used(self) -> list[bool]:
+        """No passes run here."""
+        return []
+
+    def local_norms(self) -> list[torch.Tensor]:
+        """No passes run here."""
+        return []
+
+    def sums(self) -> list[torch.Tensor]:
+        """This server's parts of the worker's gradient."""
+        return [self.gradients[name] for name in self.local]
+
+    def summed(self) -> list[str]:
+        """Their names."""
+        return list(self.local)
+
+    def publish(self) -> None:
+        """Give the other servers this one's parts, unless another step follows at once."""
+        if not self.between:
+            self.whole.publish()
+
+
+class _Given(FreePasses):
+    """The passes of a step as the servers' run sees them: a worker has made them."""
+
+    def __init__(self, tally: Tally) -> None:
+        self.said = tally
+
+    def finish(self) -> Tally:
+        """What the worker said."""
+        return self.said
+
+
+class Server:
+    """One server; the first of them leads.
+
+    plan    with its servers · lines  to the workers that live
+    """
+
+    orders: Orders
+    inbox: queue.Queue[Arrived]
+
+    def __init__(
+        self, run: Run, source: Source, config: Config, plan: Plan, lines: dict[int, Line]
+    ) -> None:
+        self.run, self.source, self.config, self.plan, self.lines = run, source, config, plan, lines
+        self.serving = _Serving(run.program)
+        run.program = replace(run.program, reducer=self.serving)
+        self.loader: Any = run.loader(source.train, collate=source.collate)
+        if not run.restore():
+            run.recorder.cut(0)
+        self.total = steps_of(config, source, plan.batch)
+        run.rate.length.total_steps = self.total
+        self.first_step, self.began_s = run.step_count, time.perf_counter()
+        self.dealt, self.position = run.step_count, self.loader.position
+        self.under_way: dict[int, Reading] = {}
+        self.returned: list[Reading] = []
+        self.idle: set[int] = set()
+        self.here: dict[int, Arrived] = {}
+        self.parcel = next(iter(lines.values())).parcel
+        bound = plan.layout.staleness if plan.layout.updates == "bounded-stale" else None
+        self.turns = Admission(bound, run.step_count)
+        self.made: dict[int, int] = dict.fromkeys(lines, 0)
+        self.peaks: dict[int, int] = {}
+        run.recorder.peaks_logged = True  # the first server tells those of the workers
+        self.draining = False
+        self.validate = validator(run, source, config)
+
+    def give(self, worker: int, reading: Reading) -> None:
+        """Give a worker weights and samples."""
+        self.under_way[worker] = reading
+        weights = self.parcel.empty()
+        for name, one in self.run.program.local.items():
+            self.parcel.part(weights, name).copy_(one.parameter.detach().reshape(-1))
+        self.lines[worker].give(reading, weights)
+
+    def apply(self, worker: int, staleness: int) -> None:
+        """One step by the gradient that a worker brought."""
+        run, reading = self.run, self.under_way.pop(worker)
+        arrived = self.here.pop(worker)
+        head = arrived.head
+        if head is None:
+            raise ClusterError(f"rank {worker} is gone, and its gradient was to be applied")
+        if head.moved:
+            raise ConfigError(
+                "layout.updates: a forward pass changed a buffer of the model, of which every "
+                "worker has its own; try: layout.updates=synchronous"
+            )
+        self.loader.position = self.position
+        total = -(-(reading.stop - reading.start) // run.plan.micro_batch)
+        batch = StepBatch(
+            (), reading.start, reading.stop, total, reading.start // self.loader.samples, (),
+            after=self.loader.state(), stream=id(self.loader),
+        )  # fmt: skip
+        run.begin(batch, is_own=False)
+        run.step_state.data_wait_s = 0.0  # of the worker's reading nothing is known here
+        self.serving.take(self.parcel, arrived.gradients)
+        run.world.traffic.sent_bytes["send"] += arrived.sent_bytes
+        run.step_state.written = _Given(self._tally(worker, head, batch))
+        run.step_state.values = {"staleness": staleness, "worker": worker}  # into the step's row
+        self.serving.between = True
+        run.update()
+        self.serving.between = False
+        self.made[worker] += 1
+
+    def _tally(self, worker: int, head: Brought, batch: StepBatch) -> Tally:
+        run = self.run
+        flags = run.flags()
+        alike = {name: [0.0] * len(values) for name, values in flags.sums.items()}
+        sums = {**alike, "unreadable": [float(head.lost)]}
+        self.peaks[worker] = head.peak_memory_bytes
+        return Tally(
+            loss_sum=head.loss_sum,
+            count=head.count,
+            norm=head.norm,
+            broken=head.broken,
+            loss_broken=head.loss_broken,
+            stop=False,
+            save=False,
+            moved=False,
+            save_failed=False,
+            used=list(head.used),
+            micro_batches=head.ran,
+            uneven=True,  # one worker made them all
+            numbers=_same_on_all_ranks(flags.invariants, sums, run.world),
+            measured=[],
+            unnamed=False,
+            broken_ranks=lambda: [worker],
+        )
+
+    def leave_out(self, worker: int, why: str = "") -> None:
+        """A worker is gone; its samples are given to the next one."""
+        reading = self.under_way.pop(worker, None)
+        self.here.pop(worker, None)
+        self.lines.pop(worker).close()
+        if reading is not None:
+            self.returned.append(reading)
+        if self.run.world.is_first:
+            self.run.recorder.events.emit(
+                "worker_left_out",
+                step=self.run.step_count,
+                rank=worker,
+                left=sorted(self.lines),
+                samples=[reading.start, reading.stop] if reading else None,
+                why=why,
+            )
+
+    def save(self, wait: bool) -> bool:
+        """Write a checkpoint; whether it is on disk, where it was waited for."""
+        self._complete()
+        return self.run.save(wait=wait) is not None
+
+    def _complete(self) -> None:
+        """Every server gets the others' parts: for what looks at the whole model."""
+        self.serving.publish()
+        self.run.guards.writes.after(self.run.step_count + 1)
+
+    def end(self, code: int) -> None:
+        """All workers are told that it is over, and are waited for until they have heard it."""
+        for line in self.lines.values():
+            line.give(Reading(gradient_messages.END, code), {})
+        for line in self.lines.values():
+            line.close()
+
+    def open(self, folder: Path, world: World) -> None:
+        """plan.json and the lines before the first step; every server calls it."""
+        run, config = self.run, self.config
+        told: dict[str, Any] = {}
+        if run.world.keeps:
+            facts = cache(partial(facts_of, config, self.source))
+            cluster = cluster_here(world.size, world.device, held_now_bytes())
+            told = {
+                "model": config.model.build or config.model.name,
+                "chosen": False,
+                "predicted": foresee(config, facts, self.plan, cluster),
+            }
+        describe(run, self.plan, self.source, self.total, folder, told)
+
+    def follow(self) -> int:
+        """Do as the first server orders; gives the exit code."""
+        while True:
+            what, numbers = self.orders.take()
+            worker = numbers[0]
+            if what == gradient_messages.GIVE:
+                reading = Reading(gradient_messages.WORK, *numbers[1:4])
+                self.position = max(self.position, reading.stop)
+                self.give(worker, reading)
+            elif what == gradient_messages.APPLY:
+                while worker not in self.here:
+                    self._take(self.inbox.get())
+                self.apply(worker, numbers[1])
+            elif what == gradient_messages.LOST:
+                self.leave_out(worker)
+            elif what == gradient_messages.SAVE:
+                self.save(wait=bool(numbers[0]))
+            elif what == gradient_messages.VALIDATE:
+                self._complete()
+                self.validate()
+            else:
+                self.end(numbers[0])
+                gradient_messages.send_word(self.orders.pairs, self.orders.servers[0], -1, True)
+                self.run.close()
+                return numbers[0]
+
+    def _take(self, arrived: Arrived) -> None:
+        if arrived.head is not None:
+            self.here[arrived.worker] = arrived
+
+    # the first server
+
+    def lead(self) -> int:
+        """Decide whose turn it is to the end of the run, or a stop; gives the exit code."""
+        run, config = self.run, self.config
+        every = config.checkpoint.every or max(1, self.total // 5)
+        acks: dict[int, int] = {}
+        due = False  # a save
+        run.recorder.restart_clock()
+        for worker in list(self.lines):
+            self._deal(worker)
+        while run.step_count < self.total:
+            flags = run.flags()
+            stop = flags.stop
+            self.draining = due or stop or flags.save
+            if self.draining and not self.under_way and not self.returned:
+                if stop:
+                    break
+                run.recorder.wanted.discard("save")
+                self.orders.give(gradient_messages.SAVE, 0)
+                self.save(wait=False)
+                due = self.draining = False
+                for worker in sorted(self.idle):
+                    self._deal(worker)
+            try:
+                arrived = self.inbox.get(timeout=LOOK_S)
+            except queue.Empty:
+                continue
+            self._heard(arrived, acks)
+            while (turn := self.turns.next()) is not None:
+                staleness = self.turns.applied(turn)
+                self.orders.give(gradient_messages.APPLY, turn, staleness)
+                self.apply(turn, staleness)
+                step = run.step_count
+                due = due or (step % every == 0 and step < self.total)
+                if config.train.validate_every and step % config.train.validate_every == 0:
+                    self.orders.give(gradient_messages.VALIDATE)
+                    self._complete()
+                    self.validate()
+                self.draining = due or self.draining
+                self._deal(turn)
+        return self._over(stopped=run.step_count < self.total)
+
+    def _heard(self, arrived: Arrived, acks: dict[int, int]) -> None:
+        """A gradient is here, or on another server; or somebody is gone."""
+        worker = arrived.worker
+        if worker < 0:
+            raise ClusterError(arrived.why)
+        if worker not in self.lines:
+            return
+        if arrived.why:
+            acks.pop(worker, None)
+            self.turns.lost(worker)
+            self.orders.give(gradient_messages.LOST, worker)
+            self.idle.discard(worker)
+            self.leave_out(worker, arrived.why)
+            if not self.lines:
+                raise ClusterError("no worker of the parameter server is left")
+            for idle in sorted(self.idle):  # its samples go to who has nothing to do
+                self._deal(idle)
+            return
+        self._take(arrived)
+        acks[worker] = acks.get(worker, 0) + 1
+        if acks[worker] == self.run.world.size:
+            acks.pop(worker)
+            self.turns.brought(worker)
+
+    def _deal(self, worker: int) -> None:
+        """Give a worker the stream's next samples, or let it wait where none are to be given."""
+        self.idle.add(worker)
+        if self.returned:
+            reading = self.returned.pop(0)
+        elif self.draining or self.dealt >= self.total:
+            return
+        else:
+            stop = step_stop(self.position, self.loader.samples, self.plan.batch)
+            reading = Reading(gradient_messages.WORK, self.dealt, self.position, stop)
+            self.position, self.dealt = stop, self.dealt + 1
+        self.idle.discard(worker)
+        self.turns.read(worker)
+        self.orders.give(
+            gradient_messages.GIVE, worker, reading.number, reading.start, reading.stop
+        )
+        self.give(worker, reading)
+
+    def _over(self, *, stopped: bool) -> int:
+        """Save, validate, tell all that it is over; gives the exit code."""
+        run = self.run
+        self.orders.give(gradient_messages.SAVE, 1)
+        saved = self.save(wait=True)
+        values = None
+        if not stopped:
+            run.skips.check_moved(self.first_step, run.step_count)
+            self.orders.give(gradient_messages.VALIDATE)
+            self._complete()
+            values = self.validate()
+        code = (STOPPED if stopped else 0) if saved else UNSAVED_CODE
+        run.recorder.events.emit("staleness", step=run.step_count, **self._counted())
+        run.recorder.notice(self._staleness_text())
+        if stopped:
+            how = "stopped on request" if saved else "stopped on request; the last save failed"
+            run.recorder.events.emit("run_finished", step=run.step_count, how=how)
+        else:
+            wall_s, steps = time.perf_counter() - self.began_s, run.step_count - self.first_step
+            how = "completed" if saved else "completed; the last checkpoint could not be written"
+            workers = self.plan.layout.processes - self.plan.layout.servers
+            peaks = [self.peaks.get(rank, 0) for rank in range(workers)]
+            peaks.append(peak_memory_bytes(run.world.device))  # this server's
+            run.recorder.events.emit("memory_peaks", peak_memory_bytes_by_rank=peaks)
+            finish(run, self.source, values, steps=steps, wall_s=wall_s, how=how)
+        self.orders.give(gradient_messages.FINISH, code)
+        self.end(code)
+        for hearing in self.orders.hearing:
+            hearing.join()
+        run.close()
+        return code
+
+    def _counted(self) -> dict[str, Any]:
+        counts = self.turns.counts
+        total = sum(counts.values())
+        return {
+            "bound": self.turns.bound,
+            "largest": max(counts, default=0),
+            "mean": sum(late * often for late, often in counts.items()) / max(1, total),
+            "counts": {str(late): often for late, often in sorted(counts.items())},
+            "by_worker": {str(worker): made for worker, made in self.made.items()},
+        }
+
+    def _staleness_text(self) -> str:
+        told = self._counted()
+        bound = "no bound" if self.turns.bound is None else f"bound {self.turns.bound}"
+        each = ", ".join(f"rank {worker} {made}" for worker, made in self.made.items())
+        return (
+            f"staleness: {told['mean']:.2f} steps in the mean, {told['largest']} at most "
+            f"({bound}); gradients by {each}"
+        )
+
+
+def _same_on_all_ranks(
+    invariants: Sequence[Invariant], sums: Mapping[str, Sequence[float]], world: World
+) -> StepNumbers:
+    """Return the numbers of a step in which every rank has the same; nothing is sent.
+
+    Args:
+        invariants: values that ranks have in common.
+        sums: entries that are sums over ranks already.
+        world: the ranks.
+    """
+    vector = StepVector()
+    for name, values in sums.items():
+        vector.add(name, values)
+    vector.add_invariants((), 0, world)
+    return vector.summed(vector.values, invariants, world)

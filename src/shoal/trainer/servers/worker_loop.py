@@ -1,0 +1,194 @@
+"""The main job under a parameter server that does not wait: each rank has a loop of its own.
+
+    worker   read weights → one step's samples → gradient → bring it → read …
+    server   take gradients as they come → whose turn it is (base/layouts/parameter_servers.py) →
+             one update → give that worker new weights, and the stream's next samples
+
+Each step is an optimizer step of `train.batch` samples, which one worker computes. The servers are
+an ordinary run among themselves (single, or zero1 over several), whose gradients come by messages:
+checkpoints, validation, clipping, skips and learning rates are those of any run, and another layout
+goes on from its checkpoints. Before a save the servers give out no samples until all that were
+given have come back, so that a checkpoint is of whole steps: no sample is lost or read twice.
+
+A worker that dies is left out: its samples go to the next one, and nobody waits for it. A server
+that dies ends the attempt; all start again from the last checkpoint, those that were left out too.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.base.errors import ClusterError, ConfigError, PlanError
+from shoal.base.layouts.layout import Layout
+from shoal.base.plans.plan import Plan
+from shoal.config.sections import Config
+from shoal.data.loading.loader import Loader
+from shoal.data.sources import Source
+from shoal.fabric import World
+from shoal.fabric.axis_worlds import among
+from shoal.fabric.exchanges.point_to_point import PointToPoint
+from shoal.machine.process_memory import peak_memory_bytes
+from shoal.parallel._torch import BatchNorm
+from shoal.trainer.jobs.configured_run import import_object, open_run
+from shoal.trainer.process.stop_signals import ask_on_signals
+from shoal.trainer.run import Run
+from shoal.trainer.run_folder.hub_files import keep_tokenizer
+from shoal.trainer.servers import gradient_messages
+from shoal.trainer.servers.gradient_messages import Arrived, Brought, Line, Orders, Parcel, Reading
+from shoal.trainer.servers.server_loop import Server
+from shoal.trainer.step.optimizer_step import forward_backward, reducer_of
+from shoal.trainer.step.rank_share import Share, lost_of, own_micro_batches
+from shoal.wire.phases import phase
+
+
+def train_served(
+    config: Config, source: Source, folder: Path, world: World, plan: Plan, proven: str = ""
+) -> int:
+    """Train under a layout whose servers do not wait; gives the exit code. Every rank calls it.
+
+    plan     settled, with its servers · proven  a line for the user, if there is one
+    Errors   PlanError, ConfigError for a model or data that cannot go so; ClusterError on a server
+             that has no worker left, and on a worker whose server is gone
+    """
+    layout = plan.layout
+    ranks = range(world.size)
+    workers, servers = ranks[: -layout.servers], ranks[-layout.servers :]
+    own = among(world, [tuple(servers)])
+    own.local_rank, own.local_size = own.rank, own.size
+    own.store = torch.distributed.PrefixStore("servers", world.store) if world.store else None
+    serves = world.rank in servers
+    inner = Layout(dp_shard=own.size, zero=1) if own.size > 1 else Layout()
+    passes = max(1, plan.batch // (plan.micro_batch * own.size))
+    alone = replace(plan, layout=inner, accumulate=passes, drift="off" if serves else plan.drift)
+    with phase("set up"):
+        run = open_run(config, source, own, alone, folder=folder if serves else None)
+    _check(run, source)
+    names = len(run.program.names)
+    spans = world.gather_json(gradient_messages.own_spans(run.program) if serves else [])
+    parcels = {server: Parcel(spans[server]) for server in servers}
+    pairs = PointToPoint(gradient_messages.quiet(world))
+    if not serves:
+        ask_on_signals(lambda: None)  # the servers decide when all end
+        return _Worker(run, source, pairs, parcels).work()
+    ask_on_signals(run.request_stop)
+    for path in config.train.on:
+        hook = import_object("train.on", path)
+        run.hear(hook(folder) if isinstance(hook, type) else hook)
+    run.recorder.events.rank = world.rank
+    run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
+    run.extra_record.pop("settings", None)  # which are all in there
+    if source.tokenizer is not None and run.world.keeps:
+        keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
+    if proven and run.world.keeps:
+        run.recorder.events.emit("notice", text=proven)
+    inbox: queue.Queue[Arrived] = queue.Queue()
+    told, hearing = gradient_messages.acknowledge(pairs, servers, inbox)
+    lines = {worker: Line(pairs, worker, parcels[world.rank], names, told) for worker in workers}
+    known = {key: getattr(run.plan, key) for key in ("compute", "parameters", "placements")}
+    server = Server(run, source, config, replace(plan, **known, buckets=run.plan.buckets), lines)
+    server.orders, server.inbox = Orders(pairs, servers, hearing), inbox
+    server.open(folder, world)
+    return server.lead() if own.rank == 0 else server.follow()
+
+
+def _check(run: Run, source: Source) -> None:
+    """Errors: PlanError, ConfigError for what servers that do not wait cannot carry."""
+    if any(isinstance(part, BatchNorm) for part in run.model.modules()):
+        raise PlanError(
+            "layout.updates: the model has BatchNorm, whose running statistics every worker would "
+            "have of its own; try: layout.updates=synchronous, or GroupNorm"
+        )
+    if not isinstance(run.loader(source.train, collate=source.collate), Loader):
+        raise ConfigError(
+            "data.source: servers deal samples by their number, and an iterable has none; try: "
+            "a dataset with __getitem__ and __len__, or layout.updates=synchronous"
+        )
+
+
+class _Worker:
+    """A worker: reads weights, computes, brings gradients, until a server says that it is over."""
+
+    def __init__(
+        self,
+        run: Run,
+        source: Source,
+        pairs: PointToPoint,
+        parcels: Mapping[int, Parcel],
+    ) -> None:
+        self.run, self.pairs, self.parcels = run, pairs, parcels
+        self.loader: Any = run.loader(source.train, collate=source.collate)
+        self.rooms = {server: parcel.empty() for server, parcel in parcels.items()}
+
+    def work(self) -> int:
+        """Take turns with the servers; gives the exit code."""
+        try:
+            while (reading := self._read()).what == gradient_messages.WORK:
+                self._bring(self._compute(reading))
+        except RuntimeError as failure:
+            raise ClusterError(f"a server is gone: {str(failure).splitlines()[0]}") from failure
+        self._leave()
+        return reading.number
+
+    def _read(self) -> Reading:
+        """What to compute, and weights from all servers."""
+        for server, parcel in self.parcels.items():
+            head = self.pairs.receive((4,), torch.int64, server).wait()
+            reading = Reading(*map(int, head.tolist()))  # the same of all
+            if reading.what == gradient_messages.WORK:
+                room = self.rooms[server]
+                coming = [
+                    self.pairs.receive(tuple(t.shape), t.dtype, server) for t in room.values()
+                ]
+                arrived = dict(zip(room, [one.wait() for one in coming], strict=True))
+                parcel.unpack(arrived, self._weights())
+        reducer_of(self.run.program).publish()  # narrow copies, where there are any
+        return reading
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: one.parameter for name, one in self.run.program.local.items()}
+
+    def _compute(self, reading: Reading) -> Brought:
+        run, program = self.run, self.run.program
+        batch = next(iter(self.loader.over([(reading.start, reading.stop)])))
+        micro_batches = own_micro_batches(batch, 0, program.data)
+        tally = forward_backward(
+            program,
+            Share(micro_batches),
+            run.loss,
+            step=reading.number,
+            call=run.plan.call,
+            flags=run.flags,
+        )
+        return Brought(
+            tally.loss_sum,
+            tally.count,
+            tally.norm,
+            tally.broken,
+            tally.loss_broken,
+            tally.moved,
+            len(micro_batches),
+            peak_memory_bytes(program.world.device, fresh=False),
+            int(lost_of(batch)),
+            tally.used,
+        )
+
+    def _bring(self, brought: Brought) -> None:
+        """To the first server last: it may order the others to apply what they must have."""
+        head = brought.told().to(self.pairs.world.device)
+        gradients = {name: one.parameter.grad for name, one in self.run.program.local.items()}
+        for server, parcel in reversed(list(self.parcels.items())):
+            parcel.pack(gradients, self.rooms[server])
+            under_way = [self.pairs.send(head, server)]
+            under_way += [self.pairs.send(one, server) for one in self.rooms[server].values()]
+            for one in under_way:
+                one.wait()
+
+    def _leave(self) -> None:
+        for undo in self.run.program.on_close:
+            undo()

@@ -1,0 +1,121 @@
+"""End a run whose folder was moved away, with another one in its place.
+
+    a step's row     the keeper of the folder sees it (`Recorder.remake_folder`), and writes nothing
+    next step        the step's all-reduce carries it: all ranks save, and end with one line
+    a save           ranks agree before anything is written
+    the run's end    what was deleted since the last save is saved again (`save_if_deleted`)
+
+The last weights go where the run's folder lies now, if that is a sibling of the old place; else
+into a new folder beside it, with the files that a resume needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from shoal.base.errors import ConfigError, ShoalError
+from shoal.base.runlog.folder_owner import FolderOwner
+from shoal.trainer.guards.guard import Guard
+from shoal.trainer.state.run_state import Kept, save_run
+from shoal.trainer.step.step_vector import StepNumbers
+
+ENTRY = "folder_replaced"
+
+
+class Saves(Kept, Protocol):
+    """A run that writes checkpoints."""
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of this step; None if that failed."""
+
+
+class RunFolderGuard(Guard):
+    """Find a run's folder that was moved away, with another one in its place."""
+
+    def __init__(self, run: Kept) -> None:
+        self.run = run
+
+    def sums(self, step: int) -> Mapping[str, Sequence[float]]:
+        """Return whether this rank saw another folder."""
+        return {ENTRY: [float(self.run.recorder.replaced)]}
+
+    def agree(self, step: int, numbers: StepNumbers) -> None:
+        """Raises: ConfigError, the same on all ranks, once the last weights are saved."""
+        if numbers.sums(ENTRY)[0]:
+            leave_replaced_folder(self.run)
+
+
+def save_checked(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
+    """Look at the run's own folder, then save there (`run_state.save_run`); every rank calls it.
+
+    Raises:
+        ConfigError: another folder lies there.
+    """
+    recorder = run.recorder
+    with suppress(OSError):  # the save itself says why its folder cannot be made
+        recorder.remake_folder()
+    if folder == recorder.folder and not run.program.world.all_true(not recorder.replaced):
+        leave_replaced_folder(run)
+    return save_run(run, folder, tag=tag, wait=wait)
+
+
+def save_if_deleted(run: Saves, saved: Path | None) -> Path | None:
+    """Return the run's last checkpoint, saved again if somebody deleted it; every rank calls it.
+
+    Raises:
+        ConfigError: another folder lies there.
+    """
+    deleted = False
+    if run.recorder.world.keeps:
+        with suppress(OSError):  # the save itself says why its folder cannot be made
+            deleted = run.recorder.remake_folder()
+        deleted = deleted or (saved is not None and not saved.is_dir())
+    return saved if run.recorder.world.all_true(not deleted) else run.save()
+
+
+def leave_replaced_folder(run: Kept) -> NoReturn:
+    """Save the last weights into this run's own folder, and end; every rank calls it.
+
+    Raises:
+        ConfigError: always.
+    """
+    recorder, world = run.recorder, run.program.world
+    before = recorder.folder
+    places = world.gather_json(_own_place(run) if world.keeps else "")
+    here = Path(places[world.keepers[world.rank] if world.keepers else 0])
+    recorder.folder, recorder.replaced = here, False
+    recorder.owner = recorder.events.owner = FolderOwner(here)
+    recorder.events.path = here / "events.jsonl"
+    saved = None
+    if run.step_count:
+        with suppress(ShoalError):
+            saved = save_run(run, here, tag="", wait=True)
+    why = (
+        f"{before}: another folder lies there since step {run.step_count}, and this run wrote "
+        f"nothing into it; its own is {here}"
+    )
+    command = f"shoal train --resume {here}"
+    near = command if os.environ.get("SHOAL_RUN_FOLDER") else f'folder="{here}" and run.restore()'
+    if saved is None:
+        raise ConfigError(f"{why}, without the steps since its last checkpoint; try: {near}")
+    raise ConfigError(f"{why}, with the weights of step {run.step_count}; try: {near}")
+
+
+def _own_place(run: Kept) -> str:
+    """Return this run's folder as it lies now; one is made if it is nowhere."""
+    owner, before = run.recorder.owner, run.recorder.folder
+    if owner is None or before is None:
+        return str(before)
+    if not run.recorder.replaced:
+        return str(before)
+    if (moved := owner.moved_to()) is not None:
+        return str(moved)
+    number = 2
+    while (fresh := before.with_name(f"{before.name}-{number}")).exists():
+        number += 1
+    owner.fill(fresh)
+    return str(fresh)

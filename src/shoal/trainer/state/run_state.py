@@ -1,0 +1,442 @@
+"""What a checkpoint holds of a run, and how a run takes it back.
+
+Tensors: `model.NAME` for parameters and persistent buffers, `optimizer.NAME.KEY` for optimizer
+state by parameter name; tied weights once. Everything else is one JSON record: step, the loader's
+state (one integer), seed, layout, batch arithmetic, optimizer settings, versions. Randomness needs
+no state of its own: it is keyed by (seed, step, micro-batch).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import torch
+
+from shoal.base.errors import CheckpointError, ConfigError
+from shoal.base.plans.tensor_shards import Shard, check_savable
+from shoal.checkpoint.format.checkpoint_faults import Damaged
+from shoal.checkpoint.format.folders import retire_later
+from shoal.checkpoint.format.hub_folder import ADAPTER
+from shoal.checkpoint.format.listing import step_folder
+from shoal.checkpoint.format.manifest import FILE_NAME, Manifest
+from shoal.checkpoint.load.read import open_newest
+from shoal.checkpoint.save.write import Piece
+from shoal.optim.average import WeightAverage
+from shoal.optim.named_state import merge_records, split_state
+from shoal.optim.restore_state import check_class, join_state, restore_lr
+from shoal.parallel.build.full_state import held
+from shoal.parallel.build.mmap_init import mmap_init
+from shoal.parallel.program import Local, Part, Program, dtype_of
+from shoal.trainer.guards import RunGuards
+from shoal.trainer.guards.optimizer_checks import LearningRate
+from shoal.trainer.loaders.epochs import Epochs
+from shoal.trainer.loaders.run_loaders import Feed
+from shoal.trainer.metrics_recorder import Recorder
+from shoal.trainer.run_folder.extra_state import decoded
+from shoal.trainer.run_folder.run_saves import Saving
+from shoal.trainer.step.loss_scale import LossScale
+from shoal.trainer.step.skipped_steps import Skips, Spikes
+from shoal.wire.phases import phase
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
+
+
+class Beside(Protocol):
+    """What somebody else keeps beside model and optimizer: tensors that lie as parameters do."""
+
+    def parts(self) -> dict[str, Part]:
+        """This rank's parts, by their names in the checkpoint."""
+
+    def record(self) -> dict[str, Any]:
+        """What is no tensor; the same on every rank."""
+
+    def wanted(self, manifest: Manifest) -> list[Shard]:
+        """This rank's part of what a checkpoint holds of it."""
+
+    def load(self, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
+        """Take it back."""
+
+
+class Kept(Protocol):
+    """What of a run (`run.py`) a checkpoint holds, and what it takes to write and read one."""
+
+    program: Program
+    optimizer: torch.optim.Optimizer
+    rate: LearningRate
+    recorder: Recorder
+    feed: Feed
+    epochs_done: Epochs
+    loss_scale: LossScale | None
+    average: WeightAverage | None
+    beside: Beside | None
+    extra_record: dict[str, Any]
+    extra: dict[str, Any]
+    tokenizer: Any
+    step_count: int
+    guards: RunGuards
+    skips: Skips
+    spikes: Spikes
+
+    @property
+    def saving(self) -> Saving:
+        """How it saves."""
+
+
+def tagged(folder: Path, tag: str) -> Path:
+    """The folder that holds the checkpoint of a tag. Errors: ConfigError for what is no name."""
+    if tag and not re.fullmatch(r"\w[\w.-]*", tag):
+        near = re.sub(r"[^\w.-]+", "-", tag).strip("-.") or "best"
+        raise ConfigError(f"tag = {tag!r}: a plain name is wanted; try: tag={near!r}")
+    return folder / "tags" / tag if tag else folder
+
+
+def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
+    """Write `folder/checkpoints/step-N`; None if it could not be written, or was not waited for.
+
+    tag      names a folder inside, where its last checkpoint is kept, of whatever step
+    Errors   ClusterError, on all ranks, where bits of what it would hold changed in memory
+    """
+    if run.tokenizer is not None and run.program.world.keeps:
+        from shoal.trainer.run_folder.hub_files import keep_given
+
+        keep_given(run.tokenizer, folder)
+    folder = tagged(folder, tag)
+    run.guards.writes.drift.before_save(run.step_count)
+    parts, record = run_state(run)
+    pieces = [Piece(shard, tensor) for tensor, shard in parts.values() if shard.slices]
+    aliases = {
+        MODEL + second: MODEL + first
+        for second, first in run.program.aliases.items()
+        if MODEL + first in parts
+    }
+    record |= _kept_of_hub(run, folder)
+    root, keep = folder / "checkpoints", 1 if tag else run.program.plan.keep
+    in_files = run.program.plan.states_in_files  # a copy of them would be in memory
+    if not (wait or tag or in_files):
+        run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
+        return None
+    saved = run.saving.save(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
+    if saved and tag and run.program.world.keeps:
+        with suppress(OSError):  # what stays is found again by the next save of the tag
+            retire_later(root, run.step_count)
+    return saved.path if saved else None  # the run is worth more than this save
+
+
+def _kept_of_hub(run: Kept, folder: Path) -> dict[str, Any]:
+    """Keep the configuration of a model of transformers; what the record says of that."""
+    if "transformers" not in sys.modules:
+        return {}
+    from shoal.trainer.run_folder.hub_files import keep_config
+
+    program = run.program
+    chief = folder if program.world.keeps else None
+    if "peft" in sys.modules:
+        from shoal.trainer.adapters import is_adapted, keep_adapter
+
+        if is_adapted(program.module):
+            names = [row.name for row in program.plan.placements if not row.is_buffer]
+            adapter = {ADAPTER: keep_adapter(program.module, names, chief)}
+            adapted: Any = program.module
+            base = adapted.get_base_model()
+            told, line = keep_config(base, {}, chief)  # ties are the base model's own, once merged
+            if line:
+                run.recorder.notice(line)
+            return adapter | told
+    told, line = keep_config(program.module, program.aliases, chief)
+    if line:
+        run.recorder.notice(line)
+    return told
+
+
+def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
+    """(this rank's parts of all tensors by name, JSON record, the same on every rank) of a run."""
+    parts = {
+        MODEL + name: (tensor, replace(shard, name=MODEL + name))
+        for name, (tensor, shard) in model_parts(run).items()
+    }
+    local = run.program.local
+    names: dict[Any, str] = {piece.parameter: name for name, piece in local.items()}
+    names.update({p: name for name, p in run.program.frozen.items()})
+    state, optimizer_record = split_state(run.optimizer, names)
+    layout = run.program.plan.layout
+    if layout.zero or layout.serves or run.program.pipe.size > 1:
+        optimizer_record = merge_records(run.program.world.gather_json(optimizer_record))
+    sliced = set(optimizer_record["sliced"])
+    for full, tensor in state.items():
+        name, _, key = full.rpartition(".")
+        whole = Shard.whole(OPTIMIZER + full, tuple(tensor.shape), dtype_of(tensor))
+        shard = whole
+        # A rank that owns one vector cannot tell Adafactor's factors from moments by their shape.
+        if key in sliced and name in local and tensor.shape == local[name].parameter.shape:
+            shard = replace(local[name].shard, name=OPTIMIZER + full, dtype=whole.dtype)
+        parts[OPTIMIZER + full] = (tensor.detach(), shard)
+    if run.average is not None:
+        for name, tensor in run.average.tensors().items():
+            shard = replace(local[name].shard, name=AVERAGE + name, dtype=dtype_of(tensor))
+            parts[AVERAGE + name] = (tensor, shard)
+    for one in _beside(run):
+        parts.update(one.parts())
+    plan = run.program.plan
+    record = {
+        "step": run.step_count,
+        "data": _data_state(run.feed),
+        "seed": plan.seed,
+        "layout": plan.layout.text(),
+        "batch": plan.batch,
+        "micro_batch": plan.micro_batch,
+        "precision": plan.compute,
+        "optimizer": optimizer_record,
+        **({"loss_scale": run.loss_scale.state()} if run.loss_scale else {}),
+        **({"average_updates": run.average.updates} if run.average else {}),
+        **run.spikes.state(),
+        **run.skips.state(),
+        **{key: told for one in _beside(run) for key, told in one.record().items()},
+        **({"epoch": run.epochs_done.state()} if run.epochs_done.used else {}),
+        **run.extra_record,
+    }
+    if "code" in record:
+        from shoal.trainer.run_folder.resume_checks import with_looks
+
+        record["data"] = with_looks(run.feed, record["data"])
+    return parts, record
+
+
+def _beside(run: Kept) -> list[Beside]:
+    return [one for one in (run.beside, run.program.owed) if one is not None]
+
+
+def _load_beside(run: Kept, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
+    for one in _beside(run):
+        one.load(tensors, record)
+    if run.program.owed is not None and run.program.owed.dropped:
+        run.recorder.notice(run.program.owed.dropped)
+
+
+def _data_state(feed: Feed) -> list[dict[str, Any]]:
+    """Where the loaders stand, with what each rank knows alone of streams that it reads."""
+    if "datasets" not in sys.modules:
+        return feed.state
+    from shoal.data.streams.stream_loader import gathered
+
+    return [gathered(kept, feed.world.gather_json) for kept in feed.state]
+
+
+def model_parts(run: Kept) -> dict[str, Part]:
+    """This rank's parts of parameters and persistent buffers, by first name.
+
+    Errors: ConfigError for a module whose state holds something that is no tensor.
+    """
+    parts = held(run.program)
+    check_savable({name: dtype_of(tensor) for name, (tensor, _) in parts.items()}, "model")
+    return parts
+
+
+@phase("restore")
+def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
+    """Take the newest complete checkpoint of `folder` back, or that of a step; False without one.
+
+    Errors: CheckpointError when its tensors or its optimizer are not those of this run.
+    """
+    here = model_parts(run)
+    local = run.program.local
+    known = {name for names in run.program.world.gather_json(list(here)) for name in names}
+
+    def wanted(manifest: Manifest) -> list[Shard]:
+        from shoal.trainer.run_folder.resume_checks import (
+            explained,  # only a resume reads what was told
+        )
+
+        _check_record(manifest, folder)
+        with explained(run, manifest.record):
+            _check_names(manifest, here, known)
+            shards = _wanted(manifest, here, local)
+        if run.average is not None and "average_updates" in manifest.record:
+            shards += _averages(manifest, local)
+        return shards + [shard for one in _beside(run) for shard in one.wanted(manifest)]
+
+    if run.program.world.keepers:
+        from shoal.trainer.run_folder.node_local_resume import bring
+
+        step = bring(run, folder, step, lambda: _bring_remote(run, folder, step))
+    else:
+        _bring_remote(run, folder, step)
+    emit = run.recorder.events.emit
+    with mmap_init() if run.program.plan.states_in_files else nullcontext():
+        loaded = open_newest(folder / "checkpoints", wanted, run.program.world, emit, step)
+    if loaded is None:
+        return False
+    record = loaded.manifest.record
+    from shoal.trainer.run_folder.resume_checks import compare, explained, tell_resumed
+
+    with explained(run, record):
+        check_class(run.optimizer, record["optimizer"])  # before anything moves
+        run.feed.restore(record["data"])
+    differences, changes = compare(run, record)
+    run.extra_record["extra"] = record.get("extra", {})
+    run.extra = decoded(run.extra_record["extra"])
+    run.epochs_done.restore(record.get("epoch", {}), run.recorder.notice)
+    _load_model(run, here, loaded.tensors)
+    state = {n.removeprefix(OPTIMIZER): t for n, t in loaded.tensors.items() if _is_state(n)}
+    stepped = {name: piece.parameter for name, piece in local.items()}
+    if run.average is not None:
+        kept = {name: loaded.tensors.get(AVERAGE + name, p) for name, p in stepped.items()}
+        run.average.load(kept, int(record.get("average_updates", 0)))
+    with mmap_init() if run.program.plan.states_in_files else nullcontext():
+        rates = join_state(run.optimizer, stepped, state, record["optimizer"])
+        differences, changes = differences + rates, changes or bool(rates)
+    if run.rate.length.schedule is None:
+        names = {parameter: name for name, parameter in stepped.items()}
+        restore_lr(run.optimizer, names, record["optimizer"])
+    if run.loss_scale is not None and "loss_scale" in record:
+        run.loss_scale.load(record["loss_scale"])
+    run.spikes.load(record)
+    run.skips.lost = int(record.get("unreadable", 0))
+    _load_beside(run, loaded.tensors, record)
+    run.step_count = int(record["step"])
+    here_now = folder == run.recorder.folder  # a tag may be only looked at
+    (run.recorder.cut if here_now else run.recorder.went_back)(run.step_count)
+    tell_resumed(run, loaded.path, differences, changes, here=here_now)
+    return True
+
+
+def _load_model(
+    run: Kept, here: Mapping[str, tuple[torch.Tensor, Shard]], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy a checkpoint's slices into this rank's weights and buffers."""
+    with torch.no_grad():
+        for name, (tensor, shard) in here.items():
+            if shard.slices:
+                tensor.copy_(tensors[MODEL + name].reshape(tensor.shape))
+    if run.program.reducer is not None:
+        run.program.reducer.publish()
+
+
+def _bring_remote(run: Kept, folder: Path, step: int | None) -> None:
+    """Bring a newer checkpoint from the run's remote folder, if it has one.
+
+    folder   the run's own, or one of a tag in it; for others nothing is done
+    """
+    own, address = run.recorder.folder, run.program.plan.remote
+    if not address or own is None or not folder.resolve().is_relative_to(own.resolve()):
+        return
+    from shoal.checkpoint.remote.fetch_step import fetch_newest
+    from shoal.checkpoint.remote.remote_folder import RemoteFolder
+
+    parts = folder.resolve().relative_to(own.resolve()).parts
+    below = "".join(f"{part}/" for part in parts)
+    root, world = folder / "checkpoints", run.program.world
+    fetch_newest(root, RemoteFolder(address), below, world, run.recorder.notice, step)
+
+
+class _Group(msgspec.Struct):
+    names: list[str]
+
+
+class _OptimizerRecord(msgspec.Struct):
+    kind: str = msgspec.field(name="class")
+    scalars: dict[str, dict[str, bool | int | float | str | None]]
+    groups: list[_Group]
+    sliced: list[str] = []
+
+
+class _LoaderRecord(msgspec.Struct):
+    position: Count = 0
+    epoch: Count = 0
+    epoch_start: Count = 0
+    samples: Count = 0
+    left_out: list[tuple[Count, Count]] = []
+
+
+class _Record(msgspec.Struct):
+    """What `run_state` writes and `restore_run` reads of a record; other keys are only shown."""
+
+    step: Count
+    data: list[_LoaderRecord]
+    optimizer: _OptimizerRecord
+    loss_scale: dict[str, float] = {}
+    extra: dict[str, Any] = {}
+    average_updates: Count = 0
+    spikes: dict[str, list[float]] = {}
+    unreadable: Count = 0
+
+
+def _check_record(manifest: Manifest, folder: Path) -> None:
+    """Errors: Damaged for a record that no run writes, so that an older checkpoint is tried."""
+    path = step_folder(folder / "checkpoints", manifest.step) / FILE_NAME
+    try:
+        record = msgspec.convert(manifest.record, type=_Record)
+    except (msgspec.ValidationError, RecursionError) as failure:
+        text = (
+            str(failure).replace("`$", "`record") if "`$" in str(failure) else f"record: {failure}"
+        )
+        raise Damaged(path, f"has a record that no run writes: {text}") from failure
+    if any(one and "position" not in one for one in manifest.record["data"]):
+        raise Damaged(path, "has a record that no run writes: `record.data` without position")
+    if record.step != manifest.step:
+        raise Damaged(path, f"is of step {manifest.step}, its record of step {record.step}")
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(OPTIMIZER)
+
+
+def _wanted(manifest: Manifest, here: dict[str, Part], local: Mapping[str, Local]) -> list[Shard]:
+    """This rank's part of everything the checkpoint holds of the model and the optimizer."""
+    shards = [replace(shard, name=MODEL + name) for name, (_, shard) in here.items()]
+    record = manifest.record["optimizer"]
+    for full, stored in manifest.tensors.items():
+        name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+        if not full.startswith(OPTIMIZER) or name not in local:
+            continue
+        shape = tuple(stored.shape)
+        if _is_sliced(record, key, shape, local[name].shard):
+            shards.append(replace(local[name].shard, name=full, dtype=stored.dtype))
+        else:
+            shards.append(Shard.whole(full, shape, stored.dtype))
+    return [shard for shard in shards if shard.slices]
+
+
+def _averages(manifest: Manifest, local: Mapping[str, Local]) -> list[Shard]:
+    """This rank's part of the averaged weights."""
+    return [
+        replace(one.shard, name=AVERAGE + name, dtype=manifest.tensors[AVERAGE + name].dtype)
+        for name, one in local.items()
+        if AVERAGE + name in manifest.tensors
+    ]
+
+
+def _is_sliced(record: dict[str, Any], key: str, shape: tuple[int, ...], shard: Shard) -> bool:
+    """Whether this state lies where its parameter does; by shape, where the writer did not say."""
+    if "sliced" in record:
+        return key in record["sliced"] and shape == shard.global_shape
+    return bool(shape) and shape == shard.global_shape
+
+
+def _check_names(manifest: Manifest, here: dict[str, Part], known: set[str]) -> None:
+    """Errors: CheckpointError unless it holds the whole model's tensors and no others.
+
+    here    this rank's parts · known  names on all ranks: stages of a pipeline hold different ones
+    """
+    stored = {n.removeprefix(MODEL) for n in manifest.tensors if n.startswith(MODEL)}
+    for name in sorted(stored ^ known):
+        where = "the checkpoint" if name in stored else "this model"
+        raise CheckpointError(
+            f"model.{name}: only in {where}; the model was built with other arguments than at step "
+            f"{manifest.step}: compare [model] with the run.toml of that run"
+        )
+    for name, (_, shard) in here.items():
+        kept = manifest.tensors[MODEL + name]
+        if tuple(kept.shape) != shard.global_shape or kept.dtype != shard.dtype:
+            raise CheckpointError(
+                f"model.{name}: {list(kept.shape)} {kept.dtype} in the checkpoint, "
+                f"{list(shard.global_shape)} {shard.dtype} in this model; compare [model] and "
+                f"[precision] with the run.toml of that run"
+            )

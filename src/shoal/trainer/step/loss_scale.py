@@ -1,0 +1,78 @@
+"""The loss scale of fp16: a power of two that keeps small gradients above fp16's smallest number.
+
+    backward    of loss × scale; the update divides by it again, in a coefficient it applies anyway
+    overflow    some rank's gradients are not finite: all ranks skip the step and halve the scale
+    growth      ×2 after 2000 clean steps in a row
+    start       2^16 as for a mean loss; the loss here is a sum over targets, so the first overflow
+                divides by the targets of a micro-batch at once, and not by 2 step after step
+
+Ranks agree because the flag travels in the step's own all-reduce. A loss that is itself not finite
+is no matter of scale: that is a skipped step like any other.
+
+Source: Micikevicius et al. 2018; constants as in torch.amp.GradScaler
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shoal.trainer.step.optimizer_step import NO_TARGET, Tally, Updated
+
+START, GROWTH_EVERY, LARGEST = 2.0**16, 2000, 2.0**24
+LEAST = 2.0**-24
+"""Below 1, since the loss is a sum: over 2^18 targets this is 2^-6 of a mean loss."""
+
+
+class LossScale:
+    """One run's scale.
+
+    value   what the loss is multiplied by · fixed  it never changes
+    clean   steps in a row without overflow
+    """
+
+    def __init__(self, fixed: float = 0.0) -> None:
+        self.fixed = fixed > 0
+        self.value = fixed if self.fixed else START
+        self.clean = 0
+        self.began = False
+
+    def lowered(self, done: Updated, tally: Tally) -> bool:
+        """Whether a step was lost to too large a scale, which is smaller now."""
+        if not done.skipped:
+            self.held()
+            return False
+        if tally.loss_broken or done.reason == NO_TARGET:
+            return False
+        return self.overflowed(tally.count / max(1, tally.micro_batches))
+
+    def overflowed(self, targets: float = 1.0) -> bool:
+        """After a skipped step; gives whether a smaller scale may still cure it.
+
+        targets   valid targets of a micro-batch, the same number on every rank
+        """
+        self.clean = 0
+        if self.fixed or self.value <= LEAST:
+            return False
+        if not self.began and targets > 1:
+            self.value = min(self.value, START / 2.0 ** math.ceil(math.log2(targets)))
+        self.value = max(LEAST, self.value / 2)
+        self.began = True
+        return True
+
+    def held(self) -> None:
+        """After a step without overflow."""
+        self.clean += 1
+        self.began = True
+        if not self.fixed and self.clean >= GROWTH_EVERY:
+            self.value, self.clean = min(LARGEST, self.value * 2), 0
+
+    def state(self) -> dict[str, float]:
+        """For the checkpoint's record."""
+        return {"value": self.value, "clean": self.clean}
+
+    def load(self, record: dict[str, Any]) -> None:
+        """Go on where a record was made; a fixed scale stays as it is given now."""
+        if not self.fixed:
+            self.value, self.clean = float(record["value"]), int(record["clean"])
+            self.began = True

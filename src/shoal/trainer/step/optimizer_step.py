@@ -1,0 +1,481 @@
+"""One optimizer step, on any layout: micro-batches in, one update out.
+
+    forward_backward   for each own micro-batch: forward, loss sum, backward; gradients of loss SUMS
+                       travel while the last backward still runs
+    tally              one all-reduce: loss sum, count of targets N, norm², whose numbers broke, who
+                       wants to stop, which parameters were used
+    update             gradient = sum / N, clipped by the true global norm; both are one
+                       multiplication; then the optimizer, on all ranks or on none
+
+Nothing is ever averaged per rank or per micro-batch, so unequal counts of targets weigh right.
+Source: design §6; the same rule as torchtitan's global normalisation, but with N known late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Protocol
+
+import torch
+
+from shoal.base.errors import BugError, ConfigError, PlanError
+from shoal.data.loading.step_samples import StepBatch
+from shoal.fabric import World
+from shoal.fabric.device import is_accelerator, numbers_on
+from shoal.parallel.program import Program, Reducer
+from shoal.trainer.step.call_contract import Loss
+from shoal.trainer.step.micro_batch import JOINING, MicroBatch
+from shoal.trainer.step.rank_share import Share
+from shoal.trainer.step.step_vector import Invariant, StepNumbers, StepVector
+from shoal.wire import phases
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What all ranks know together after the backward passes of a step.
+
+    loss_sum, count   over all targets of the step · broken  some rank's numbers are not finite
+    norm              of the summed gradient, over every part of it, wherever it lies, scaled
+    loss_broken       some rank's loss is not finite, whatever its gradients are
+    stop, save        some rank was asked to
+    used              per name of the program, on any rank
+    save_failed       some rank learnt that the save in flight failed
+    moved             some rank's forward passes changed a buffer that no rule covers
+    micro_batches     how many all ranks ran · uneven  some ran more than others
+    numbers           all of it by names, `Flags.sums` too
+    measured          sums of `Flags.measured` · unnamed  some rank has values of unknown names
+    broken_ranks      asks whose numbers are not finite; every rank calls it
+    """
+
+    loss_sum: float
+    count: float
+    norm: float
+    broken: bool
+    loss_broken: bool
+    stop: bool
+    save: bool
+    moved: bool
+    save_failed: bool
+    used: list[bool]
+    micro_batches: int
+    uneven: bool
+    numbers: StepNumbers
+    measured: Sequence[float]
+    unnamed: bool
+    broken_ranks: Callable[[], list[int]]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a rank has to say to the others beside its sums.
+
+    stop, save, save_failed   as in `Tally`
+    step       the one under way, from 1
+    sums       numbers by name, summed over ranks; names, order and lengths are the same on each
+    invariants values that ranks must have in common
+    measured   float64, to be summed over ranks, as many on each; None: nothing
+    unnamed    this rank has values by names that others may not know
+    """
+
+    stop: bool = False
+    save: bool = False
+    save_failed: bool = False
+    step: int = 0
+    sums: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    invariants: Sequence[Invariant] = ()
+    measured: torch.Tensor | None = None
+    unnamed: bool = False
+
+
+def reducer_of(program: Program) -> Reducer:
+    """The program's reducer, which `compose` always sets."""
+    if program.reducer is None:
+        raise BugError("the program has no reducer: compose() was not called")
+    return program.reducer
+
+
+def forward_backward(
+    program: Program,
+    share: Share,
+    loss: Loss,
+    *,
+    step: int,
+    call: str = "single",
+    scale: float = 1.0,
+    flags: Callable[[], Flags] = Flags,
+    note: Callable[[Any, Any, Any], None] | None = None,
+) -> Tally:
+    """Run this rank's micro-batches of one step and sum everything over all ranks.
+
+    share   this rank's micro-batches; may be none, the rank then joins with zeros
+    scale   what the loss is multiplied by before backward (fp16)
+    flags   gives what this rank has to say, after its passes
+    note    hears what the loss returned, outputs and targets, of each micro-batch
+    Gives   the tally; the program's local gradients are then sums over all ranks, scaled
+    Errors  ConfigError for a loss that returns a mean, PlanError for a parameter that was frozen
+            when the program was composed, both before anything was updated
+    """
+    ready, sums = begin_passes(program, share, loss, step, call, scale, note)
+    program.run(program, ready, reducer_of(program))
+    return sum_up(program, sums, len(share.micro_batches), flags())
+
+
+def begin_passes(
+    program: Program,
+    share: Share,
+    loss: Loss,
+    step: int,
+    call: str,
+    scale: float,
+    note: Callable[[Any, Any, Any], None] | None = None,
+) -> tuple[list[MicroBatch], torch.Tensor]:
+    """Zero the gradients; give this rank's passes, and what they add to: [loss sum, count].
+
+    Those that only join the others' collectives come last. Arguments as in `forward_backward`.
+    """
+    _check_frozen(program)
+    reducer_of(program).begin(max(share.rounds, len(share.micro_batches)))
+    for begin in program.on_begin:
+        begin()
+    sums = torch.zeros(2, dtype=torch.float64, device=program.world.device)
+    passes = list(share.micro_batches)
+    if program.together:
+        passes += [(JOINING, share.spare)] * (share.rounds - len(passes))
+    shared = (call, scale, sums, note)
+    ready = [MicroBatch(program, loss, step, n, batch, *shared) for n, batch in passes]
+    return ready, sums
+
+
+def sum_up(program: Program, sums: torch.Tensor, ran: int, flags: Flags) -> Tally:
+    """Sum gradients, loss and count over all ranks, after the passes; `ran` of them count."""
+    phases.part(phases.SUM)
+    reducer = reducer_of(program)
+    reducer.finish()
+    # Before others' gradients come in; alone the sum itself says whether it is finite.
+    alone = program.world.size == 1 and not is_accelerator(program.world.device)
+    used, norms = reducer.used(), [] if alone else reducer.local_norms()
+    if program.shared:
+        from shoal.parallel.data_parallel.shared_parameters import sum_shared
+
+        sum_shared(program, reducer)
+    return _tally(program, sums, used, norms, ran, flags)
+
+
+def _check_frozen(program: Program) -> None:
+    for name, parameter in program.frozen.items():
+        if parameter.requires_grad:
+            raise PlanError(
+                f"{name} was frozen when shoal.parallelize was called and trains now: nothing sums "
+                f"its gradient over ranks; unfreeze it before, or save, and parallelize again"
+            )
+
+
+def _tally(
+    program: Program,
+    sums: torch.Tensor,
+    used_here: list[bool],
+    norms: list[torch.Tensor],
+    ran: int,
+    flags: Flags,
+) -> Tally:
+    """One all-reduce of a short float64 vector: sums, flags, names, measured.
+
+    used_here, norms   of the gradients that this rank computed itself
+    ran   micro-batches of this rank that count
+    """
+    world, reducer = program.world, reducer_of(program)
+    alone = world.size == 1
+    here = {name for name, used in zip(program.parameters, used_here, strict=True) if used}
+    vector = StepVector()
+    lies = vector.add("loss_and_count", [0.0, 0.0])
+    square = vector.add("squared_norm", [0.0])
+    asked = flags.stop, program.moved(), flags.save_failed, flags.unnamed, flags.save
+    vector.add("flags", [float(one) for one in asked])
+    broken = vector.add("broken", [0.0, 0.0])
+    vector.add("micro_batches", [float(ran), float(ran * ran)])
+    for name, values in flags.sums.items():
+        vector.add(name, values)
+    vector.add_invariants(flags.invariants, flags.step, world)
+    vector.add("used", [float(name in here) for name in program.names])
+    vector.add_rest("measured")
+    square_sum = _squares(program, reducer)
+    if is_accelerator(world.device):
+        # All that the host knows goes to the device in one copy, and nobody waits for it.
+        sent = numbers_on(world.device, vector.values)
+        # A rank whose loss is not finite must not turn the sums of the others into NaN.
+        sent[lies] = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
+        sent[square.start] = square_sum
+        magnitude = sums.abs().sum() + sum(norm.double() for norm in norms)
+        finite = torch.stack([torch.isfinite(magnitude), torch.isfinite(sums.sum())])
+        is_broken: torch.Tensor | bool = ~finite[0]
+        sent[broken] = (~finite).double()
+    else:
+        numbers = sums.tolist()
+        vector.values[lies] = [float(program.speaks * (x if isfinite(x) else 0.0)) for x in numbers]
+        vector.values[square.start] = float(square_sum)
+        loss_broken = not all(map(isfinite, numbers))
+        own = float(square_sum) if alone else sum(norm.item() for norm in norms)
+        is_broken = loss_broken or not isfinite(own)
+        vector.values[broken] = [float(is_broken), float(loss_broken)]
+        if alone and flags.measured is None:
+            return _tally_of(
+                vector.summed(vector.values, flags.invariants, world), world, is_broken
+            )
+        sent = torch.tensor(vector.values, dtype=torch.float64)
+    if flags.measured is not None:
+        sent = torch.cat((sent, flags.measured))
+    world.all_reduce(sent)
+    summed = sent.tolist()  # the one place of a step where the host waits
+    return _tally_of(vector.summed(summed, flags.invariants, world), world, is_broken)
+
+
+def _tally_of(numbers: StepNumbers, world: World, is_broken: torch.Tensor | bool) -> Tally:
+    loss_sum, count = numbers.sums("loss_and_count")
+    (square,) = numbers.sums("squared_norm")
+    stop, moved, save_failed, unnamed, save = (one > 0 for one in numbers.sums("flags"))
+    broken, loss_broken = (one > 0 for one in numbers.sums("broken"))
+    micro_batches, squares = numbers.sums("micro_batches")
+    return Tally(
+        loss_sum=loss_sum,
+        count=count,
+        norm=math.sqrt(square) if square >= 0 else math.nan,
+        stop=stop,
+        moved=moved,
+        save_failed=save_failed,
+        unnamed=unnamed,
+        save=save,
+        broken=broken,
+        loss_broken=loss_broken,
+        micro_batches=int(micro_batches),
+        uneven=world.size * squares != micro_batches * micro_batches,
+        numbers=numbers,
+        used=[n > 0 for n in numbers.sums("used")],
+        measured=numbers.sums("measured"),
+        broken_ranks=lambda: [r for r, one in enumerate(world.gather_json(bool(is_broken))) if one],
+    )
+
+
+def _squares(program: Program, reducer: Reducer) -> torch.Tensor | float:
+    """Return this rank's share of the whole gradient's squared norm: every element counts once."""
+    held = reducer.sums()
+    if program.world.size == 1 and held and held[0].device != program.world.device:
+        # They left the device, where they were measured: the host would add up in another order.
+        return torch.stack([norm.double() for norm in reducer.local_norms()]).square().sum()
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
+        by_copies.setdefault(program.copies_of_sum[name], []).append(tensor)
+    shares = [sum_of_squares(tensors) / copies for copies, tensors in by_copies.items()]
+    return sum(shares)
+
+
+def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
+    """Return Σ x² over all elements of all tensors, in float64; a tensor if they are on a device.
+
+    On a CPU torch adds a tensor's squares up in few running sums of its own format: 3.5M fp32
+    elements in one buffer lose 7e-5 of their norm (random ones) to 3e-4 (a gradient), other layouts
+    lose less, so they would clip differently. Rows of 4096 lose 5e-9, in no more time.
+    """
+    if not tensors:
+        return 0.0
+    if is_accelerator(tensors[0].device):
+        norms = torch._foreach_norm(list(tensors))
+        return torch.stack([n.to(torch.float64) for n in norms]).square().sum()
+    terms: list[float | None] = []  # in the order of the tensors; None: the next of `ends`
+    ends: list[torch.Tensor] = []
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        count = flat.numel()
+        whole = count // NORM_ROW * NORM_ROW
+        if whole:
+            rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
+            terms.append(rows.double().square().sum().item())
+        if whole < count:
+            ends.append(flat[whole:] if whole else flat)
+            terms.append(None)
+    end_norms = iter(torch._foreach_norm(ends) if ends else ())
+    total = 0.0
+    for term in terms:
+        if term is None:
+            norm = next(end_norms).item()
+            term = norm * norm
+        total += term
+    return total
+
+
+NORM_ROW = 4096
+"""Elements whose squares are summed in their own format."""
+
+NO_GRADIENT = (
+    "loss: no parameter got a gradient: the loss is cut off from the model (by .detach(), .item(), "
+    "or torch.no_grad()), or computed from something else"
+)
+"""What is wrong with a loss that leads nowhere."""
+
+NO_TARGET = "the loss counted no target"
+"""Why a step is skipped whose targets are all ignored."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What an update did: the mean loss, the gradient norm before clipping, whether weights moved.
+
+    reason   why not, if it was skipped · spike  why loss or norm leap out, skipped or not
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    reason: str = ""
+    spike: str = ""
+
+
+def _reason_to_skip(tally: Tally, scale: float) -> tuple[float, str]:
+    """(norm of the mean gradient, why this step must not move anything), the same on all ranks."""
+    if tally.broken:
+        return math.nan, "non-finite loss or gradient"
+    if tally.count <= 0:
+        return 0.0, NO_TARGET
+    if not any(tally.used):
+        raise ConfigError(NO_GRADIENT)
+    norm = tally.norm / (tally.count * scale)
+    return norm, "" if math.isfinite(norm) else "the summed gradient overflowed"
+
+
+class Judge(Protocol):
+    """Looks at loss and norm of a step before its update.
+
+    skips   whether the update of a step that leaps out is left out
+    """
+
+    skips: bool
+
+    def judge(self, loss: float, norm: float) -> str:
+        """Why it leaps out, in words; "" if it does not."""
+
+
+def update(
+    program: Program,
+    optimizer: torch.optim.Optimizer,
+    tally: Tally,
+    *,
+    clip: float,
+    scale: float = 1.0,
+    watch: Callable[[Program, torch.optim.Optimizer], None] | None = None,
+    adjust: Callable[[], None] | None = None,
+    spikes: Judge | None = None,
+) -> Updated:
+    """Turn summed gradients into one step of the optimizer, or into none on every rank alike.
+
+    clip     largest norm of the mean gradient; 0 leaves it · scale  what the loss was scaled by
+    watch    looks at parameters between the last change of gradients and the optimizer's step
+    adjust   changes the clipped mean gradient, if somebody must
+    spikes   judges loss and norm, and may want the step skipped
+    Gives    what happened; local gradients are then the clipped mean gradient, None where no rank
+             used the parameter (weight decay and momentum then leave it alone, as in one process)
+    Errors   ConfigError when targets were counted but no parameter got a gradient on any rank
+    """
+    phases.part(phases.UPDATE)
+    _say_unlike(program, tally)
+    reducer = reducer_of(program)
+    sums = reducer.sums()
+    loss = tally.loss_sum / tally.count if tally.count else math.nan
+    norm, reason = _reason_to_skip(tally, scale)
+    spike = spikes.judge(loss, norm) if spikes and not reason else ""
+    if spikes and spikes.skips:
+        reason = reason or spike
+    if tally.moved:
+        program.align(bool(reason))
+    if reason:
+        return Updated(math.nan if tally.loss_broken else loss, norm, True, reason, spike)
+    coefficient = 1.0 / (tally.count * scale)
+    if clip > 0:
+        coefficient *= min(1.0, clip / (norm + 1e-6))
+    if sums:
+        torch._foreach_mul_(sums, coefficient)
+    for name, used in zip(program.names, tally.used, strict=True):
+        if not used and name in program.local:
+            program.local[name].parameter.grad = None
+    if adjust is not None:
+        adjust()
+    if watch is not None:
+        watch(program, optimizer)
+    optimizer.step()
+    reducer.publish()
+    for commit in program.on_update:
+        commit(tally.uneven)
+    return Updated(loss, norm, False, spike=spike)
+
+
+def _say_unlike(program: Program, tally: Tally) -> None:
+    """Where ranks have other work by the plan, none is slow because it takes longer."""
+    if program.pipe.size > 1:  # stages differ
+        phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE, always=True)
+    if tally.uneven:
+        phases.unlike(phases.DATA, phases.PASSES, phases.BACKWARD)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; the same on every rank.
+
+    step        number of this step, from 1 · loss  mean over the targets of all ranks
+    grad_norm   of the mean gradient, before clipping · lr  of the first parameter group
+    targets     what the loss was divided by: the count of targets, or the sum of their weights
+    skipped     the weights did not move, for `reason`
+    spike       why loss or norm leap out of the last steps, in words; "" where they do not
+    metrics     means by name over all ranks: metrics, and parts of the loss
+    item()      the loss, so that a script's `loss.item()` works on `loss = run.step(batch)`
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    targets: float
+    skipped: bool
+    reason: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    spike: str = ""
+
+    def item(self) -> float:
+        """The loss, under the name that a tensor has for it."""
+        return self.loss
+
+
+def counted(count: float) -> float:
+    """A whole count as an integer; a sum of weights as it is."""
+    return int(count) if count.is_integer() else count
+
+
+def row_of(
+    result: StepResult,
+    tally: Tally,
+    batch: Any,
+    data_wait_s: float,
+    peak_bytes: int,
+    extras: dict[str, Any],
+) -> tuple[dict[str, Any], int]:
+    """(what metrics.jsonl keeps of a step, samples of the whole step where they are known).
+
+    peak_bytes   of memory, in this process
+    """
+    samples = 0
+    if isinstance(batch, StepBatch):
+        extras = {**extras, "samples": [batch.position, batch.next_position]}
+        samples = batch.next_position - batch.position - int(sum(tally.numbers.sums("unreadable")))
+    row = {
+        "step": result.step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens": result.targets,
+        "data_wait_s": data_wait_s,
+        "peak_memory_bytes": peak_bytes,
+        "skipped": result.skipped,
+        **({"metrics": result.metrics} if result.metrics else {}),
+        **extras,
+    }
+    return row, samples

@@ -1,0 +1,115 @@
+"""This rank's share of one optimizer step: its micro-batches, and the busiest rank's number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.base.errors import ClusterError
+from shoal.data.loading.step_samples import StepBatch
+from shoal.fabric import World
+from shoal.parallel.program import Program
+from shoal.trainer.step.call_contract import batch_length, cut_batch
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of one step.
+
+    Attributes:
+        micro_batches: (number in the step, value) of each.
+        rounds: micro-batches of the busiest rank.
+        spare: one for passes without weight, or None where nobody needs one.
+    """
+
+    micro_batches: list[tuple[int, Any]]
+    rounds: int = 0
+    spare: Any = None
+
+
+def share_of(program: Program, batch: Any, cut: int, first_key: int, kept: Any) -> Share:
+    """Cut a batch into this rank's micro-batches; every rank calls it.
+
+    Args:
+        program: the run's.
+        batch: of `run.loader`, or this rank's own samples.
+        cut: samples of a micro-batch of such a batch; 0: it is one.
+        first_key: added to the numbers.
+        kept: a spare micro-batch of an earlier step, or None.
+    """
+    micro_batches = own_micro_batches(batch, cut, program.data)
+    micro_batches = [(first_key + index, value) for index, value in micro_batches]
+    rounds = busiest(program, batch, len(micro_batches))
+    own = micro_batches[-1][1] if micro_batches else None
+    return Share(micro_batches, rounds, to_join_with(program, batch, own, kept, rounds))
+
+
+def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any]]:
+    """(number in the step, value) of every micro-batch that this rank runs.
+
+    batch   of `run.loader`, or this rank's own samples · cut  samples of a micro-batch of such a
+            batch; 0: it is one
+    """
+    if isinstance(batch, StepBatch):
+        return [(m.index, m.value) for m in batch.micro_batches]
+    if _is_pair(batch) and not 0 < cut < batch[0].shape[0]:
+        return [(world.rank, batch)]
+    parts = cut_batch(batch, max(1, cut or batch_length(batch)))
+    return [(place * world.size + world.rank, part) for place, part in enumerate(parts)]
+
+
+def _is_pair(batch: Any) -> bool:
+    """Tell whether a batch is two tensors of as many samples, the usual (inputs, targets)."""
+    if type(batch) is not tuple or len(batch) != 2:
+        return False
+    sizes = [len(one) if isinstance(one, torch.Tensor) and one.ndim else 0 for one in batch]
+    return 0 < sizes[0] == sizes[1]
+
+
+def lost_of(batch: Any) -> float:
+    """How many samples this rank could not read."""
+    return float(len(batch.left_out)) if isinstance(batch, StepBatch) else 0.0
+
+
+def busiest(program: Program, batch: Any, own: int) -> int:
+    """Micro-batches of the busiest rank; asked only where ranks must send equally often."""
+    world = program.data
+    if not _must_meet(program):
+        return own
+    if isinstance(batch, StepBatch):
+        return max(batch.by_rank, default=-(-batch.total // world.size))
+    return world.all_reduce_max(own)
+
+
+def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int) -> Any:
+    """A micro-batch for passes that count for nothing, on ranks that have fewer than others.
+
+    own    this rank's last one, or None · kept  one of an earlier step, or None
+    rounds as `busiest` gives them
+
+    In the first step after a start, an uneven last batch of an epoch, nobody has kept one: then a
+    rank that has one gives its own to all.
+    Errors   ConfigError on all ranks where a micro-batch holds what is no tensor, number or text;
+             ClusterError on a rank that could not read any sample of a run's first step
+    """
+    world, spare = program.data, kept if own is None else own
+    if not (_must_meet(program) and program.together):
+        return spare
+    if isinstance(batch, StepBatch):
+        fewest = min(batch.by_rank, default=batch.total // world.size)
+    else:
+        fewest = -world.all_reduce_max(-int(own is not None))
+    if fewest and spare is None and isinstance(batch, StepBatch) and batch.left_out:
+        raise ClusterError(f"{batch.left_out[0].text}; rank {world.rank} has no other sample yet")
+    if fewest or not rounds or world.all_true(spare is not None):  # all ask, or none
+        return spare
+    from shoal.trainer.step.borrowed_batch import last_of_first_rank  # a first step of few samples
+
+    given = last_of_first_rank(world, own)
+    return given if spare is None else spare
+
+
+def _must_meet(program: Program) -> bool:
+    return program.data.size > 1 and (program.together or program.plan.layout.zero == 2)

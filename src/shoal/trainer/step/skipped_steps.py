@@ -1,0 +1,200 @@
+"""Steps that did not move the weights: who was at fault, and when to stop trying.
+
+One bad step is an accident: all ranks skip it, and an event names rank, micro-batches and samples.
+Many in a row are a diverged run or broken data, which a restart would only repeat.
+
+A step whose loss or gradient norm leaps out of those before is a spike:
+
+    rule   more than 8 robust deviations above the median of the last 128 steps that counted, once
+           there are 16. The deviation is 1.4826 times the median distance from the median, and at
+           least 2 % of the median for a loss, 25 % for a norm, which is 3 times the median then.
+           Sooner, from the second step on: 30 times the median
+    tell   an event and a line name the step and its samples; the update is made
+    skip   the update is made on no rank; rewind: see `rewind.py`
+
+Loss and norm are sums over all ranks, so every rank comes to the same decision without a word. What
+decides is saved with a run, so a resumed one decides as the unbroken one. The window of "tell"
+takes all steps in, so that a new level is told of for some time and then is the usual one.
+
+Source: OLMo-core's rule (6 deviations over 128 steps, active after 64); medians, because what is to
+be found is in the window too.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Collection, Iterable
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.errors import TrainingError
+from shoal.trainer.step.optimizer_step import Tally, Updated
+
+if TYPE_CHECKING:
+    from shoal.trainer.metrics_recorder import Recorder
+    from shoal.trainer.step.loss_scale import LossScale
+
+
+WINDOW, LEAST, DEVIATIONS, SOONER = 128, 16, 8.0, 30.0
+ROBUST = 1.4826
+"""Times the median distance from the median: the standard deviation of normal numbers."""
+FLOORS = {"loss": 0.02, "gradient norm": 0.25}
+"""Of the median: no deviation is taken to be smaller."""
+
+
+class Skips:
+    """Counts skipped steps in a row, `limit` of which end the run, and samples left out, `lost`."""
+
+    def __init__(self, limit: int, unreadable: int = 0) -> None:
+        self.limit, self.unreadable, self.lost = limit, unreadable, 0
+        self.in_a_row = 0
+        self.any_moved = False
+        self.last_reason = "fp16 overflowed at every loss scale"
+
+    def note(
+        self,
+        step: int,
+        done: Updated,
+        tally: Tally,
+        batch: Any,
+        scale: LossScale | None,
+        recorder: Recorder,
+    ) -> None:
+        """A step is over, whatever it did; every rank calls it. Errors as of `skip`, `lose`."""
+        world, emit = recorder.world, recorder.events.emit
+        if count := int(sum(tally.numbers.sums("unreadable"))):
+            from shoal.trainer.step.unreadable_samples import lose
+
+            lose(self, step, count, batch, world, emit)
+        ranks = tally.broken_ranks() if tally.broken else []
+        if scale is not None and scale.lowered(done, tally):
+            if world.keeps:
+                emit("loss_scale_lowered", step=step, ranks=ranks, scale=scale.value)
+        elif done.skipped:
+            ranks = list(range(world.size)) if done.spike else ranks
+            from shoal.trainer.step.unreadable_samples import skip
+
+            skip(self, step, done.reason, ranks, batch, world, emit, spike=bool(done.spike))
+        else:
+            self.moved()
+            if done.spike:
+                from shoal.trainer.step.unreadable_samples import tell_spike
+
+                tell_spike(step, done.spike, batch, world, emit)
+
+    def moved(self) -> None:
+        """A step moved the weights."""
+        self.in_a_row, self.any_moved = 0, True
+
+    def state(self) -> dict[str, int]:
+        """How many samples were left out, as JSON; {} for none."""
+        return {"unreadable": self.lost} if self.lost else {}
+
+    def check_moved(self, first: int, last: int, so: str = "no weight moved") -> None:
+        """Errors: TrainingError, on all ranks, if no step after `first` moved a weight.
+
+        so   what follows from that, for the message
+        """
+        if last > first and not self.any_moved:
+            from shoal.trainer.step.unreadable_samples import cure
+
+            raise TrainingError(
+                f"steps {first + 1} – {last}: all were skipped: {self.last_reason}; {so}; "
+                f"{cure(self.last_reason)}"
+            )
+
+
+class Spikes:
+    """The last steps of one run, and what is out of their order.
+
+    mode   tell, skip, rewind, off · skips  whether the update is not made
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.skips = mode, mode in ("skip", "rewind")
+        self.known = {name: _Window() for name in FLOORS}
+
+    def judge(self, loss: float, norm: float) -> str:
+        """Why a step leaps out, in words; "" for one that does not, which is known from then on."""
+        if self.mode == "off":
+            return ""
+        values = dict(zip(FLOORS, (loss, norm), strict=True))
+        found = [text for name, value in values.items() if (text := self._leap(name, value))]
+        if not (found and self.skips):
+            for name, value in values.items():
+                self.known[name].add(value)
+        return ", ".join(found)
+
+    def state(self) -> dict[str, Any]:
+        """What decides, as JSON; {} where nothing depends on it."""
+        if not self.skips:
+            return {}
+        return {"spikes": {name: list(window.values) for name, window in self.known.items()}}
+
+    def load(self, record: dict[str, Any]) -> None:
+        """Go on from a checkpoint's record."""
+        for name in FLOORS:
+            self.known[name] = _Window(map(float, record.get("spikes", {}).get(name, ())))
+
+    def _leap(self, name: str, value: float) -> str:
+        known = self.known[name].values
+        if not known:
+            return ""
+        middle = self.known[name].median()
+        if len(known) < LEAST:
+            if not 0 < SOONER * middle < value:
+                return ""
+            return f"{name} {value:.4g} is {value / middle:.0f} times {middle:.4g}, the usual one"
+        if value <= middle + DEVIATIONS * FLOORS[name] * abs(middle):
+            return ""  # no deviation is smaller
+        middle, deviation = spread(known, FLOORS[name])
+        if not deviation or not value > middle + DEVIATIONS * deviation:
+            return ""
+        far = min((value - middle) / deviation, 1e9)
+        return (
+            f"{name} {value:.4g} is {far:.0f} deviations above {middle:.4g}, the median of the "
+            f"last {len(known)} steps"
+        )
+
+
+class _Window:
+    """The last values of a series, and the same in order.
+
+    >>> window = _Window([3.0, 1.0, 2.0])
+    >>> window.add(10.0)
+    >>> window.median(), list(window.values)
+    (2.5, [3.0, 1.0, 2.0, 10.0])
+    """
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self.values = deque[float](maxlen=WINDOW)
+        self._ordered: list[float] = []
+        for value in values:
+            self.add(value)
+
+    def add(self, value: float) -> None:
+        """Append a finite value; the oldest one goes."""
+        if len(self.values) == WINDOW:
+            del self._ordered[bisect_left(self._ordered, self.values[0])]
+        self.values.append(value)
+        insort(self._ordered, value)
+
+    def median(self) -> float:
+        """Return the middle one, or the mean of the middle two."""
+        half = len(self._ordered) // 2
+        if len(self._ordered) % 2:
+            return self._ordered[half]
+        return (self._ordered[half - 1] + self._ordered[half]) / 2
+
+
+def spread(values: Collection[float], floor: float) -> tuple[float, float]:
+    """(median, robust standard deviation, at least `floor` of the median's size).
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 1000.0], 0.0)
+    (3.0, 1.4826)
+    """
+    middle = median(values)
+    distance = ROBUST * median(abs(one - middle) for one in values)
+    return middle, max(distance, floor * abs(middle)) if math.isfinite(middle) else 0.0

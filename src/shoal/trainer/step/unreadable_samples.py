@@ -1,0 +1,128 @@
+"""What a step was made without, told on all ranks: its update, or samples that no try could read.
+
+Loaded where there is something to tell, up to the numbers at which a run stops
+(`skipped_steps.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from shoal.base.errors import ClusterError, TrainingError
+from shoal.base.runlog.events import Emit
+from shoal.data.loading.step_samples import StepBatch
+from shoal.fabric import World
+from shoal.trainer.step.optimizer_step import NO_TARGET
+
+NAMED = 8
+"""Ranks that a line names."""
+
+
+class Counts(Protocol):
+    """What a run counts (`Skips`), and the numbers at which it stops."""
+
+    limit: int
+    unreadable: int
+    in_a_row: int
+    lost: int
+    last_reason: str
+
+
+def lose(skips: Counts, step: int, count: int, batch: object, world: World, emit: Emit) -> None:
+    """Some ranks could not read `count` samples of a step; every rank calls it.
+
+    Errors: ClusterError, on all ranks, once they are more than a run may leave out
+    """
+    mine = batch.left_out if isinstance(batch, StepBatch) else ()
+    told = world.gather_json([[one.sample, one.epoch, one.position, one.error] for one in mine])
+    skips.lost += count
+    losses = [(rank, *one) for rank, own in enumerate(told) for one in own]
+    if world.keeps:
+        for rank, sample, epoch, position, error in losses:
+            found = {"sample": sample, "epoch": epoch, "position": position, "error": error}
+            emit("sample_left_out", step=step, rank=rank, **found)
+    if skips.lost > skips.unreadable:
+        rank, sample, epoch, position, error = losses[-1]
+        raise ClusterError(
+            f"data.source: sample {sample} (epoch {epoch}, position {position}) on rank {rank}: "
+            f"{error}; {skips.lost} samples of this run could not be read, data.unreadable = "
+            f"{skips.unreadable} may be left out"
+        )
+
+
+def skip(
+    skips: Counts,
+    step: int,
+    reason: str,
+    broken: list[int],
+    batch: Any,
+    world: World,
+    emit: Emit,
+    *,
+    spike: bool = False,
+) -> None:
+    """A step moved no weight; every rank calls this with its own `batch`, the rest is the same.
+
+    broken   ranks whose numbers are not finite, or whose samples are to be named
+    spike    they are finite, and leap out
+    Errors   TrainingError, on all ranks, at the limit of such steps in a row
+    """
+    skips.in_a_row, skips.last_reason = skips.in_a_row + 1, reason
+    culprits = [m for m in world.gather_json(_share(batch, world)) if m["rank"] in broken]
+    if world.keeps:
+        emit(
+            "step_skipped",
+            step=step,
+            reason=reason,
+            ranks=broken,
+            culprits=culprits,
+            in_a_row=skips.in_a_row,
+        )
+    if skips.in_a_row >= skips.limit:
+        where = "all ranks"
+        if culprits and not spike:
+            where = ranks_text([m["rank"] for m in culprits])
+        raise TrainingError(
+            f"step {step}: {reason} on {where}, {skips.in_a_row} steps in a row "
+            f"(train.skip_limit); the weights are those of step {step - skips.in_a_row}; "
+            f"{cure(reason)}"
+        )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name some ranks, the first of them where they are many.
+
+    >>> ranks_text([3]), ranks_text([0, 1])
+    ('rank 3', 'ranks 0 and 1')
+    >>> ranks_text(range(4096))
+    'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4088 more'
+    """
+    named = [str(rank) for rank in ranks[:NAMED]]
+    if len(ranks) > NAMED:
+        named.append(f"{len(ranks) - NAMED} more")
+    *first, last = named
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def tell_spike(step: int, spike: str, batch: Any, world: World, emit: Emit) -> None:
+    """A step leapt out, and its update was made; every rank calls it."""
+    told = world.gather_json(_share(batch, world))
+    if world.keeps:
+        emit("spike", step=step, reason=spike, culprits=told)
+
+
+def _share(batch: Any, world: World) -> dict[str, Any]:
+    """What this rank had of a step."""
+    mine: dict[str, Any] = {"rank": world.rank, "micro_batches": [], "samples": []}
+    if isinstance(batch, StepBatch):
+        mine["micro_batches"] = [m.index for m in batch.micro_batches]
+        mine["samples"] = batch.sample_ids
+    return mine
+
+
+def cure(reason: str) -> str:
+    """What to do about steps that are skipped for a reason."""
+    if reason == NO_TARGET:
+        return "look at the data, where every target is ignored, or at the count that a loss gives"
+    return "look at these samples, lower optimizer.lr, or set optimizer.clip"

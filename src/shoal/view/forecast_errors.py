@@ -1,0 +1,64 @@
+"""Predicted beside measured, for the rows of a comparison: step time, memory, bytes sent.
+
+Memory is what torch's allocator held on the fullest rank (states and the peak of a step beyond
+them); bytes are one rank's in one step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.base.text.units import bytes_text, seconds_text
+
+Record = dict[str, Any]
+Text = Callable[[float], str]
+
+
+def misses(row: Record) -> dict[str, tuple[float, float]]:
+    """What was foreseen of a row and what was measured: name → (predicted, measured).
+
+    Only what is known on both sides, and is not nothing.
+
+    >>> misses({"predicted": {"step_s": 0.9}, "step_s": [1.0, 1.0], "memory": [{"rest": None}],
+    ...     "sent_bytes": {}})
+    {'step': (0.9, 1.0)}
+    """
+    said = row.get("predicted") or {}
+    if not row.get("step_s"):
+        return {}
+    ranks = [rank for rank in row["memory"] if rank.get("rest") is not None]
+    pairs = {
+        "step": (said.get("step_s"), statistics.median(row["step_s"])),
+        "memory": (
+            said.get("allocated_bytes"),
+            max((sum(rank.values()) for rank in ranks), default=0),
+        ),
+        "sent": (said.get("sent_bytes"), sum(row["sent_bytes"].values())),
+    }
+    return {name: (one, other) for name, (one, other) in pairs.items() if one and other}
+
+
+def foreseen_lines(rows: Sequence[Record]) -> list[tuple[str, str]]:
+    """A table of at most 80 columns; nothing where no row was foreseen."""
+    known = [(row, found) for row in rows if (found := misses(row))]
+    if not known:
+        return []
+    head = f"{'predicted / measured':<20}{'step time':>22}{'memory':>19}{'sent':>19}"
+    lines = [(head, "bold")]
+    for row, found in known:
+        name = f"{row['layout']} {row['parts']}"
+        cells = [
+            _cell(found.get("step"), seconds_text, 22),
+            _cell(found.get("memory"), bytes_text, 19),
+            _cell(found.get("sent"), bytes_text, 19),
+        ]
+        lines.append((f"{name:<20}{''.join(cells)}".rstrip(), ""))
+    return lines
+
+
+def _cell(pair: tuple[float, float] | None, text: Text, width: int) -> str:
+    if pair is None:
+        return " " * width
+    return f"{text(pair[0])} {pair[0] / pair[1] - 1:+.0%}".rjust(width)

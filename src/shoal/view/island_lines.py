@@ -1,0 +1,219 @@
+"""What islands did, from a run's events: merged, refused, waited, sent; beside what was foreseen.
+
+Every round ends with an event on each island, `round_committed` or `round_discarded`:
+
+    round          from 0 · steps  inner steps that this island took
+    seconds        of the round, of which compute_s in inner steps and exposed_s in waiting for
+                   others · exchange_s  of its fragments, from the message to the vote, summed up
+    sent_bytes     coded, by all processes of this island · tokens  that it learnt from
+    refused        island → why its change did not count
+    spread         how far apart the weights are that merged, of their norm, just before; only of
+                   methods that leave them apart
+
+so that sums over rounds are sums over time. Predictions are named as in
+`planner.islands.IslandsCost`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.base.text.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from shoal.forecast.time.island_costs import IslandsCost
+
+Record = dict[str, Any]
+WIDTH = 80
+NAME_WIDTH, CELL_WIDTH = 30, 14
+DISCARDED = "round_discarded"
+_SUMMED = ("steps", "seconds", "compute_s", "exposed_s", "exchange_s", "sent_bytes", "tokens")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a run's rounds add up to; of committed ones, but for `discarded`.
+
+    refused   island → how many of its changes did not count · spread  the newest that was told
+    steps … tokens   summed over rounds · peak_bytes_per_s  mean rate of the fastest exchange
+    """
+
+    rounds: int
+    discarded: int
+    refused: dict[str, int]
+    steps: float
+    seconds: float
+    compute_s: float
+    exposed_s: float
+    exchange_s: float
+    sent_bytes: float
+    tokens: float
+    peak_bytes_per_s: float
+    spread: float | None = None
+
+    def figures(self) -> dict[str, float]:
+        """The measured counterparts of a prediction; those that are not known are left out."""
+        found = {
+            "utilisation": _share(self.compute_s, self.seconds),
+            "round_s": _share(self.seconds, self.rounds),
+            "waited_s": _share(self.seconds - self.compute_s, self.rounds),
+            "exposed_s": _share(self.exposed_s, self.rounds),
+            "exchange_s": _share(self.exchange_s, self.rounds),
+            "bytes_per_token": _share(self.sent_bytes, self.tokens),
+            "mean_bytes_per_s": _share(self.sent_bytes, self.seconds),
+            "peak_bytes_per_s": self.peak_bytes_per_s or math.nan,
+        }
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def merged(events: Iterable[Record]) -> Merged | None:
+    """The rounds of one island; None if none has ended.
+
+    >>> one = {"event": "round_committed", "round": 0, "seconds": 10.0, "compute_s": 9.0,
+    ...     "exchange_s": 2.0, "sent_bytes": 100, "tokens": 50, "refused": {}}
+    >>> found = merged([one, {**one, "round": 1}])
+    >>> found.rounds, found.figures()["utilisation"], found.figures()["bytes_per_token"]
+    (2, 0.9, 2.0)
+    """
+    ended = [event for event in events if event.get("event") in ("round_committed", DISCARDED)]
+    if not ended:
+        return None
+    rounds = [event for event in ended if event.get("event") != DISCARDED]
+    refused = Counter(island for event in ended for island in _refused(event))
+    rates = [
+        _number(event, "sent_bytes") / seconds
+        for event in rounds
+        if (seconds := _number(event, "exchange_s")) > 0
+    ]
+    sums = {key: sum(_number(event, key) for event in rounds) for key in _SUMMED}
+    return Merged(
+        rounds=len(rounds),
+        discarded=len(ended) - len(rounds),
+        refused=dict(sorted(refused.items())),
+        peak_bytes_per_s=max(rates, default=0.0),
+        spread=next((_number(e, "spread") for e in reversed(rounds) if "spread" in e), None),
+        **sums,
+    )
+
+
+def islands_row(events: Sequence[Record], predicted: Mapping[str, Any] | None = None) -> str:
+    """One line for the summary at a run's end; "" for a run without rounds.
+
+    >>> one = {"event": "round_committed", "round": 0, "seconds": 10.0, "compute_s": 9.0,
+    ...     "exchange_s": 2.0, "sent_bytes": 1e6, "tokens": 5000}
+    >>> islands_row([one], {"utilisation": 0.95})
+    '1 round, 90.0% used (foreseen 95.0%), 200 B per token and island'
+    """
+    found = merged(events)
+    if found is None:
+        return ""
+    figures, said = found.figures(), _plain(predicted)
+    parts = [f"{found.rounds} round{'s' if found.rounds != 1 else ''}"]
+    if found.discarded:
+        parts.append(f"{found.discarded} discarded")
+    if "utilisation" in figures:
+        beside = f" (foreseen {said['utilisation']:.1%})" if "utilisation" in said else ""
+        parts.append(f"{figures['utilisation']:.1%} used{beside}")
+    if "bytes_per_token" in figures:
+        parts.append(f"{bytes_text(figures['bytes_per_token'])} per token and island")
+    if found.spread is not None:
+        parts.append(f"weights {found.spread:.2%} apart")
+    return ", ".join(parts)
+
+
+def islands_lines(
+    events: Sequence[Record], predicted: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The table of a run's islands, at most 80 columns; [] for a run without rounds.
+
+    predicted   figures of `planner.islands.IslandsCost` by name, its utilisation too; or None
+    """
+    found = merged(events)
+    if found is None:
+        return []
+    figures, said = found.figures(), _plain(predicted)
+    lines = [
+        f"{'islands':<{NAME_WIDTH}}{'predicted':>{CELL_WIDTH}}{'measured':>{CELL_WIDTH}}",
+        _line("rounds committed", "", f"{found.rounds}"),
+        _line("rounds discarded", "", f"{found.discarded}"),
+        _line("changes refused", "", f"{sum(found.refused.values())}", _whose(found)),
+    ]
+    if found.spread is not None:
+        lines.append(_line("weights apart, last merge", "", f"{found.spread:.2%}"))
+    for name, label, text in _FIGURES:
+        one, other = said.get(name), figures.get(name)
+        if one is None and other is None:
+            continue
+        left, right = ("" if value is None else text(value) for value in (one, other))
+        apart = f"{other / one - 1:+.0%}" if one and other is not None else ""
+        lines.append(_line(label, left, right, apart))
+    return lines
+
+
+def link_lines(costs: Sequence[tuple[float, IslandsCost]]) -> list[str]:
+    """Format what is predicted of islands on each of several links: a table, a head and lines.
+
+    costs   (bytes/s of an island's link, predicted cost of a round on it) of every line
+    Gives   its lines, at most 80 columns wide
+    """
+    lines = [
+        f"{'on a link of':<16}{'utilisation':>12}{'a round':>14}{'waited':>14}{'mean rate':>16}"
+    ]
+    for bytes_per_s, cost in costs:
+        mean = f"{cost.mean_bytes_per_s * 8e-6:.1f} Mbit/s"
+        lines.append(
+            f"  {f'{bytes_per_s * 8e-6:g} Mbit/s':<14}{cost.utilisation:>12.1%}"
+            f"{seconds_text(cost.round_s):>14}{seconds_text(cost.waited_s):>14}{mean:>16}"
+        )
+    return lines
+
+
+_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("utilisation", "utilisation", lambda share: f"{share:.1%}"),
+    ("round_s", "a round", seconds_text),
+    ("waited_s", "of it not in inner steps", seconds_text),
+    ("exposed_s", "of it waiting for others", seconds_text),
+    ("exchange_s", "its exchanges", seconds_text),
+    ("bytes_per_token", "sent per token and island", bytes_text),
+    ("mean_bytes_per_s", "mean rate, Mbit/s", lambda rate: f"{rate * 8e-6:.1f}"),
+    ("peak_bytes_per_s", "peak rate, Mbit/s", lambda rate: f"{rate * 8e-6:.1f}"),
+)
+"""Name of a figure, how it is called, how it is written."""
+
+
+def _refused(event: Record) -> list[str]:
+    refused = event.get("refused")
+    return [str(island) for island in refused] if isinstance(refused, dict | list) else []
+
+
+def _whose(found: Merged) -> str:
+    times = [f"{island}" + (f" ×{n}" if n > 1 else "") for island, n in found.refused.items()]
+    return f"island {', '.join(times)}" if times else ""
+
+
+def _line(label: str, one: str, other: str, after: str = "") -> str:
+    line = f"  {label:<{NAME_WIDTH - 2}}{one:>{CELL_WIDTH}}{other:>{CELL_WIDTH}}  {after}".rstrip()
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
+
+
+def _number(event: Record, key: str) -> float:
+    value = event.get(key)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else 0.0  # type: ignore[arg-type]
+
+
+def _plain(predicted: Mapping[str, Any] | None) -> dict[str, float]:
+    """What can be shown of a prediction."""
+    return {
+        name: float(value)
+        for name, value in (predicted or {}).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

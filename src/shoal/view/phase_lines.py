@@ -1,0 +1,190 @@
+"""What a run is busy with now, in words: `validation 120/299 · 23 s`, or as `key=value`.
+
+Reads `phase.json` of a run folder, which the first worker keeps up to date. An older file than the
+newest start is a worker's that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from shoal.base.runlog.damaged_lines import is_number, read_object
+from shoal.view.progress import coarse_text
+from shoal.wire.phases import FILE_NAME, Phase, listen
+
+WAIT_S = 2.0
+"""So long nobody wonders what is going on."""
+
+LONGEST_SILENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What is going on, outermost first; `now_s` is the wall clock when it was read."""
+
+    phases: tuple[Phase, ...]
+    now_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the innermost has lasted."""
+        return max(0.0, self.now_s - self.phases[-1].began_s) if self.phases else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """How long it will still take at its pace so far; None where that says nothing yet."""
+        if not self.phases or self.seconds < WAIT_S:
+            return None
+        inner = self.phases[-1]
+        if not 0 < inner.done <= inner.of:
+            return None
+        return self.seconds / inner.done * (inner.of - inner.done)
+
+    def names(self) -> str:
+        """The phases with their progress.
+
+        >>> Doing((Phase("proof", of=2, done=1), Phase("build")), 0.0).names()
+        'proof 1/2: build'
+        """
+        return ": ".join(f"{one.name}{_progress(one)}" for one in self.phases)
+
+    def words(self) -> list[str]:
+        """As pieces of one line, the most telling first.
+
+        >>> Doing((Phase("validation", of=299, done=120, began_s=100.0),), 112.0).words()
+        ['validation 120/299', '12 s', '18 s left']
+        """
+        left_s = self.left_s
+        more = [] if left_s is None else [f"{coarse_text(left_s)} left"]
+        return [self.names(), coarse_text(self.seconds), *more]
+
+    def text(self) -> str:
+        """As one line.
+
+        >>> Doing((Phase("first step", began_s=100.0),), 109.4).text()
+        'first step · 9 s'
+        """
+        return " · ".join(self.words())
+
+    def key_values(self) -> str:
+        """For a pipe, values without blanks.
+
+        >>> Doing((Phase("first step", of=8, done=2, began_s=100.0),), 109.4).key_values()
+        'phase=first-step done=2/8 seconds=9 left=28s'
+        """
+        name = "/".join(one.name.replace(" ", "-") for one in self.phases)
+        inner, left_s = self.phases[-1], self.left_s
+        done = f" done={_progress(inner).strip()}" if _progress(inner) else ""
+        left = "" if left_s is None else f" left={coarse_text(left_s).replace(' ', '')}"
+        return f"phase={name}{done} seconds={self.seconds:.0f}{left}"
+
+
+def _progress(one: Phase) -> str:
+    if one.of:
+        return f" {min(one.done, one.of)}/{one.of}"
+    return f" {one.done}" if one.done else ""
+
+
+def read_doing(folder: Path, since_s: float = 0.0) -> Doing:
+    """Read what `folder/phase.json` says is going on in a run.
+
+    since_s   seconds since 1970: an older file counts as missing
+    Gives     no phases where it is missing, torn or too old
+    """
+    record = read_object(folder / FILE_NAME)
+    rows, told_s = record.get("phases"), record.get("time_s")
+    if not isinstance(rows, list) or not is_number(told_s) or told_s < since_s:
+        return Doing((), time.time())
+    return Doing(tuple(one for row in rows if (one := _phase(row)) is not None), time.time())
+
+
+def _phase(row: Any) -> Phase | None:
+    try:
+        return Phase(str(row["name"]), int(row["of"]), int(row["done"]), float(row["began_s"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+class Silence:
+    """When a pipe should hear of a wait: after two seconds of silence, then ever less often."""
+
+    def __init__(self) -> None:
+        self.spoken_s, self.pause_s, self.told = time.monotonic(), WAIT_S, ""
+
+    def broken(self) -> None:
+        """Something else was said."""
+        self.spoken_s, self.pause_s = time.monotonic(), WAIT_S
+
+    def line(self, doing: Doing) -> str:
+        """The line to write now; empty while it is not time."""
+        now_s = time.monotonic()
+        if not doing.phases:
+            return ""
+        name = "/".join(one.name for one in doing.phases)
+        if name != self.told and doing.seconds >= WAIT_S:
+            self.pause_s = WAIT_S  # another wait
+        if now_s - self.spoken_s < self.pause_s or doing.seconds < WAIT_S:
+            return ""
+        self.told, self.spoken_s = name, now_s
+        self.pause_s = min(2 * self.pause_s, LONGEST_SILENCE_S)
+        return doing.key_values()
+
+
+class PhaseLine:
+    """Display of what is going on, in one line; call `hear` or `show` often, then `finish`.
+
+    On a terminal the line is redrawn in place; elsewhere a `key=value` line is written after 2 s of
+    one phase, then ever more rarely. `hear` takes phases of this process (a listener of
+    `base.phases`); `show(read_doing(folder))` draws those of a run folder.
+
+    title   stands before them on a terminal
+    """
+
+    def __init__(self, stream: TextIO, title: str = "") -> None:
+        self.stream, self.title = stream, title
+        self.silence, self.drawn, self.drawn_s = Silence(), False, 0.0
+
+    def hear(self, phases: list[Phase]) -> None:
+        """A listener of `base.phases`."""
+        self.show(Doing(tuple(phases), time.time()))
+
+    def show(self, doing: Doing) -> None:
+        """Draw what is going on; cheap, call it often."""
+        if not self.stream.isatty():
+            if line := self.silence.line(doing):
+                self._write(f"{line}\n")
+            return
+        now_s = time.monotonic()
+        if doing.phases and now_s - self.drawn_s >= 0.1:
+            self._write(f"\r{self.title}{doing.text()}\x1b[K")
+            self.drawn, self.drawn_s = True, now_s
+
+    def finish(self) -> None:
+        """Clear the line."""
+        if self.drawn:
+            self._write("\r\x1b[K")
+            self.drawn = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            return  # a closed pipe ends the drawing, not the work
+
+
+@contextlib.contextmanager
+def shown_waits(stream: TextIO) -> Iterator[None]:
+    """Draw this thread's phases into a stream until the `with` block ends, and clear the line."""
+    line = PhaseLine(stream)
+    listen(line.hear)
+    try:
+        yield
+    finally:
+        listen(None)
+        line.finish()

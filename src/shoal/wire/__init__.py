@@ -1,0 +1,1 @@
+"""Connections between processes: authenticated streams, watch pages, stack dumps. No torch."""

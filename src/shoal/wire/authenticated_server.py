@@ -1,0 +1,194 @@
+"""The server's side of connections that only holders of a token have: who asks is answered.
+
+The client's side, and what both say: authenticated_stream.py.
+
+Of a stranger 64 bytes are read, within HELLO_S; of more than STRANGERS at a time the eldest goes.
+What a known peer may send at once has a limit too (MOST_BYTES).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shoal.wire import authenticated_stream
+from shoal.wire.authenticated_stream import (
+    HEAD,
+    HELLO,
+    MAC,
+    MOST_BYTES,
+    NONCE,
+    READ_BYTES,
+    REFUSED,
+    Line,
+    lines,
+    mac,
+)
+
+STRANGERS = 128
+
+_log = logging.getLogger("shoal")
+
+
+class Peer:
+    """A connection at the server, of a stranger until `known`."""
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.connection, self.address = connection, address
+        self.since_s = time.monotonic()
+        self.nonce = os.urandom(NONCE)
+        self.known = False
+        self.hears: Line | None = None
+        self.says: Line | None = None
+        self.came, self.goes = bytearray(), bytearray(HELLO + self.nonce)
+
+
+class SealedServer:
+    """Answers those who know the token: `serve` often, or in a thread.
+
+    What a request means says a subclass (`do`), by `answer`.
+    listener   bound to the private address, and listening; it is taken over
+    tell       is given one line, once, of the first stranger who was refused; None: it is logged
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: bytes,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self._listener, self._token = listener, token
+        self._tell = tell or (lambda line: _log.warning("shoal: %s", line))
+        self._told = False
+        self.peers: dict[Peer, None] = {}  # in the order of their coming
+        self._wakes = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._wakes.register(listener, selectors.EVENT_READ)
+
+    def do(self, peer: Peer, request: Any) -> None:
+        """Do what a known peer asks for. Errors: ValueError, KeyError, TypeError: it goes."""
+        raise NotImplementedError
+
+    def left(self, peer: Peer) -> None:
+        """Hear that a peer has gone, or was dropped."""
+
+    def serve(self, wait_s: float | None = None) -> None:
+        """Serve who wants something, once somebody does, or after `wait_s`."""
+        strangers = [peer for peer in self.peers if not peer.known]
+        if strangers:
+            wait_s = (
+                authenticated_stream.HELLO_S
+                if wait_s is None
+                else min(wait_s, authenticated_stream.HELLO_S)
+            )
+        for key, events in self._wakes.select(wait_s):
+            peer = key.data
+            if peer is None:
+                self._accept()
+            elif peer in self.peers:
+                self._serve(peer, events)
+        late_s = time.monotonic() - authenticated_stream.HELLO_S
+        strangers = [peer for peer in self.peers if not peer.known]
+        many = max(0, len(strangers) - STRANGERS)
+        for place, peer in enumerate(strangers):
+            if place < many or peer.since_s < late_s:
+                self._drop(peer, "said nothing that counts")
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it went away again; or files have run out for now
+            connection, address = self._listener.accept()
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer = Peer(connection, str(address[0]))
+            self.peers[peer] = None
+            self._wakes.register(connection, selectors.EVENT_READ, peer)
+            self._send(peer)
+
+    def _drop(self, peer: Peer, why: str = "") -> None:
+        if why and not self._told:
+            self._told = True
+            self._tell(
+                f"somebody at {peer.address} was refused at the store of this run: {why}; "
+                "further ones are not told"
+            )
+        self.peers.pop(peer, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self._wakes.unregister(peer.connection)
+        peer.connection.close()
+        self.left(peer)
+
+    def _serve(self, peer: Peer, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._send(peer)
+            if events & selectors.EVENT_READ:
+                read = peer.connection.recv(READ_BYTES if peer.known else NONCE + 32)
+                if not read:
+                    raise ConnectionError("")
+                peer.came += read
+                self._hear(peer)
+        except BlockingIOError:
+            return
+        except OSError as failure:
+            self._drop(peer, str(failure) if peer.known else "")
+        except (ValueError, LookupError, TypeError, RecursionError) as failure:
+            self._drop(peer, f"no request: {failure}")
+
+    def _send(self, peer: Peer) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while peer.goes:
+                del peer.goes[: peer.connection.send(peer.goes)]
+        if peer in self.peers:
+            wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.goes else 0)
+            self._wakes.modify(peer.connection, wants, peer)
+
+    def _hear(self, peer: Peer) -> None:
+        if not peer.known and not self._greet(peer):
+            return
+        for request in self._frames(peer):
+            self.do(peer, request)
+
+    def _greet(self, peer: Peer) -> bool:
+        """Whether a peer has proven that it knows the token."""
+        if len(peer.came) < NONCE + 32:
+            return False
+        nonce, said = bytes(peer.came[:NONCE]), bytes(peer.came[NONCE : NONCE + 32])
+        del peer.came[: NONCE + 32]
+        if not hmac.compare_digest(said, mac(self._token, b"client", peer.nonce, nonce)):
+            with contextlib.suppress(OSError):
+                peer.connection.send(REFUSED)
+            self._drop(peer, "it does not know the token")
+            return False
+        peer.known = True
+        peer.hears, peer.says = lines(self._token, peer.nonce, nonce)
+        peer.goes += mac(self._token, b"server", nonce, peer.nonce)
+        self._send(peer)
+        return True
+
+    def _frames(self, peer: Peer) -> Iterator[Any]:
+        while peer.hears is not None and len(peer.came) >= HEAD.size + MAC:
+            (length,) = HEAD.unpack_from(peer.came)
+            if length > MOST_BYTES:
+                raise ConnectionError(f"a frame of {length} bytes")
+            begins = HEAD.size + MAC
+            if len(peer.came) < begins + length:
+                return
+            proof, text = bytes(peer.came[HEAD.size : begins]), bytes(peer.came[begins:][:length])
+            del peer.came[: begins + length]
+            yield peer.hears.open(proof, text)
+
+    def answer(self, peer: Peer, message: Any) -> None:
+        """Answer a peer's request; each is answered once, in their order."""
+        if peer.says is not None:
+            peer.goes += peer.says.seal(message)
+            try:
+                self._send(peer)
+            except OSError:
+                self._drop(peer)

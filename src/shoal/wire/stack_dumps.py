@@ -1,0 +1,144 @@
+"""A thread in every rank that tells where all threads are, when the rank's page asks for it.
+
+No signal is sent for it: that would interrupt a user's C call. The thread looks five times a second
+whether it was asked (`watch_page.py`); a process whose C code keeps Python's lock does not answer,
+and by that it is known. It also ends the process where the watch has found that ranks wait for each
+other for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import Any
+
+from shoal.base.standard_streams import flush_streams
+from shoal.base.text.user_frames import OWN_FOLDER, place_in
+from shoal.wire.watch_page import Page, tell_page
+
+LOOK_S = 0.2
+NAME = "shoal-stacks"
+_WRAPPERS = ("wrapper", "__call__", "inner")
+
+
+def be_watched() -> None:
+    """Say in the page that the launcher made for this process, if it did, what it is doing."""
+    if page := Page.open():
+        tell_page(page)
+        answer_for_stacks(page)
+
+
+_OF_RUNS = tuple(f"{OWN_FOLDER}/{room}/" for room in ("trainer", "data", "checkpoint"))
+
+
+def answer_for_stacks(page: Page) -> None:
+    """Start the thread; it ends with the process."""
+    main = threading.main_thread().ident or 0
+    threading.Thread(target=_answer, args=(page, main), name=NAME, daemon=True).start()
+
+
+def _answer(page: Page, main: int) -> None:
+    answered = page.asked
+    while not page.is_left:
+        time.sleep(LOOK_S)
+        if (order := page.exit_order) is not None:
+            _end(page, *order)
+        if (asked := page.asked) != answered:
+            page.answer(asked, {**page.told, **stacks(main)})
+            answered = asked
+
+
+def _end(page: Page, status: int, at_s: float) -> None:
+    """End this process, whose main thread stands in a collective for ever.
+
+    All ranks end together: one that loses its peer first would print how a collective of it failed.
+    """
+    sys.excepthook = lambda *_: time.sleep(5.0)  # it has lost a peer, and this thread goes on
+    time.sleep(max(0.0, at_s - time.monotonic()))
+    page.leave()
+    flush_streams()
+    os._exit(status)
+
+
+def stacks(main: int) -> dict[str, Any]:
+    """Where this process's threads are.
+
+    main    the thread that trains
+    Gives   of it: `place`, the user's line; `collective`, in which it waits, and whether the user
+            called it (`by_user`); whether Shoal's own code was called last (`own`); `compiling`;
+            `between`: whether it is in no call of a run or of its loader.
+            `stacks` is text, the training thread first
+    """
+    frames = sys._current_frames()
+    names = {one.ident: one.name for one in threading.enumerate()}
+    order = [main, *(one for one in frames if one != main)]
+    text = [
+        f"thread {names.get(one, one)}:\n{''.join(traceback.format_stack(frames[one]))}"
+        for one in order
+        if one in frames and names.get(one) != NAME
+    ]
+    frame = frames.get(main)
+    collective, by_user = collective_of(frame)
+    told = {
+        "place": place_in(frame),
+        "collective": collective,
+        "by_user": by_user,
+        "own": runs_own_code(frame),
+        "between": not in_a_call(frame),
+        "compiling": _compiles(frame),
+        "stacks": "\n".join(text),
+    }
+    del frames, frame
+    return told
+
+
+def collective_of(frame: FrameType | None) -> tuple[str, bool]:
+    """Find the collective in which a thread stands, by its innermost frames; "" for none.
+
+    The second value: whether a user's line called it.
+    """
+    found, inside = "", False
+    while frame is not None and frame.f_code.co_filename.endswith("/torch/_ops.py"):
+        frame = frame.f_back
+    while frame is not None and _talks(frame):
+        if frame.f_code.co_name not in _WRAPPERS:
+            found = frame.f_code.co_name
+        frame, inside = frame.f_back, True
+    if not inside:
+        return "", False
+    file = frame.f_code.co_filename if frame is not None else OWN_FOLDER
+    return found or "a collective", "/torch/" not in file and not file.startswith(OWN_FOLDER)
+
+
+def runs_own_code(frame: FrameType | None) -> bool:
+    """Tell whether a thread's innermost frame, torch's aside, is Shoal's: no user's code runs."""
+    while frame is not None and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(f"{OWN_FOLDER}/")
+
+
+def in_a_call(frame: FrameType | None) -> bool:
+    """Tell whether a thread is in a call of a run or its loader, or in what that has called."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_OF_RUNS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _talks(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(f"{OWN_FOLDER}/fabric/") or "/torch/distributed/" in file
+
+
+def _compiles(frame: FrameType | None) -> bool:
+    # Compiled code itself runs below other frames of this room.
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and "/torch/_dynamo/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

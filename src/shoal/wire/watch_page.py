@@ -1,0 +1,267 @@
+"""A page of memory in which a rank says what it is doing, for somebody who watches it from outside.
+
+A process that is stopped, or whose C code keeps Python's lock, answers nobody; what it wrote before
+can still be read. So the launcher makes one page per rank, in memory that no disk can delay, and
+tells the rank where (`PAGE_VARIABLE`). The rank writes, the launcher reads; it asks for stacks in
+the same page (`stack_dumps.py`). The reading end: `launch/watch/page_reader.py`.
+
+    bytes 0–127      16 words of 8 bytes, native order: `PAGE`, `PID`, …, below
+    bytes 128–1023   the open phases as text: its length in 2 bytes, then UTF-8
+    bytes 1024–      the last answer, JSON: its length in 4 bytes, then UTF-8
+    from `CALLS_AT`  8 slots, each of one step whose collectives are kept by name: the step and the
+                     length in 8 bytes each, then a line per call
+                     (`fabric/collectives/collective_log.py`)
+    from `STEPS_AT`  the last `KEPT` steps, `ROW` each: its number, then seconds by part in which
+                     this rank did not wait for a collective, then those in which it did; negative
+                     where ranks have different work in that part; then the sum of 2ᵖ over the
+                     parts p in which they do in this step, the most memory held by then, in
+                     bytes, and the time, since 1970
+    from `UNITS_AT`  the last `UNITS` collectives of units that are gathered, `UNIT` each: how many
+                     collectives of any kind were enqueued before it, the group's key, its number in
+                     that group, then what it is of as UTF-8, filled up with zeros
+    from `NAMES_AT`  the last `NAMES` calls that all ranks of a run must make, `NAME` each: the
+                     run's key, the call's number, then its name as UTF-8, filled up with zeros
+
+Words are written one by one, each at once; texts may be read half-written, which a reader of a rank
+that stands still never is. What it costs: docs/lab-log.md, "A page per rank".
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.wire import phases
+from shoal.wire.phases import DATA, Phase
+
+PAGE_VARIABLE = "SHOAL_WATCH_PAGE"
+TEXT_AT, ANSWER_AT, CALLS_AT = 128, 1024, 1 << 16
+SLOTS, SLOT_BYTES = 8, 1 << 14
+STEPS_AT, KEPT = CALLS_AT + SLOTS * SLOT_BYTES, 64
+FORMAT = 0x5348_4F41_4C03
+(PAGE, PID, CHANGES, CHANGED_S, STEP, PART, BEGUN, ENDED, LAST_BEGUN, LAST_BYTES, LAST_ENDED,
+ WAITS, ASKED, ANSWERED, INSIDE, EXIT) = range(16)  # fmt: skip
+"""The words: format · process · how often anything changed, when (monotonic, a double) · steps
+done, part of the step under way · collectives enqueued and completed, ever · kind and bytes of the
+last one enqueued, kind of the last one completed · waits that are open · requests for stacks, and
+those answered · 1 + the slot of a call that all ranks must make, while it is inside of it, else 0 ·
+1 + the status with which the watch wants the process to end, and from bit 8 on when (monotonic, in
+milliseconds), else 0."""
+
+PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hooks", "backward")
+"""Parts of a step, as phases.py numbers them."""
+WAIT = len(PARTS)
+ROW = struct.Struct(f"=q{WAIT + 4}d")
+UNITS, UNIT_TEXT = 64, 104
+UNIT = struct.Struct(f"=qqq{UNIT_TEXT}s")
+UNITS_AT = STEPS_AT + KEPT * ROW.size
+NAMES, NAME_TEXT = 64, 48
+NAME = struct.Struct(f"=qq{NAME_TEXT}s")
+NAMES_AT = UNITS_AT + UNITS * UNIT.size
+PAGE_BYTES = NAMES_AT + NAMES * NAME.size
+
+KINDS = (
+    *("", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "send", "receive"),
+    *("all_to_all", "barrier", "another"),
+)
+_NUMBERS = {name: number for number, name in enumerate(KINDS)}
+_ANOTHER = KINDS.index("another")
+
+
+class Page:
+    """The writing end: what one rank says of itself.
+
+    `begun`, `waits`, `waited` are told of collectives, `part` and `stepped` of steps, `hear` of
+    phases (a listener of base.phases). Each takes under a microsecond, `hear` some. A process that
+    is forked from this one writes to nowhere.
+    on_step   called with the number of each step that is done
+    told      what goes with every answer
+    folder    the run whose steps are kept; None: of whichever
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        self._whole = memoryview(memory)
+        self._cast(self._whole)
+        self._words[PAGE], self._words[PID] = FORMAT, os.getpid()
+        self.on_step: Callable[[int], None] = lambda step: None
+        self.told: Mapping[str, Any] = {}
+        self.folder: Path | None = None
+        self._spent_s, self._in, self._busy = [0.0] * (WAIT + 1), 0, False
+        self._own, self._apart = tuple[int, ...](), 0
+        self._units = self._calls = 0
+        os.register_at_fork(after_in_child=self._mute)
+
+    @staticmethod
+    def open(environ: Mapping[str, str] = os.environ) -> Page | None:
+        """The page that the launcher made for this process; None where nobody watches it."""
+        path = environ.get(PAGE_VARIABLE)
+        if not path:
+            return None
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            return Page(mmap.mmap(file, PAGE_BYTES))
+        except (OSError, ValueError):
+            return None
+        finally:
+            os.close(file)
+
+    def begun(self, kind: str, payload_bytes: int = 0) -> None:
+        """A collective was enqueued."""
+        words = self._words
+        words[BEGUN] += 1
+        words[LAST_BEGUN] = _NUMBERS.get(kind, _ANOTHER)
+        words[LAST_BYTES] = payload_bytes
+        self._changed()
+
+    def unit(self, key: int, number: int, text: bytes) -> None:
+        """Collective `number` of units in a group begins; text  of which unit."""
+        at = UNITS_AT + self._units % UNITS * UNIT.size
+        self._units += 1
+        UNIT.pack_into(self._whole, at, self._words[BEGUN], key, number, text)
+
+    def call(self, key: int, number: int, name: bytes) -> None:
+        """Begin call `number` of a run, which every rank must make; key  of the run."""
+        slot = self._calls % NAMES
+        self._calls += 1
+        NAME.pack_into(self._whole, NAMES_AT + slot * NAME.size, key, number, name)
+        self._words[INSIDE] = 1 + slot
+        self._changed()
+
+    def returned(self) -> None:
+        """That call has returned."""
+        self._words[INSIDE] = 0
+
+    def waits(self) -> None:
+        """This rank begins to wait for collectives."""
+        self._words[WAITS] += 1
+        self._changed()
+
+    def waited(self, count: int) -> None:
+        """It has waited for so many."""
+        words = self._words
+        words[WAITS] -= 1
+        words[ENDED] = min(words[BEGUN], words[ENDED] + count)
+        words[LAST_ENDED] = words[LAST_BEGUN]
+        self._changed()
+
+    def part(self, part: int) -> None:
+        """A part of a step begins."""
+        self._words[PART] = part
+        self._changed()
+
+    def stepped(self, step: int, peak_bytes: int = 0, folder: Path | None = None) -> None:
+        """Step number `step` is done, and with it every collective that it began.
+
+        peak_bytes   the most memory that this rank has held · folder  of the run, where it has one
+        """
+        words = self._words
+        words[STEP], words[PART], words[ENDED] = step, DATA, words[BEGUN]
+        self._changed()
+        if self.folder not in (None, folder):
+            return self.on_step(step)
+        at = STEPS_AT + step % KEPT * ROW.size
+        struct.pack_into("=q", self._whole, at, 0)  # nobody reads a half-written one
+        for part in self._own:
+            self._spent_s[part] *= -1
+        told = *self._spent_s, float(self._apart), float(peak_bytes), time.time()
+        struct.pack_into(f"={WAIT + 4}d", self._whole, at + 8, *told)
+        struct.pack_into("=q", self._whole, at, step)
+        self._spent_s, self._apart = [0.0] * (WAIT + 1), 0
+        self.on_step(step)
+
+    def unlike(self, parts: Sequence[int], *, always: bool = False) -> None:
+        """Ranks have different work in these parts of this step, as planned; or of every step."""
+        if always:
+            self._own = tuple(parts)
+            return
+        for part in parts:
+            self._apart |= 1 << part
+
+    def hear(self, phases: Sequence[Phase]) -> None:
+        """The open phases, outermost first."""
+        text = ": ".join(
+            f"{one.name} {one.done}/{one.of}" if one.of else one.name for one in phases
+        )
+        raw = text.encode()[: ANSWER_AT - TEXT_AT - 2]
+        self._whole[TEXT_AT + 2 : TEXT_AT + 2 + len(raw)] = raw
+        struct.pack_into("=H", self._whole, TEXT_AT, len(raw))
+        self._busy = bool(phases)  # no part of a step
+        self._changed()
+
+    @property
+    def asked(self) -> int:
+        """The number of the newest request for stacks."""
+        return self._words[ASKED]
+
+    @property
+    def exit_order(self) -> tuple[int, float] | None:
+        """With which status the watch wants this process to end, and when; None: it does not."""
+        order = self._words[EXIT]
+        return ((order & 255) - 1, (order >> 8) / 1e3) if order else None
+
+    @property
+    def is_left(self) -> bool:
+        """Tell whether the rank has left, so that nobody watches it."""
+        return not self._words[PAGE]
+
+    def answer(self, request: int, told: Mapping[str, Any]) -> None:
+        """Answer a request; what does not fit is cut off the end of `told["stacks"]`."""
+        room = CALLS_AT - ANSWER_AT - 4
+        raw = json.dumps(told).encode()
+        if len(raw) > room:
+            stacks = str(told.get("stacks", ""))[: max(0, room // 8)]
+            raw = json.dumps({**told, "stacks": stacks}).encode()[:room]
+        self._whole[ANSWER_AT + 4 : ANSWER_AT + 4 + len(raw)] = raw
+        struct.pack_into("=I", self._whole, ANSWER_AT, len(raw))
+        self._words[ANSWERED] = request
+
+    def keep_calls(self, slot: int, step: int, lines: bytes) -> None:
+        """Keep the collectives of a step, −`step` while it is under way.
+
+        Of too many the first ones that fit: what ends in a line break goes on.
+        """
+        at, room = CALLS_AT + slot % SLOTS * SLOT_BYTES, SLOT_BYTES - 16
+        if len(lines) > room:
+            lines = lines[: lines.rfind(b"\n", 0, room) + 1] or b"\n"
+        struct.pack_into("=qq", self._whole, at, 0, 0)  # nobody reads a half-written one
+        self._whole[at + 16 : at + 16 + len(lines)] = lines
+        struct.pack_into("=qq", self._whole, at, step, len(lines))
+
+    def leave(self) -> None:
+        """This rank does nothing more that is to be watched."""
+        self._words[PAGE] = 0
+
+    def _changed(self) -> None:
+        words, times, now_s = self._words, self._times, time.monotonic()
+        words[CHANGES] += 1
+        self._spent_s[self._in] += now_s - (times[CHANGED_S] or now_s)
+        times[CHANGED_S] = now_s
+        self._in = 0 if self._busy else WAIT if words[WAITS] > 0 else words[PART]
+
+    def _mute(self) -> None:
+        self._cast(memoryview(bytearray(PAGE_BYTES)))
+
+    def _cast(self, whole: memoryview) -> None:
+        self._whole = whole
+        self._words, self._times = whole[:TEXT_AT].cast("q"), whole[:TEXT_AT].cast("d")
+
+
+def tell_page(page: Page) -> None:
+    """Have a page told of this thread's phases (`listen`), of steps and of collectives."""
+    phases.page = page
+    phases.listen(page.hear)
+
+
+def can_watch() -> bool:
+    """Whether this system has memory that two processes reach by a name in /proc: Linux."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")

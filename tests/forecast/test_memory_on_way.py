@@ -1,0 +1,215 @@
+"""Bytes on their way between data ranks: counted by hand for each layout, gloo and NCCL."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planned_case import case_of
+from torch.distributed import ProcessGroupGloo
+
+from shoal.base.estimates.cluster import Cluster, Device, Link
+from shoal.base.estimates.estimate import Case, ModelFacts, UnitFacts
+from shoal.base.layouts.layout import Layout
+from shoal.forecast.fit.peak_memory import predict_memory
+from shoal.forecast.memory.bytes_in_flight import (
+    BUCKETS_IN_FLIGHT,
+    GLOO_THREADS,
+    arriving_bytes,
+    goes_in_turn,
+    on_way,
+    sharded_in_turn,
+    sharded_on_gloo,
+)
+from shoal.forecast.memory.framework_memory import framework
+from shoal.forecast.memory.model_states import Elements
+from shoal.forecast.memory.transient_memory import loss_bytes, sharded_bytes
+from shoal.parallel.data_parallel import zero
+from shoal.planning.pipeline_stages import cut
+
+MIB = 2**20
+LINK = Link("wire", 1e-6, 1e9)
+CPUS = Cluster(Device("cpu", 1e12, {}, 1e10, kind="cpu"), 1, 8, LINK, LINK)
+GPUS = replace(CPUS, device=replace(CPUS.device, kind="gpu"))
+LAYOUTS = {
+    "ddp": Layout(dp_replicate=2),
+    "zero1": Layout(dp_shard=2, zero=1),
+    "zero2": Layout(dp_shard=2, zero=2),
+    "fsdp": Layout(dp_shard=2, zero=3),
+}
+EMBEDDING = UnitFacts("embedding", parameters=MIB // 4, operations=1)
+BLOCK = UnitFacts("blocks", 4, parameters=MIB, operations=50, saved_split_bytes=8 * MIB)
+LAYER = UnitFacts("body.1", 1, parameters=2 * MIB, plain_parameters=MIB, operations=2)
+
+
+def case(layout: str, units: tuple[UnitFacts, ...] = (EMBEDDING, BLOCK), **rest: Any) -> Case:
+    elements = sum(unit.count * unit.parameters for unit in units)
+    model = ModelFacts("m", units, 0, 4, elements)
+    given: dict[str, Any] = {"compute": "fp32", "loss": "full", "batch": 2, "micro_batch": 1}
+    return case_of(model, LAYOUTS[layout], **{"cluster": CPUS, **given, **rest})
+
+
+def in_mib(found: tuple[float, ...]) -> list[float]:
+    return [size / MIB for size in found]
+
+
+def test_the_planner_knows_how_many_buckets_are_in_flight() -> None:
+    assert BUCKETS_IN_FLIGHT == zero.IN_FLIGHT
+
+
+@pytest.mark.parametrize("mib", [10, 40, 100])
+def test_ddp_sums_in_place(mib: int) -> None:
+    assert not any(on_way(case("ddp"), Elements(mib * MIB / 4, 0.0)))
+
+
+def test_narrow_sums_travel_as_copies_until_the_end() -> None:
+    found = on_way(case("ddp", reduce="bf16"), Elements(40 * MIB / 4, 0.0))
+    assert in_mib(found) == [0.0, 0.0, 25 / 2, 40 / 2, 0.0]
+
+
+def test_zero1_receives_all_on_gloo_and_its_part_on_nccl() -> None:
+    elements = Elements(40 * MIB / 4, 0.0)
+    assert in_mib(on_way(case("zero1"), elements)) == [0.0, 0.0, 25.0, 40.0, 60.0]
+    on_gpus = on_way(case("zero1", cluster=GPUS), elements)
+    assert in_mib(on_gpus) == [0.0, 0.0, 12.5, 20.0, 20.0]
+
+
+def test_stepped_weights_travel_two_buckets_at_a_time_on_gloo() -> None:
+    """Each waits with its own part; gloo copies what its threads are at."""
+    assert ProcessGroupGloo._Options()._threads == GLOO_THREADS
+    elements = Elements(200 * MIB / 4, 0.0)
+    for layout in ("zero1", "zero2"):
+        assert on_way(case(layout), elements).published == (100 + 2 * 25) * MIB
+        assert on_way(case(layout, cluster=GPUS), elements).published == 100 * MIB
+
+
+def test_zero2_holds_buckets_of_earlier_micro_batches() -> None:
+    elements = Elements(10 * MIB / 4, 0.0)
+    one, many = (on_way(case("zero2", batch=batch), elements) for batch in (2, 8))
+    # sent and received, then the own half of the sum beside them
+    assert in_mib(one)[:4] == [0.0, 10.0, 10.0, 25.0]
+    assert in_mib(many)[:4] == [20.0, 30.0, 30.0, 35.0]
+    # of a large model one bucket on its way, one that is full, and half a sum, whatever its size
+    for elements in (1e3 * MIB, 1e5 * MIB):
+        large = on_way(case("zero2", batch=8), Elements(elements, 0.0))
+        assert large.last == large.sent == 3.5 * 25 * MIB
+
+
+def test_zero2_with_late_sums_is_as_zero1() -> None:
+    elements = Elements(40 * MIB / 4, 0.0)
+    assert on_way(case("zero2", defer_sync=True), elements) == on_way(case("zero1"), elements)
+
+
+def test_one_rank_sends_nothing() -> None:
+    alone = case("ddp").but(layout=Layout())
+    assert not any(on_way(alone, Elements(1e6, 0.0)))
+
+
+def test_fsdp_on_gloo_block_by_block() -> None:
+    """Blocks of 4 MiB and an embedding of 1 MiB, which stays gathered."""
+    found = sharded_on_gloo(given := case("fsdp", batch=4), cut(given, 0))
+    assert found.loss == MIB
+    assert found.root == 2.5 * MIB
+    gather, work, send, onward, third, last = found.blocks
+    assert (gather.gathered, gather.sent) == (MIB + 12 * MIB, 0.0)  # parameters, flat, gloo's copy
+    assert (work.gathered, work.works) == (MIB + 8 * MIB, True)
+    assert (send.gathered, send.sent) == (MIB + 4 * MIB, 10 * MIB)  # sent, received, the sum
+    assert (onward.gathered, onward.sent) == (MIB + 12 * MIB, 4 * MIB)
+    # parameters, flat; gradients, and the memory of what was sent and received before
+    assert (third.gathered, third.sent, third.through) == (MIB + 8 * MIB, 12 * MIB, 3)
+    assert last == third._replace(through=4)
+    fresh = sharded_on_gloo(alone := case("fsdp", batch=2), cut(alone, 0)).blocks
+    assert [one.sent for one in fresh[-2:]] == [12 * MIB + 2 * sums * MIB for sums in (2, 3)]
+
+
+def turns_of(given: Case) -> list[tuple[float, float, float]]:
+    """MiB gathered, made and sent, freed."""
+    stage = cut(given, 0)
+    found = sharded_in_turn(given, framework("shoal"), stage, sharded_bytes(given, stage))
+    return [(one.gathered / MIB, one.sent / MIB, one.freed / MIB) for one in found]
+
+
+def test_fsdp_on_devices_block_by_block() -> None:
+    """Blocks of 4 MiB that keep 8, and an embedding of 1 MiB, which stays gathered."""
+    turns = turns_of(case("fsdp", cluster=GPUS))
+    last, second, first = turns[:3], turns[3:6], turns[9:12]
+    # with the next one's flat bytes; its gradients; itself cut again, and what is sent of it
+    assert last == [(9, 0, 0), (9, 4, 8), (5, 8, 8)]
+    assert second == [(9, 4, 8), (9, 8, 16), (5, 8, 16)]  # beside what the last one sent
+    assert first == [(9, 4, 24), (5, 8, 32), (1, 8, 32)]  # flat, then copied: nothing is ahead
+    assert turns[12:] == [(0, 2, math.inf)]
+    kept = turns_of(case("fsdp", cluster=GPUS, reshard="no"))
+    assert kept[0] == (17 + 8, 0, 8)  # forward: the flat bytes of two
+    assert kept[1:4] == [(17, 0, 0), (17, 4, 8), (13, 8, 8)]
+
+
+def test_hsdp_keeps_what_replicas_summed_until_the_pass_is_over() -> None:
+    """Half a block, where that is not the gradient itself: one is there already, or on the host."""
+    hsdp = Layout(dp_replicate=2, dp_shard=2, zero=3)
+    alone = turns_of(case("fsdp", cluster=GPUS))
+    fresh = case("fsdp", cluster=GPUS, batch=4).but(layout=hsdp)
+    assert turns_of(fresh) == alone
+    assert turns_of(fresh.but(batch=8, defer_sync=True)) == alone
+    for more in ({"batch": 8}, {"offload": "parameters"}):
+        sent = [one[1] for one in turns_of(fresh.but(**more))]
+        before = [2 * (place // 3) for place in range(12)]
+        assert sent == [old[1] + extra for old, extra in zip(alone, [*before, 8], strict=True)]
+
+
+def test_a_pipeline_with_all_in_flight_has_no_gradients_yet() -> None:
+    """Two blocks a rank, 16 MiB of activations a micro-batch, two of them in flight on rank 0."""
+    piped = case("fsdp", cluster=GPUS, batch=4).but(layout=Layout(pp=2, dp_shard=2, zero=3))
+    two, four = (predict_memory(piped.but(batch=batch), 0).parts for batch in (4, 8))
+    assert two["activations"] == four["activations"] == 32 * MIB
+    assert two["gathered"] == four["gathered"] == 9 * MIB
+    assert "gradients" not in two
+    assert four["gradients"] == 4.5 * MIB
+    later = piped.but(layout=replace(piped.layout, schedule="zero-bubble"))
+    assert not goes_in_turn(later)
+
+
+def test_the_loss_on_devices_makes_its_gradients_again_scaled() -> None:
+    """Where the head is larger than a chunk of logits; blocks are not gathered meanwhile."""
+    head = UnitFacts("head", parameters=4 * MIB, input_bytes=MIB, loss_bytes=12 * MIB)
+    given = case("fsdp", (EMBEDDING, BLOCK, head), loss="chunked", cluster=GPUS)
+    found = predict_memory(given)
+    assert found.when == "loss"
+    assert found.parts["loss"] == 2 * (16 + 1) * MIB
+    assert found.parts["gathered"] == (1 + 16) * MIB
+    on_cpu = replace(given, cluster=CPUS)
+    assert loss_bytes(on_cpu, framework("shoal"), cut(on_cpu, 0)) == (16 + 1 + 8) * MIB
+
+
+def test_fsdp_leaves_bare_layers_in_the_root() -> None:
+    bare = replace(LAYER, rooted_parameters=LAYER.parameters)
+    found = sharded_on_gloo(given := case("fsdp", (bare,)), cut(given, 0))
+    assert not found.blocks
+    assert (found.loss, found.root) == (8 * MIB, 16 * MIB)
+
+
+def test_a_layers_gradient_comes_beside_the_kept_one() -> None:
+    kept = case("ddp", (LAYER,))
+    assert arriving_bytes(kept, cut(kept, 0)) == 4 * MIB  # of its matrix
+    blocks = case("ddp")
+    assert arriving_bytes(blocks, cut(blocks, 0)) == 0.0
+    fresh = kept.but(layout=Layout(), batch=1)
+    again = fresh.but(batch=2)
+    more = predict_memory(again).peak_bytes - predict_memory(fresh).peak_bytes
+    assert more >= 4 * MIB
+
+
+def test_a_traced_loss_says_itself_what_it_holds() -> None:
+    """Its weight's gradient is there once, however many samples: 2 MiB of 3 in a sample's trace."""
+    units = (
+        EMBEDDING,
+        BLOCK,
+        UnitFacts("norm", parameters=8, input_bytes=MIB, operations=7),
+        UnitFacts("loss", loss_bytes=3 * MIB, input_bytes=1.5 * MIB, tied_to="embedding"),
+    )
+    of = case("ddp", units, loss="chunked", batch=2)
+    traced = replace(of, model=replace(of.model, source="traced, CPU kernels, batch 2"))
+    four = traced.but(micro_batch=4, batch=8)
+    one, more = (predict_memory(found).parts["loss"] for found in (traced, four))
+    assert (one, more) == (2.5 * MIB + MIB, 4 * 2.5 * MIB + MIB)
