@@ -84,9 +84,10 @@ def open_ended(tree: ast.AST) -> Iterator[int]:
 
 
 def test_most_files_are_short() -> None:
-    lengths = sorted(read_contents(path).lines for path in FILES)
-    assert lengths[int(len(lengths) * 0.9)] <= 400
-    assert lengths[-1] <= 600, "one file became two things"
+    """Code lines: a docstring that explains more makes no file worse."""
+    lengths = sorted(map(lines_of_code, FILES))
+    assert lengths[int(len(lengths) * 0.9)] <= 240
+    assert lengths[-1] <= 460, "one file became two things"
 
 
 ONE_THING_A_FILE = {

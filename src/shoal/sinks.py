@@ -31,8 +31,9 @@ FLUSH_S = 10
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Find the numbers of a record to draw, by name: train/loss, train/NAME, validation/NAME.
 
-    record   of rank 0; others and records without numbers give {}, as do numbers that are not
-             finite
+    Args:
+        record: of rank 0; others and records without numbers give {}, as do numbers that are not
+            finite.
     """
     kind = {"step": "train", "validated": "validation"}.get(str(record.get("event")))
     if kind is None or record.get("rank") != 0:
@@ -49,8 +50,11 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 class TensorBoard:
     """A hook that draws each step's and each validation's numbers; rank 0 writes.
 
-    folder   where its files go; made with the first number
-    Errors   ConfigError where tensorboard is not installed, before the first step
+    Args:
+        folder: where its files go; made with the first number.
+
+    Raises:
+        ConfigError: where tensorboard is not installed, before the first step.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -79,10 +83,14 @@ class TensorBoard:
 class WandB:
     """A hook that logs each step's and each validation's numbers; rank 0 writes.
 
-    folder    where its files go: `wandb sync FOLDER/wandb/offline-run-…` sends them later; the
-              name of the run is the folder's
+    Args:
+        folder: where its files go: `wandb sync FOLDER/wandb/offline-run-…` sends them later; the
+            name of the run is the folder's.
+
     settings  further arguments of `wandb.init`: project, name, id, config, …
-    Errors    ConfigError where wandb is not installed, before the first step
+
+    Raises:
+        ConfigError: where wandb is not installed, before the first step.
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:

@@ -48,7 +48,8 @@ class PlanError(UserError):
 class ClusterError(ShoalError):
     """A ShoalError: a process, a link or a disk failed, and a restart may help; exit status 1.
 
-    here   True: it is this rank's own fault, and not what others' does to it
+    Attributes:
+        here: True: it is this rank's own fault, and not what others' does to it.
     """
 
     here: bool = False
@@ -100,8 +101,9 @@ def one_of(
 ) -> str:
     """Write the line for a value outside a list: what was got, all legal values, the nearest.
 
-    others   words of other projects, in lower case → the legal value that is meant; they win over
-             spelling. Where nothing is near the line ends with the list
+    Args:
+        others: words of other projects, in lower case → the legal value that is meant; they win
+            over spelling. Where nothing is near the line ends with the list.
 
     >>> one_of("precision.compute", "fp23", ["fp64", "fp32", "bf16"])
     'precision.compute = fp23: not one of fp64, fp32, bf16; try: fp32'

@@ -37,7 +37,8 @@ def loopback() -> str:
 def untried() -> str:
     """Returns the warning for a system on which Shoal was never tried; "" on Linux.
 
-    Errors   ConfigError on Windows, where a run cannot start at all, with the same kind of line
+    Raises:
+        ConfigError: on Windows, where a run cannot start at all, with the same kind of line.
     """
     system = this_system()
     if system.startswith(TRIED):

@@ -239,7 +239,8 @@ def _end_of_text(hub: Path) -> int | None:
 def checkpoints_of(path: Path, tags: bool = False) -> list[Path]:
     """List the checkpoint folders that a path means, newest first. Errors: ConfigError if none.
 
-    tags   those of a run's tags too, after its own
+    Args:
+        tags: those of a run's tags too, after its own.
     """
     from shoal.checkpoint.format.listing import find
 

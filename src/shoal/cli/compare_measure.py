@@ -39,9 +39,11 @@ LOOK_S = 0.3
 class Comparison:
     """What was asked and what was found so far.
 
-    rows    plans, in the order of the table · found  figures by the number of their row
-    said    facts that the workers told: machine, unit
-    busy    share of this machine's cores that other work took just before
+    Attributes:
+        rows: plans, in the order of the table.
+        found: figures by the number of their row.
+        said: facts that the workers told: machine, unit.
+        busy: share of this machine's cores that other work took just before.
     """
 
     loaded: Loaded
@@ -58,7 +60,8 @@ class Comparison:
 def measure(comparison: Comparison, *, quiet: bool) -> int:
     """Run every row that can run; gives an exit code other than 0 if nothing can be shown.
 
-    quiet   say nothing on standard output while it goes
+    Args:
+        quiet: say nothing on standard output while it goes.
     """
     folder, rows = comparison.folder, comparison.rows
     comparison.busy = psutil.cpu_percent(LOOK_S) / 100

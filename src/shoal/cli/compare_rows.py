@@ -185,8 +185,9 @@ def memory_text(row: RowPlan, need_bytes: int, parameters: int, machine: Machine
 def finish_rows(rows: list[Record], cores: float) -> None:
     """Add to measured rows what follows from `single`'s: speedup, efficiency, differences.
 
-    rows    as in compare.json; changed in place. Blank figures are None
-    cores   that compute: more parts than these wait for each other; inf where GPUs do
+    Args:
+        rows: as in compare.json; changed in place. Blank figures are None.
+        cores: that compute: more parts than these wait for each other; inf where GPUs do.
     """
     base = next((row for row in rows if row["layout"] == "single"), None)
     for row in rows:

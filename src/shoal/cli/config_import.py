@@ -147,8 +147,11 @@ def _table(verdicts: Iterable[Verdict], differs: list[str], told: Iterable[str])
 def translate(settings: Settings, ranks: int) -> tuple[dict[str, Any], list[str]]:
     """Say settings in the keys of a run.toml, for a number of ranks, all of them data-parallel.
 
-    Gives    section.key → value, and a line for each thing that a run does another way
-    Errors   ConfigError for a schedule or an optimizer that no key can name
+    Returns:
+        section.key → value, and a line for each thing that a run does another way.
+
+    Raises:
+        ConfigError: for a schedule or an optimizer that no key can name.
     """
     values: dict[str, Any] = {
         "train.batch": settings.batch,

@@ -33,9 +33,11 @@ HEADER_BYTES = 200
 class Ending:
     """What a session leaves behind.
 
-    began   whether it came to its first step
-    made    its last step, 0 if it made none · saved  step of the newest checkpoint, or None
-    reason  why the last save failed, if one did
+    Attributes:
+        began: whether it came to its first step.
+        made: its last step, 0 if it made none.
+        saved: step of the newest checkpoint, or None.
+        reason: why the last save failed, if one did.
     """
 
     folder: Path
@@ -107,7 +109,8 @@ class Ending:
 def end_of_islands(folder: Path, outcomes: Sequence[Outcome]) -> tuple[int, str, list[str]]:
     """How a run of islands ends: each one's folder is asked, as that of a run alone is.
 
-    Gives   the exit status, the worst `status` of an outcome, and lines for standard error
+    Returns:
+        the exit status, the worst `status` of an outcome, and lines for standard error.
     """
     statuses, bad, lines = [], [], []
     for index, outcome in enumerate(outcomes):

@@ -34,8 +34,10 @@ MOST = 2**16
 class Found:
     """What the tries said.
 
-    foreseen   the planner's largest; 0 where it has no answer
-    tries      micro-batch → "" where it fitted, else the rank's words · most  that the data give
+    Attributes:
+        foreseen: the planner's largest; 0 where it has no answer.
+        tries: micro-batch → "" where it fitted, else the rank's words.
+        most: that the data give.
     """
 
     foreseen: int
@@ -66,7 +68,8 @@ def read_bytes(text: str) -> int:
 def search(foreseen: int, most: int, fits: Callable[[int], bool]) -> int:
     """Find the largest power of two that fits, from a guess; 0 where 1 does not.
 
-    fits   tries one, never the same twice
+    Args:
+        fits: tries one, never the same twice.
 
     >>> [search(guess, 64, lambda size: size <= 8) for guess in (1, 8, 64)]
     [8, 8, 8]

@@ -258,7 +258,8 @@ class _Island:
     def outcome(self, code: int, signal_number: int | None, attempts: int) -> Outcome:
         """How it ended, as `supervise` tells it of a run alone; what it claims is not yet checked.
 
-        signal_number   by which all islands were asked to stop, if they were
+        Args:
+            signal_number: by which all islands were asked to stop, if they were.
         """
         if code in STOPPED:
             number = signal_number or max(0, code - 128)

@@ -138,7 +138,8 @@ def _here(processes: int, asked: Document) -> Document:
 def told_by_ranks(program: str, processes: int, *words: str) -> Any:
     """Start processes of this machine that run a module; gives what rank 0 of them tells (`tell`).
 
-    Errors   ClusterError where they did not talk
+    Raises:
+        ClusterError: where they did not talk.
     """
     from shoal.base.runlog.events import EventLog
     from shoal.launch import supervise

@@ -17,7 +17,8 @@ import typer
 def measure_here(arguments: list[str]) -> None:
     """Measure with the processes of this request; what was known is measured again.
 
-    Errors   ConfigError, PlanError for a request that is none
+    Raises:
+        ConfigError, PlanError: for a request that is none.
     """
     from shoal.base.estimates.facts import this_machine
     from shoal.base.layouts.layout import Layout

@@ -51,7 +51,8 @@ class Derived:
 def explain(arguments: list[str], on: str, as_json: bool, *, trust: bool) -> None:
     """Print the table, or its JSON document.
 
-    Errors   ConfigError, PlanError: a layout that cannot be, or not for this model
+    Raises:
+        ConfigError, PlanError: a layout that cannot be, or not for this model.
     """
     import json
 
@@ -70,7 +71,8 @@ def explain(arguments: list[str], on: str, as_json: bool, *, trust: bool) -> Non
 def find_layout(loaded: Loaded, on: str) -> Layout:
     """The layout that is asked for, exactly as a run would take it; else the plan's best.
 
-    on   the text of --on, which counts processes where nothing else does
+    Args:
+        on: the text of --on, which counts processes where nothing else does.
     """
     from shoal.base.estimates.facts import this_machine
     from shoal.cli.plan_subject import find_subject
@@ -250,9 +252,10 @@ def _over_tp(module: Any, split: Any, layout: Layout) -> Derived:
 def _travels(name: str, reason: str, exchanges: Mapping[str, Any]) -> str:
     """What is exchanged because a weight is split, in the words of its layer's collectives.
 
-    reason      begins with the weight's role: column, its product's outputs are split; row, its
-                product's inputs are, so that every rank has a summand; else it is a table
-    exchanges   of the model by module
+    Args:
+        reason: begins with the weight's role: column, its product's outputs are split; row, its
+            product's inputs are, so that every rank has a summand; else it is a table.
+        exchanges: of the model by module.
     """
     owner = max((o for o in exchanges if name.startswith(f"{o}.") or not o), key=len, default="")
     kinds = [(one.kind, one.when) for one in exchanges.get(owner, ())]

@@ -50,8 +50,11 @@ class Subject:
 def find_subject(loaded: Loaded, machines: str) -> Subject:
     """Facts for one request.
 
-    machines   the text of --on; "" for this machine
-    Errors     ConfigError, PlanError: one line each
+    Args:
+        machines: the text of --on; "" for this machine.
+
+    Raises:
+        ConfigError, PlanError: one line each.
     """
     config = loaded.config
     notes: list[str] = list(loaded.notices)
@@ -177,7 +180,8 @@ def _batch(
     On this machine the batch is what a run would settle. What else the user leaves open is the
     plan's to choose; a batch that is left open is a usual one that the given keys divide.
 
-    here   the plan is for this machine
+    Args:
+        here: the plan is for this machine.
     """
     train, notes = loaded.config.train, loaded.notices
     degrees = loaded.config.layout.degrees()

@@ -25,8 +25,11 @@ TEXT_UP_TO = 100_000_000
 def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, list[str]]:
     """Write what was asked with the plan's choices filled in.
 
-    Gives    the command that starts it ("" where it cannot), and what is still to be set in it
-    Errors   ConfigError if the file exists: a plan never replaces what a user wrote
+    Returns:
+        the command that starts it ("" where it cannot), and what is still to be set in it.
+
+    Raises:
+        ConfigError: if the file exists: a plan never replaces what a user wrote.
     """
     if path.exists():
         raise ConfigError(f"--write {path}: exists; try: another name, or move it away")

@@ -72,9 +72,10 @@ from shoal.view.summary import summary
 class Prepared:
     """A run that may start: its configuration, folder and plan.
 
-    chosen   the plan's layout was left open, and an earlier start of this run has taken it
-    force    it goes on although what it is now comes to another result
-    sized    an earlier start has chosen the micro-batch, or the run whose run.toml this was
+    Attributes:
+        chosen: the plan's layout was left open, and an earlier start of this run has taken it.
+        force: it goes on although what it is now comes to another result.
+        sized: an earlier start has chosen the micro-batch, or the run whose run.toml this was.
     """
 
     loaded: Loaded
@@ -96,10 +97,13 @@ def prepare(
 ) -> Prepared:
     """Check the request and settle what was left open.
 
-    processes   how many there are, if somebody else started them
-    force       a resume goes on with settings and code that its checkpoint was not trained with
-    trust       also functions that a stranger's run.toml names may be called
-    Errors      ConfigError, PlanError, CheckpointError: one line each
+    Args:
+        processes: how many there are, if somebody else started them.
+        force: a resume goes on with settings and code that its checkpoint was not trained with.
+        trust: also functions that a stranger's run.toml names may be called.
+
+    Raises:
+        ConfigError, PlanError, CheckpointError: one line each.
     """
     path, overrides = file_and_overrides(arguments)
     if resume is not None:

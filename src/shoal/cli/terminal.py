@@ -33,8 +33,9 @@ class OutputLost(OSError):
 class _Stream(io.RawIOBase):
     """A standard stream by its number, which remembers that it was lost.
 
-    failure   what the system said first; from then on everything is dropped
-    goes_on   the first failure is no error either
+    Attributes:
+        failure: what the system said first; from then on everything is dropped.
+        goes_on: the first failure is no error either.
     """
 
     def __init__(self, number: int, *, goes_on: bool) -> None:
@@ -72,7 +73,8 @@ class _Stream(io.RawIOBase):
 class Terminal:
     """The standard streams of one command: `Terminal(verb)` replaces them, `close` ends them.
 
-    verb   the first word after `shoal`; a script's own streams (`run`) keep Python's ways
+    Args:
+        verb: the first word after `shoal`; a script's own streams (`run`) keep Python's ways.
     """
 
     def __init__(self, verb: str) -> None:

@@ -43,7 +43,9 @@ def run(
 ) -> int:
     """Train as one of the launcher's processes; gives the exit code.
 
-    force   go on although what differs changes the result, as a restart of the same job always does
+    Args:
+        force: go on although what differs changes the result, as a restart of the same job always
+            does.
     """
     from shoal.launch import run_worker
 
@@ -142,10 +144,13 @@ def continued(
 ) -> tuple[list[str], Path | None]:
     """The arguments and the folder to resume of this attempt; a job keeps one folder for all.
 
-    attempt  how often the job was restarted, as the rank says that knows of the most; 0 also where
-             its nodes became more: then the folder says that it is this job's
-    Errors   ConfigError at a restart whose folder has no name, as nothing tells where it was, and
-             for a folder of a run that may be this one's, as nothing tells whether it is
+    Args:
+        attempt: how often the job was restarted, as the rank says that knows of the most; 0 also
+            where its nodes became more: then the folder says that it is this job's.
+
+    Raises:
+        ConfigError: at a restart whose folder has no name, as nothing tells where it was, and for a
+            folder of a run that may be this one's, as nothing tells whether it is.
     """
     from shoal.checkpoint.format.listing import find
     from shoal.config.load import load

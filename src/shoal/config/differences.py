@@ -40,7 +40,8 @@ ABSENT = "not given"
 class Difference:
     """One thing that is not as it was: its name, what it was, what it is.
 
-    changes   whether the run comes to another result by it
+    Attributes:
+        changes: whether the run comes to another result by it.
     """
 
     key: str
@@ -107,7 +108,8 @@ def of_surroundings(
 ) -> list[Difference]:
     """Compare versions and the user's own source with what a checkpoint's record tells of them.
 
-    code   `user_code()`; None: nothing is imported, and the files are read where they were
+    Args:
+        code: `user_code()`; None: nothing is imported, and the files are read where they were.
     """
     before = record.get("versions")
     before = before if isinstance(before, dict) else {}
@@ -140,7 +142,8 @@ def shows_when_opened(found: Sequence[Difference]) -> bool:
 def refusal(where: str, step: int, found: Sequence[Difference]) -> str:
     """Write the line with which a resume stops; "" where nothing changes the result.
 
-    where   how the user calls the run, `--resume runs/a`
+    Args:
+        where: how the user calls the run, `--resume runs/a`.
     """
     stops = [one.line for one in found if one.changes]
     if not stops:

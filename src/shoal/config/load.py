@@ -49,9 +49,11 @@ ALIASES = {
 class Loaded:
     """A whole configuration, where each value came from, and what the user should hear about it.
 
-    origins   "section.key" → "command line", a file's path, "derived", …; a key that is not in it
-              has its default
-    notices   lines for the user
+    Attributes:
+        origins: "section.key" → "command line", a file's path, "derived", …; a key that is not in
+            it has its default.
+        notices: lines for the user.
+
     `replace(section, origin, **values)` sets values in place, with their origin
     """
 
@@ -70,12 +72,17 @@ class Loaded:
 def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
     """Load and check a run's configuration: overrides win over the file, that over defaults.
 
-    path        a run.toml, or None · overrides  texts `section.key=value`, later ones win
-    Does        layout.strategy on the command line puts the degrees of the file back to defaults,
-                and another project's name of a key is taken for ours; both leave a notice
-    Errors      ConfigError: one line with file or "command line", key, what is legal, the nearest;
-                PlanError for values that do not go together (compile, compress, optimizer,
-                schedule)
+    Args:
+        path: a run.toml, or None.
+        overrides: texts `section.key=value`, later ones win.
+
+    Note:
+        layout.strategy on the command line puts the degrees of the file back to defaults, and
+        another project's name of a key is taken for ours; both leave a notice.
+
+    Raises:
+        ConfigError: one line with file or "command line", key, what is legal, the nearest;
+            PlanError for values that do not go together (compile, compress, optimizer, schedule).
     """
     loaded = Loaded(Config())
     if path is not None:

@@ -31,8 +31,9 @@ PART = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*\*\s*(\S.*?)\s*")
 def split_mixture(argument: str, where: str) -> list[tuple[int, str]]:
     """Split what follows `mix:` into (samples in each round, source), in least terms.
 
-    Errors   ConfigError for a part without a weight, or with what is none; one part alone, a weight
-             of 0, more digits than a round of 100,000 samples can keep, or a mixture of mixtures
+    Raises:
+        ConfigError: for a part without a weight, or with what is none; one part alone, a weight of
+            0, more digits than a round of 100,000 samples can keep, or a mixture of mixtures.
 
     >>> split_mixture("0.7*text:a+b/*.txt+0.3*stdlib", "data.source")
     [(7, 'text:a+b/*.txt'), (3, 'stdlib')]

@@ -62,8 +62,10 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
 
     The argument of text, jsonl, tokens and mix is what follows the colon, of a function the whole
     text, of the others "".
-    Errors   ConfigError for a text that is no source, with the nearest, or names no files; `where`
-             is the key in its message
+
+    Raises:
+        ConfigError: for a text that is no source, with the nearest, or names no files; `where` is
+            the key in its message.
 
     >>> split_source("text:books/*.txt"), split_source("my.mod:make"), split_source("digits")
     (('text', 'books/*.txt'), ('function', 'my.mod:make'), ('digits', ''))
@@ -135,8 +137,9 @@ def _matches(pattern: str) -> Iterator[Path]:
 def glob_files(pattern: str, where: str = "data.source", kind: str = "text") -> list[Path]:
     """List every file, not folder, that a pattern with `*`, `?`, `**` and `~` matches, sorted.
 
-    Errors   ConfigError if there is none, with the nearest existing folder or name; `where` is the
-             key in its message, `kind` the word before the colon
+    Raises:
+        ConfigError: if there is none, with the nearest existing folder or name; `where` is the key
+            in its message, `kind` the word before the colon.
     """
     files = sorted(set(_matches(pattern)))
     if not files:
@@ -187,8 +190,12 @@ def check_function(name: str, where: str) -> None:
     """Refuse a name that is not pkg.mod:function, or whose module cannot be found.
 
     Nothing is imported; whether the module has the function is not looked at.
-    Does     puts the working folder in sys.path
-    Errors   ConfigError with the nearest module; `where` is the key in its message
+
+    Note:
+        puts the working folder in sys.path.
+
+    Raises:
+        ConfigError: with the nearest module; `where` is the key in its message.
     """
     search_here()
     module, _, attribute = name.partition(":")
@@ -218,9 +225,12 @@ def check_function(name: str, where: str) -> None:
 def load_function(name: str, where: str) -> Callable[..., Any]:
     """Import the module of `pkg.mod:function` and return the function, or whatever can be called.
 
-    Does     puts the working folder in sys.path
-    Errors   ConfigError for a module or name that is missing (nearest given), that fails when
-             imported, or that cannot be called; `where` is the key in its message
+    Note:
+        puts the working folder in sys.path.
+
+    Raises:
+        ConfigError: for a module or name that is missing (nearest given), that fails when imported,
+            or that cannot be called; `where` is the key in its message.
     """
     module_name, _, attribute = name.partition(":")
     module_name = current_path(module_name)
@@ -285,7 +295,8 @@ def _folder_of(argument: str) -> Path:
 def check_tokens_folder(folder: str, where: str = "data.source") -> None:
     """Refuse a folder of tokens that is missing, is a file, or holds no train*.npy or train*.bin.
 
-    Errors   ConfigError with the nearest path; `where` is the key in its message
+    Raises:
+        ConfigError: with the nearest path; `where` is the key in its message.
     """
     path = Path(folder).expanduser()
     if path.is_file():
@@ -315,8 +326,9 @@ def token_files(folder: Path, part: str) -> list[Path]:
 def validation_share(section: DataSection) -> tuple[float, str]:
     """Read `data.validation` as (share, ""), or as (0.0, text) where it names a second source.
 
-    Errors   ConfigError for a share outside 0 … 1 (1 excluded) or a word that is no source; whether
-             the source is there is not looked at
+    Raises:
+        ConfigError: for a share outside 0 … 1 (1 excluded) or a word that is no source; whether the
+            source is there is not looked at.
 
     >>> validation_share(DataSection(validation="0.1"))
     (0.1, '')
@@ -341,7 +353,8 @@ def validation_share(section: DataSection) -> tuple[float, str]:
 def check_tokenizer(spec: str) -> None:
     """Refuse a `data.tokenizer` that is neither bpe:VOCABULARY, at least 257, nor an existing file.
 
-    Errors   ConfigError with the nearest
+    Raises:
+        ConfigError: with the nearest.
     """
     size = spec.removeprefix("bpe:")
     if size == spec:
@@ -383,7 +396,9 @@ def check_data(section: DataSection) -> None:
 
     Looked at: that files, folders, modules and scikit-learn are there, the tokenizer (for text
     only), dtype (for tokens only), sequence, workers, and the module of collate.
-    Errors   ConfigError, one line
+
+    Raises:
+        ConfigError: one line.
     """
     check_data_path(section.source)
     second = validation_share(section)[1]

@@ -125,8 +125,9 @@ def resolve_validation(loaded: Loaded) -> None:
 def resolve_islands(loaded: Loaded) -> None:
     """Fill in, in place, the values of [islands] that the user left to the method.
 
-    Errors   ConfigError for values of [islands] that cannot be, fewer than 2 kept checkpoints, or
-             a remote folder for them
+    Raises:
+        ConfigError: for values of [islands] that cannot be, fewer than 2 kept checkpoints, or a
+            remote folder for them.
     """
     asked = loaded.config.islands
     settled = asked.settled()
@@ -153,10 +154,13 @@ READS = {
 def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:
     """Refuse a model by name on data that it does not read, before it meets them.
 
-    model, source  `model.name` and `data.source`; a model that is not one of ours passes
-    find_kind      says what the data are: text (tokens of our own sources), tokens (whole numbers,
-                   or unknown), images or numbers; called only for a model of ours
-    Errors         ConfigError with the nearest model that reads such data
+    Args:
+        model, source: `model.name` and `data.source`; a model that is not one of ours passes.
+        find_kind: says what the data are: text (tokens of our own sources), tokens (whole numbers,
+            or unknown), images or numbers; called only for a model of ours.
+
+    Raises:
+        ConfigError: with the nearest model that reads such data.
     """
     family = model.partition("-")[0]
     reads = READS.get(family, "")
@@ -206,8 +210,11 @@ def model_label(model: ModelSection) -> str:
 def resolve_folder(loaded: Loaded) -> Path:
     """Returns the run's own folder, run.folder / run.name; nothing is made on disk.
 
-    Does     without a name, sets run.name to the first free `MODEL-SOURCE-N`, from 1
-    Errors   ConfigError for a name that leads out of run.folder, or where a file is in the way
+    Note:
+        without a name, sets run.name to the first free `MODEL-SOURCE-N`, from 1.
+
+    Raises:
+        ConfigError: for a name that leads out of run.folder, or where a file is in the way.
     """
     run = loaded.config.run
     if ".." in Path(run.name).parts or Path(run.name).is_absolute() or run.name == ".":

@@ -45,7 +45,9 @@ def to_toml(loaded: Loaded) -> str:
 def keep_origins(loaded: Loaded, path: Path) -> None:
     """Restore, in `loaded`, the origins that a run's own run.toml tells beside its values.
 
-    path   the run.toml from which `loaded` was read
+    Args:
+        path: the run.toml from which `loaded` was read.
+
     Values that something else set since keep their origin; a "default" that was edited by hand has
     the file as its origin.
     """

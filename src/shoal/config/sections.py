@@ -42,11 +42,12 @@ OTHER_DTYPES = {
 class ModelSection(CallPolicy):
     """[model]: what is trained, a name or a builder, then the model's own arguments.
 
-    name        of ours, a published size such as llama-3-8b, or hf:PATH
-    build       pkg.mod:function giving an nn.Module, instead of a name; "" none
-    loss        pkg.mod:function(outputs, targets) giving (sum, count) or unreduced values; ""
-                the model's default
-    arguments   every other key of [model], for the model's builder
+    Attributes:
+        name: of ours, a published size such as llama-3-8b, or hf:PATH.
+        build: pkg.mod:function giving an nn.Module, instead of a name; "" none.
+        loss: pkg.mod:function(outputs, targets) giving (sum, count) or unreduced values; "" the
+            model's default.
+        arguments: every other key of [model], for the model's builder.
     """
 
     name: str = "llama"
@@ -63,8 +64,12 @@ class ModelSection(CallPolicy):
 class TuneSection:
     """[tune]: adapters of peft over a model whose own weights are frozen.
 
-    adapter   none, lora or dora · rank, alpha, dropout  of each adapter
-    targets   ends of the names of the layers that get one; () all linear layers but the output head
+    Attributes:
+        adapter: none, lora or dora.
+        rank, alpha, dropout: of each adapter.
+        targets: ends of the names of the layers that get one; () all linear layers but the output
+            head.
+
     `scale` is alpha, or 2 × rank where none is given
     """
 
@@ -90,17 +95,20 @@ class TuneSection:
 class DataSection(ReadPolicy):
     """[data]: what a run is trained and validated on.
 
-    source       stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:FOLDER, tokens:FOLDER,
-                 images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, or
-                 pkg.mod:function
-    field        of jsonl, parquet and hf: the key that holds the text
-    dtype        of the .bin files of tokens:FOLDER
-    validation   share held out, 0 … below 1, or a second source, both as text
-    tokenizer    bpe:VOCABULARY, trained on the text, or the path of a tokenizer.json
-    packing      of examples: several to a row, each a document of its own
-    sequence     tokens per sample · image_size  pixels on each side
-    workers      loader processes per rank; 0 loads between steps
-    collate      pkg.mod:function that joins a list of samples into a batch; "" torch's default
+    Attributes:
+        source: stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:FOLDER, tokens:FOLDER,
+            images:FOLDER, wds:GLOB, digits, synthetic, mix:0.7*SOURCE+0.3*SOURCE, or
+            pkg.mod:function.
+        field: of jsonl, parquet and hf: the key that holds the text.
+        dtype: of the .bin files of tokens:FOLDER.
+        validation: share held out, 0 … below 1, or a second source, both as text.
+        tokenizer: bpe:VOCABULARY, trained on the text, or the path of a tokenizer.json.
+        packing: of examples: several to a row, each a document of its own.
+        sequence: tokens per sample.
+        image_size: pixels on each side.
+        workers: loader processes per rank; 0 loads between steps.
+        collate: pkg.mod:function that joins a list of samples into a batch; "" torch's default.
+
     Nothing is checked here: `load` checks numbers, `check_data` the rest.
     """
 
@@ -166,12 +174,15 @@ class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
 class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     """[layout]: how the work is split, as the user wrote it; nothing is settled or checked here.
 
-    strategy      a name, or auto; degrees of 0 are left to it, as are zero = −1, schedule = "" and
-                  chunks = 0
-    dp_replicate, dp_shard, pp, cp, tp, ep   degrees of the axes (`Layout`)
-    zero          what dp_shard splits: 1 optimizer state, 2 gradients too, 3 parameters too
-    threads       replicas within one process, for strategy dp
-    servers, updates, staleness, serves   of parameter-server (base/layouts/parameter_servers.py)
+    Attributes:
+        strategy: a name, or auto; degrees of 0 are left to it, as are zero = −1, schedule = "" and
+            chunks = 0.
+        dp_replicate, dp_shard, pp, cp, tp, ep: degrees of the axes (`Layout`).
+        zero: what dp_shard splits: 1 optimizer state, 2 gradients too, 3 parameters too.
+        threads: replicas within one process, for strategy dp.
+        servers, updates, staleness, serves: of parameter-server
+            (base/layouts/parameter_servers.py).
+
     `degrees()` gives those that are given; `named()` the strategy as far as it shows already
     """
 

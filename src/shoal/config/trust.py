@@ -32,8 +32,11 @@ def load_own(path: Path | None, overrides: Iterable[str], *, trust: bool) -> Loa
     A micro-batch that Shoal chose for the run which wrote the file stays its choice, and may become
     smaller on other layouts.
 
-    trust    the user has said --trust
-    Errors   as `load`; ConfigError where a stranger's file names functions
+    Args:
+        trust: the user has said --trust.
+
+    Raises:
+        as `load`; ConfigError where a stranger's file names functions.
     """
     loaded = load(path, overrides)
     if path is not None:
@@ -50,7 +53,8 @@ def load_own(path: Path | None, overrides: Iterable[str], *, trust: bool) -> Loa
 def check_owner(loaded: Loaded, path: Path) -> None:
     """Errors: ConfigError where a file that is not this user's own names a function.
 
-    path   from which `loaded` was read
+    Args:
+        path: from which `loaded` was read.
     """
     named = next(_functions(loaded, str(path)), "")
     if named and (why := _whose(path) or _whose(path.absolute().parent)):

@@ -82,7 +82,9 @@ class EvenPart(Dataset[Any]):
              Together that is every index once (two complementary Beatty sequences), without a list;
              data sorted by class gives up a like share of every class.
     Takes    dataset · held, how many are held out, 1 ≤ held < n · held_out, True for that part
-    Errors   IndexError beyond the part
+
+    Raises:
+        IndexError: beyond the part.
     """
 
     def __init__(self, dataset: Any, held: int, held_out: bool) -> None:

@@ -46,10 +46,14 @@ def open_mixture(
 ) -> Any:
     """The `Source` of a mixture.
 
-    second      another source for validation, "" none: then what each part holds out
-    documents   the texts that a part is trained on · opened  opens one part
-    Errors      ConfigError for parts that do not mix: of other kinds, only to be iterated, of more
-                token ids than the first
+    Args:
+        second: another source for validation, "" none: then what each part holds out.
+        documents: the texts that a part is trained on.
+        opened: opens one part.
+
+    Raises:
+        ConfigError: for parts that do not mix: of other kinds, only to be iterated, of more token
+            ids than the first.
     """
     parts = split_mixture(argument, "data.source")
     texts = [source for _, source in parts if split_source(source)[0] in TEXTS]

@@ -52,16 +52,18 @@ OF_THE_LOADER = ("workers", "collate")
 class Source:
     """Data ready to load, and what is known about it.
 
-    train, validation  datasets (or iterables); validation None if nothing is held out
-    collate            list of samples -> batch; None: torch's default_collate
-    vocabulary         token ids are below it; None for other samples
-    tokenizer          a `tokenizers.Tokenizer` where text was encoded here, else None
-    unigram_entropy    nats per target that a model without context reaches: where loss should fall
-                       below; digits: the class entropy; None if unknown
-    description        one line for the user
+    Attributes:
+        train, validation: datasets (or iterables); validation None if nothing is held out.
+        collate: list of samples -> batch; None: torch's default_collate.
+        vocabulary: token ids are below it; None for other samples.
+        tokenizer: a `tokenizers.Tokenizer` where text was encoded here, else None.
+        unigram_entropy: nats per target that a model without context reaches: where loss should
+            fall below; digits: the class entropy; None if unknown.
+        description: one line for the user.
+        kind: tokens: (inputs [sequence], targets [sequence]) int64 · samples: any other.
+        classes, image: names of the classes, and (channels, size), where samples are images.
+
     validation_samples of `validation`, how many one validation reads; None: all of them
-    kind               tokens: (inputs [sequence], targets [sequence]) int64 · samples: any other
-    classes, image     names of the classes, and (channels, size), where samples are images
     """
 
     train: Any
@@ -82,10 +84,14 @@ def open_source(section: DataSection, seed: int) -> Source:
     """Open what `data.source` names, and its validation data, as `data.validation` says.
 
     Takes   section, all of [data] · seed, train.seed, for synthetic tokens
-    Does    the first call on new text trains a tokenizer and encodes it into the cache folder; a
-            source pkg.mod:function is imported and called
-    Errors  ConfigError, one line: unknown source (nearest given), missing files, too little data, a
-            function of the user's that raises, a second source that does not fit the first
+
+    Note:
+        the first call on new text trains a tokenizer and encodes it into the cache folder; a source
+        pkg.mod:function is imported and called.
+
+    Raises:
+        ConfigError: one line: unknown source (nearest given), missing files, too little data, a
+            function of the user's that raises, a second source that does not fit the first.
     """
     check_data(section)
     if is_remote(section.source) or is_remote(section.validation):
@@ -127,14 +133,19 @@ def open_source(section: DataSection, seed: int) -> Source:
 def open_data(source: str, *, seed: int = 0, **keys: Any) -> Source:
     """Open a source by the name that `data.source` has for it: datasets, tokenizer, vocabulary.
 
-    source   jsonl:GLOB, hf:FOLDER, mix:0.7*SOURCE+0.3*SOURCE, … (docs/data.md)
-    seed     of what is drawn: random tokens
-    keys     further keys of [data], with its values and defaults: tokenizer, sequence, packing,
-             validation, field, image_size
-    Gives    `train` and `validation` (None: nothing held out) for `run.loader` and `run.evaluate`,
-             `vocabulary`, `tokenizer`, `description`; every process calls it, and what is slow to
-             make is made by one and cached
-    Errors   ConfigError for a key or a value that means nothing, and as `shoal train` has them
+    Args:
+        source: jsonl:GLOB, hf:FOLDER, mix:0.7*SOURCE+0.3*SOURCE, … (docs/data.md).
+        seed: of what is drawn: random tokens.
+        keys: further keys of [data], with its values and defaults: tokenizer, sequence, packing,
+            validation, field, image_size.
+
+    Returns:
+        `train` and `validation` (None: nothing held out) for `run.loader` and `run.evaluate`,
+        `vocabulary`, `tokenizer`, `description`; every process calls it, and what is slow to make
+        is made by one and cached.
+
+    Raises:
+        ConfigError: for a key or a value that means nothing, and as `shoal train` has them.
     """
     known = {key.name: key for key in keys_of(DataSection)}
     for name in keys.keys() - known.keys() | keys.keys() & set(OF_THE_LOADER):

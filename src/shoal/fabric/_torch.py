@@ -49,10 +49,14 @@ def gloo_group(
 ) -> dist.ProcessGroupGloo:
     """A gloo group beside the default one; every one of its `count` members calls it.
 
-    store     of this group alone · address  of this machine, where it listens and nowhere else
-    threads   its exchanges under way at a time · timeout  for connecting
+    Args:
+        store: of this group alone.
+        address: of this machine, where it listens and nowhere else.
+        threads: its exchanges under way at a time.
+        timeout: for connecting.
 
-    Errors    RuntimeError where the members do not connect in time
+    Raises:
+        RuntimeError: where the members do not connect in time.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -72,7 +76,8 @@ def exchange_bytes(
 ) -> dist.Work:
     """Begin an all-to-all of unequal parts: `to[i]` elements to member i, `of[i]` from it.
 
-    Errors    RuntimeError for a group that is broken
+    Raises:
+        RuntimeError: for a group that is broken.
     """
     options = dist.AllToAllOptions()
     options.timeout = timeout
@@ -85,7 +90,8 @@ def exchange_bytes(
 def knock(group: dist.ProcessGroupGloo, member: int) -> None:
     """Announce a byte that nobody will fetch: it fails at once where the connection is closed.
 
-    Errors    RuntimeError for a connection that is closed
+    Raises:
+        RuntimeError: for a connection that is closed.
     """
     group.send([torch.zeros(1, dtype=torch.uint8)], member, KNOCK)  # type: ignore[attr-defined]
 

@@ -28,7 +28,8 @@ from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 def members(degrees: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]:
     """List the ranks of every part in which only the named axes differ, ascending within a part.
 
-    degrees   of all axes, outermost first; the last one's neighbours have consecutive ranks
+    Args:
+        degrees: of all axes, outermost first; the last one's neighbours have consecutive ranks.
 
     >>> members({"pp": 2, "dp": 2, "tp": 2}, ["tp"])
     [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -47,8 +48,13 @@ def along(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> Wor
 
     The part is a World. A collective: every rank calls it alike, as it makes process groups; made
     once, then kept.
-    world     of all processes · degrees  of all axes, outermost first
-    Errors    BugError where the product of the degrees is not `world.size`
+
+    Args:
+        world: of all processes.
+        degrees: of all axes, outermost first.
+
+    Raises:
+        BugError: where the product of the degrees is not `world.size`.
     """
     if math.prod(degrees.values()) != world.size:
         raise BugError(f"axes {dict(degrees)} do not make {world.size} ranks")
@@ -60,8 +66,10 @@ def among(world: World, parts: Sequence[tuple[int, ...]]) -> World:
 
     A collective: every rank gives the same `parts` in the same order, as it makes a process group
     of each; made once, then kept. A part of all ranks is `world` itself.
-    world   of all processes: torch lets a group be made by all of them together only
-    parts   ranks of each part; they do not overlap
+
+    Args:
+        world: of all processes: torch lets a group be made by all of them together only.
+        parts: ranks of each part; they do not overlap.
     """
     own = world
     for ranks in parts:
@@ -100,7 +108,9 @@ def mesh(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> Devi
 
     The axes of the mesh are `names`, outermost first. A collective: every rank calls it alike. The
     mesh and its groups are made once, then kept by `world`.
-    degrees   of all axes, outermost first; their product is `world.size`
+
+    Args:
+        degrees: of all axes, outermost first; their product is `world.size`.
     """
     key = (tuple(degrees.items()), tuple(names))
     if key not in world.meshes:

@@ -53,9 +53,13 @@ def pick_device(
 ) -> torch.device:
     """This process's GPU, or the CPU where the machine has none; never a mix on one machine.
 
-    devices  how many this process sees · bound  the launcher gave each process one of its own
-    kind     torch's name of them
-    Errors   PlanError for more processes than GPUs
+    Args:
+        devices: how many this process sees.
+        bound: the launcher gave each process one of its own.
+        kind: torch's name of them.
+
+    Raises:
+        PlanError: for more processes than GPUs.
 
     >>> pick_device(1, 2, devices=4, bound=False), pick_device(0, 1, devices=0, bound=False)
     (device(type='cuda', index=1), device(type='cpu'))
@@ -81,7 +85,8 @@ HIDES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 def own_device(local_rank: int, local_size: int, bound: bool) -> torch.device:
     """This process's device by its number on the machine, made the current one.
 
-    Errors   as `pick_device`
+    Raises:
+        as `pick_device`.
     """
     kind = accelerator()
     if kind is None:
@@ -131,8 +136,12 @@ def _carried(group: dist.ProcessGroup | None) -> dict[str, str]:
 class Abilities:
     """What a device can do that plans and messages ask about; `lines` says what is missing.
 
-    bf16    products in bfloat16 · float64  proofs · flash  torch's flash attention, in half formats
-    fused   optimizers in one kernel · pinned  copies to the host that compute does not wait for
+    Attributes:
+        bf16: products in bfloat16.
+        float64: proofs.
+        flash: torch's flash attention, in half formats.
+        fused: optimizers in one kernel.
+        pinned: copies to the host that compute does not wait for.
     """
 
     bf16: bool = True
@@ -233,7 +242,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def device_generators(device: torch.device | None = None) -> list[torch.Generator]:
     """The generators that passes on a device draw from, besides the CPU's.
 
-    device   None: of all that this process has begun to use
+    Args:
+        device: None: of all that this process has begun to use.
     """
     kind = accelerator() if device is None else device.type
     if kind is None or kind in ("cpu", "meta"):
@@ -316,7 +326,9 @@ def pin(host: torch.Tensor, device: torch.device, owner: object) -> Any:
     """Pin host memory that exists, until the handle that is returned is called or `owner` goes.
 
     torch's own pinned allocator rounds up to a power of two: up to twice the memory.
-    Gives    None where it stays pageable: copies are then right, and waited for
+
+    Returns:
+        None where it stays pageable: copies are then right, and waited for.
     """
     if device.type != "cuda":
         return None

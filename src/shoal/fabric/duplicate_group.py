@@ -27,11 +27,19 @@ def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
     """Make a World over a second process group, gloo on the CPU, for a thread beside training.
 
     A collective: every rank calls it, in its training thread.
-    world    of all processes
-    timeout  how long one of its collectives waits for the others
-    Gives    a World on the CPU with the same ranks; of one process, without any group
-    Errors   what torch raises when the ranks do not all come
-    Limits   messages and small tensors: gloo over TCP, 0.2 ms per message on one machine
+
+    Args:
+        world: of all processes.
+        timeout: how long one of its collectives waits for the others.
+
+    Returns:
+        a World on the CPU with the same ranks; of one process, without any group.
+
+    Raises:
+        what torch raises when the ranks do not all come.
+
+    Note:
+        messages and small tensors: gloo over TCP, 0.2 ms per message on one machine.
     """
     group = None
     if world.group is not None:

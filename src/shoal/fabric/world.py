@@ -64,8 +64,9 @@ _holders: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKe
 def holds_groups(owner: Any, forget: Callable[[Any], None]) -> None:
     """Have `forget(owner)` called when process groups end, so that `owner` lets go of its own.
 
-    owner   kept alive no longer than others do; a second call replaces its `forget`
-    forget  must not refer to `owner`, which it would keep alive
+    Args:
+        owner: kept alive no longer than others do; a second call replaces its `forget`.
+        forget: must not refer to `owner`, which it would keep alive.
     """
     _holders[owner] = forget
 
@@ -73,16 +74,17 @@ def holds_groups(owner: Any, forget: Callable[[Any], None]) -> None:
 class World:
     """The processes of one run, as seen by one of them.
 
-    rank, size          this process and how many there are
-    local_rank          its number on this machine; picks the GPU
-    device              where its tensors live · messages  where those of its short messages do
-    ranks               its members' numbers among all processes
-    backend             what its parts are made with; None: as torch chooses for the device
-    parts, meshes       made of it so far (see `axes`)
-    traffic             what it sent and how long it waited
-    key                 by which members of its groups prove themselves
-                        (collectives/json_messages.py)
-    keepers             by rank, the first that sees the same disk; () where all see one
+    Attributes:
+        rank, size: this process and how many there are.
+        local_rank: its number on this machine; picks the GPU.
+        device: where its tensors live.
+        messages: where those of its short messages do.
+        ranks: its members' numbers among all processes.
+        backend: what its parts are made with; None: as torch chooses for the device.
+        parts, meshes: made of it so far (see `axes`).
+        traffic: what it sent and how long it waited.
+        key: by which members of its groups prove themselves (collectives/json_messages.py).
+        keepers: by rank, the first that sees the same disk; () where all see one.
     """
 
     def __init__(
@@ -138,8 +140,9 @@ class World:
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
         """Reduce-scatter a flat tensor: begin to sum it; each rank gets its own part of the sum.
 
-        tensor   [elements], left as it is until the result was waited for
-        cuts     rank r gets the elements from cuts[r] to cuts[r + 1]
+        Args:
+            tensor: [elements], left as it is until the result was waited for.
+            cuts: rank r gets the elements from cuts[r] to cuts[r + 1].
         """
         from shoal.fabric.collectives.uneven_collectives import PendingSum, reduce_scatter
 
@@ -358,8 +361,11 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
 def _await_all(store: dist.Store, place: Place) -> bytes:
     """Wait for everybody, and say for whom: torch would wait as long as for a collective.
 
-    Gives    a random word, the same on all ranks
-    Errors   ClusterError naming who did not come
+    Returns:
+        a random word, the same on all ranks.
+
+    Raises:
+        ClusterError: naming who did not come.
     """
     keys = [f"here/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], "")

@@ -59,10 +59,11 @@ Change = tuple[float, float]
 class Verdict:
     """Who enters the mean; islands go by their numbers.
 
-    refused   why, one line for people that names the island
-    told      lines on what looks odd and was admitted
-    norms     of every finite change · cosines: to the mean of the others' directions
-    tokens    what each trained on
+    Attributes:
+        refused: why, one line for people that names the island.
+        told: lines on what looks odd and was admitted.
+        norms: of every finite change · cosines: to the mean of the others' directions.
+        tokens: what each trained on.
     """
 
     admitted: tuple[int, ...]
@@ -79,9 +80,11 @@ class Admission:
     `judge` refuses what is not finite, too large or against the others, and changes nothing;
     `commit` adds a round's admitted norms to the memory of the last 20.
 
-    bound    how many deviations (1.4826 · MAD of log norms, kept within 0.2 … 0.5) the norm of a
-             change may lie above the median of past rounds
-    cosine   least cosine of a change to the mean of the others' directions, with 3 islands or more
+    Args:
+        bound: how many deviations (1.4826 · MAD of log norms, kept within 0.2 … 0.5) the norm of a
+            change may lie above the median of past rounds.
+        cosine: least cosine of a change to the mean of the others' directions, with 3 islands or
+            more.
     """
 
     def __init__(self, bound: float, cosine: float) -> None:
@@ -97,9 +100,10 @@ class Admission:
     ) -> Verdict:
         """The same verdict from the same numbers and the same past; changes nothing.
 
-        gram      [R, R]: products of the decoded changes
-        tokens    [R]: what each change was trained on
-        islands   [R]: whose they are, where only some meet; left out: 0, 1, 2, …
+        Args:
+            gram: [R, R]: products of the decoded changes.
+            tokens: [R]: what each change was trained on.
+            islands: [R]: whose they are, where only some meet; left out: 0, 1, 2, …
         """
         named = list(range(len(finite))) if islands is None else list(islands)
         worked = dict(zip(named, map(float, tokens), strict=True))
@@ -143,7 +147,8 @@ class Admission:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave.
 
-        Errors   CheckpointError for anything else
+        Raises:
+            CheckpointError: for anything else.
         """
         try:
             past = [[(float(a), float(b)) for a, b in round_] for round_ in state["past"]]
@@ -230,7 +235,8 @@ class Refusals:
     def count(self, islands: Iterable[int], refused: Collection[int]) -> tuple[int, ...]:
         """Once per round: who took part, and who of them was refused in any of its fragments.
 
-        Gives   those that stop now
+        Returns:
+            those that stop now.
         """
         for island in islands:
             times = self._in_a_row.get(island, 0)
@@ -249,7 +255,9 @@ class Refusals:
 class _Reading:
     """Norms divided by tokens^power, as logarithms, less the median of the same in the past.
 
-    growth   this round's median · limit  what is allowed · all are logarithms of factors
+    Attributes:
+        growth: this round's median.
+        limit: what is allowed · all are logarithms of factors.
     """
 
     def __init__(

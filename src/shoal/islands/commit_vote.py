@@ -58,7 +58,8 @@ class Ballot:
     def from_bytes(message: bytes, island: int) -> Ballot:
         """The ballot that `island` sent.
 
-        Errors   ClusterError that names the island and what is wrong
+        Raises:
+            ClusterError: that names the island and what is wrong.
         """
         found = read_object(message, f"island {island}: its ballot")
         names = [field.name for field in fields(Ballot)]
@@ -77,8 +78,9 @@ class Ballot:
 class Outcome:
     """What the ballots say together.
 
-    why    where nothing is committed: one line that names the islands
-    stop   the islands that want to end
+    Attributes:
+        why: where nothing is committed: one line that names the islands.
+        stop: the islands that want to end.
     """
 
     committed: bool
@@ -89,8 +91,11 @@ class Outcome:
 def count(ballots: Sequence[Ballot], islands: Sequence[int] | None = None) -> Outcome:
     """Whether the step happens.
 
-    islands   whose ballots these are; left out: island 0, 1, 2, …
-    Errors    ClusterError where they are about different rounds or fragments: no step can be right
+    Args:
+        islands: whose ballots these are; left out: island 0, 1, 2, …
+
+    Raises:
+        ClusterError: where they are about different rounds or fragments: no step can be right.
     """
     named = list(range(len(ballots))) if islands is None else list(islands)
     cast = dict(zip(named, ballots, strict=True))
@@ -114,10 +119,16 @@ def decide(ballots: Sequence[Ballot], partners: Sequence[int]) -> Outcome:
     stops everybody's step, also of those who do not merge with it: were they a round ahead and
     saved it, no round would be left that all hold.
 
-    ballots    of all islands of the run, in their order · partners  numbers of those that merge
-    Gives      committed, why not, and who of the ballots that counted wants to stop: those of the
-               partners, or only of the islands that could not save
-    Errors     ClusterError where these ballots are about different rounds or fragments
+    Args:
+        ballots: of all islands of the run, in their order.
+        partners: numbers of those that merge.
+
+    Returns:
+        committed, why not, and who of the ballots that counted wants to stop: those of the
+        partners, or only of the islands that could not save.
+
+    Raises:
+        ClusterError: where these ballots are about different rounds or fragments.
     """
     unsaved = {island: one for island, one in enumerate(ballots) if not one.saved}
     if unsaved:
@@ -131,7 +142,8 @@ def cure(ballots: Sequence[Ballot]) -> tuple[bool, str]:
     True where an island could not save, or its numbers are at fault (not finite, no change
     admitted); else False, the cluster's fault: islands came to different weights.
 
-    ballots   of all islands of the run
+    Args:
+        ballots: of all islands of the run.
     """
     if not all(ballot.saved for ballot in ballots):
         return True, "mend that, and resume"
@@ -146,7 +158,8 @@ def cure(ballots: Sequence[Ballot]) -> tuple[bool, str]:
 def read_object(message: bytes, whose: str) -> dict[str, Any]:
     """A JSON object out of bytes that another machine sent; NaN in it is let through.
 
-    Errors   ClusterError that begins with `whose`
+    Raises:
+        ClusterError: that begins with `whose`.
     """
     try:
         found = json.loads(message)

@@ -29,7 +29,8 @@ Held = Mapping[int, str]
 class Resume:
     """The round after which islands go on, and where each takes its state from.
 
-    donors   by island: the island whose state it takes, itself if it holds one
+    Attributes:
+        donors: by island: the island whose state it takes, itself if it holds one.
     """
 
     round: int
@@ -54,8 +55,11 @@ def resume_point(held: Sequence[Held]) -> Resume | None:
     An island that holds nothing takes the state of the lowest that does. None where none of them
     holds anything: a new run.
 
-    held     by island: round → digest of the state after it
-    Errors   CheckpointError where no round is common, with what each holds and what could be done
+    Args:
+        held: by island: round → digest of the state after it.
+
+    Raises:
+        CheckpointError: where no round is common, with what each holds and what could be done.
 
     >>> resume_point([{}, {7: "a"}, {6: "x", 7: "a"}])
     Resume(round=7, donors=(1, 1, 2))
@@ -72,8 +76,11 @@ def resume_point(held: Sequence[Held]) -> Resume | None:
 def refuse_damaged(folders: Sequence[str]) -> None:
     """Refuse to begin a new run where one was: that must be somebody's decision.
 
-    folders  by island: of checkpoints that cannot be read, not one of them; "" where none is
-    Errors   CheckpointError, the same on all islands, naming them
+    Args:
+        folders: by island: of checkpoints that cannot be read, not one of them; "" where none is.
+
+    Raises:
+        CheckpointError: the same on all islands, naming them.
 
     >>> refuse_damaged(["", ""])
     """
@@ -93,7 +100,8 @@ def to_bytes(held: Held) -> bytes:
 def from_bytes(message: bytes, island: int) -> dict[int, str]:
     """Decode what `island` holds, round → digest, from the message that `to_bytes` made.
 
-    Errors   ClusterError that names the island, for anything else
+    Raises:
+        ClusterError: that names the island, for anything else.
     """
     found = read_object(message, f"island {island}: its list of saved rounds")
     for round_, digest in found.items():

@@ -26,10 +26,11 @@ LEFT = "left."
 class Leftovers:
     """Error feedback of one process of an island, on its way to checkpoints and back.
 
-    feedback   None where the code leaves nothing out
-    rank       of this process in its island
-    pieces     settings that decide whose pieces these are and how they are cut (islands, layout,
-               code), by key: what was saved under others is dropped
+    Attributes:
+        feedback: None where the code leaves nothing out.
+        rank: of this process in its island.
+        pieces: settings that decide whose pieces these are and how they are cut (islands, layout,
+            code), by key: what was saved under others is dropped.
     """
 
     feedback: Feedback | None
@@ -60,9 +61,12 @@ class Leftovers:
     def load(self, tensors: Mapping[str, Tensor], kept: Mapping[str, Any] | None) -> str:
         """Take back what `parts` gave; nothing is left of a run that had other pieces.
 
-        kept    as `record` gave it · tensors  others' are passed over
+        Args:
+            kept: as `record` gave it.
+            tensors: others' are passed over.
 
-        Gives   one line where something was left and is dropped, else ""
+        Returns:
+            one line where something was left and is dropped, else "".
         """
         mine = self.owns(tensors, kept)
         if self.feedback is not None:

@@ -28,9 +28,11 @@ Block = tuple[tuple[str, ...], int]
 class Moment:
     """When a fragment travels, in inner steps of the round that are done (1 … H).
 
-    fragment     from 0
-    send_after   its message is what was learnt until then
-    apply_after  the island waits for it here at the latest, and takes it; at least `send_after`
+    Attributes:
+        fragment: from 0.
+        send_after: its message is what was learnt until then.
+        apply_after: the island waits for it here at the latest, and takes it; at least
+            `send_after`.
     """
 
     fragment: int
@@ -54,9 +56,14 @@ def block_of(name: str) -> Block | None:
 def deal(bytes_of: Mapping[str, int], fragments: int) -> tuple[tuple[str, ...], ...]:
     """The names of every fragment; each name in exactly one, none empty, whatever their order.
 
-    bytes_of   of the whole parameter, the same on all ranks and islands
-    Errors     ConfigError if there are fewer parameters than fragments
-    Limits     a model of fewer blocks than fragments is dealt by single parameters, largest first
+    Args:
+        bytes_of: of the whole parameter, the same on all ranks and islands.
+
+    Raises:
+        ConfigError: if there are fewer parameters than fragments.
+
+    Note:
+        a model of fewer blocks than fragments is dealt by single parameters, largest first.
 
     >>> sizes = {"embed": 8, "blocks.0.w": 4, "blocks.1.w": 4, "blocks.2.w": 4, "norm": 1}
     >>> deal(sizes, 2)
@@ -91,8 +98,11 @@ def deal(bytes_of: Mapping[str, int], fragments: int) -> tuple[tuple[str, ...], 
 def moments(steps: int, fragments: int, overlap: int) -> tuple[Moment, ...]:
     """When the fragments of a round of `steps` inner steps travel, in order.
 
-    overlap   τ, steps that go on meanwhile; fewer where the round has too few
-    Limits    with fewer steps than fragments several travel after the same step, in this order
+    Args:
+        overlap: τ, steps that go on meanwhile; fewer where the round has too few.
+
+    Note:
+        with fewer steps than fragments several travel after the same step, in this order.
 
     >>> [(m.send_after, m.apply_after) for m in moments(50, 4, 1)]
     [(11, 12), (24, 25), (36, 37), (49, 50)]

@@ -21,10 +21,11 @@ from shoal.islands.commit_vote import Ballot
 class Say:
     """What an island tells of itself with the message of a fragment.
 
-    tokens       that its change was learnt from: its weight in a mean by tokens
-    used         samples that it used of those it was dealt
-    steps_per_s  of its inner steps, without waiting for others
-    stop         it was asked to stop after this round
+    Attributes:
+        tokens: that its change was learnt from: its weight in a mean by tokens.
+        used: samples that it used of those it was dealt.
+        steps_per_s: of its inner steps, without waiting for others.
+        stop: it was asked to stop after this round.
     """
 
     tokens: int
@@ -39,17 +40,21 @@ class Merge:
 
     The same on every rank of the partners, but for `plain`, `seconds` and `sent_bytes`.
 
-    committed   merged weights and outer optimizer state have moved · why  if not, else ""
-    partners    islands that merged, this one included · verdict  whose changes counted
-    ballots     of all islands of the run, in their order
-    divisor     what the weighted sum of changes was divided by; 0 if none was admitted
-    digest      sha256 of the merged weights and state as proposed, over all ranks of an island; of
-                names and shapes under noloco, whose weights stay each island's own
-    plain       means of what no optimizer moves (running statistics), by name: this rank's parts;
-                {} if not committed
-    seconds     from the message to the vote · sent_bytes  coded, by this rank
-    spread      how far apart the weights of the admitted were just before, as a share of their
-                norm; None where the method makes them equal, or fewer than two were admitted
+    Attributes:
+        committed: merged weights and outer optimizer state have moved.
+        why: if not, else "".
+        partners: islands that merged, this one included.
+        verdict: whose changes counted.
+        ballots: of all islands of the run, in their order.
+        divisor: what the weighted sum of changes was divided by; 0 if none was admitted.
+        digest: sha256 of the merged weights and state as proposed, over all ranks of an island; of
+            names and shapes under noloco, whose weights stay each island's own.
+        plain: means of what no optimizer moves (running statistics), by name: this rank's parts; {}
+            if not committed.
+        seconds: from the message to the vote.
+        sent_bytes: coded, by this rank.
+        spread: how far apart the weights of the admitted were just before, as a share of their
+            norm; None where the method makes them equal, or fewer than two were admitted.
     """
 
     round: int
@@ -79,7 +84,8 @@ class Merge:
 def refusals(merges: Sequence[Merge]) -> dict[int, str]:
     """Collect whose changes were refused in a round: island → why, ascending; {} if nobody's.
 
-    merges   of the round's fragments, in their order; the first that refused an island says why
+    Args:
+        merges: of the round's fragments, in their order; the first that refused an island says why.
     """
     found: dict[int, str] = {}
     for merge in merges:
@@ -90,8 +96,9 @@ def refusals(merges: Sequence[Merge]) -> dict[int, str]:
 def round_fields(merges: Sequence[Merge]) -> dict[str, Any]:
     """Collect what the event of a round says of its merges, as plain JSON values.
 
-    merges   of the round's fragments, in their order, not empty. Of the last: tokens_all (of all
-             islands), admitted, divisor, digest, why, and spread if it has one; of all: refused
+    Args:
+        merges: of the round's fragments, in their order, not empty. Of the last: tokens_all (of all
+            islands), admitted, divisor, digest, why, and spread if it has one; of all: refused.
     """
     last = merges[-1]
     return {

@@ -32,13 +32,16 @@ class Method:
 
     Rounds and islands are counted from 0.
 
-    policy        settled (`IslandsPolicy.settled`)
-    resets_inner  the inner optimizer begins anew when an island has adopted the merged weights
-    pulls         `before_update` does something, so it must be called before every inner update
-    keeps         share of what a code left out of a message that the next one carries on
-    common_past   who merges has always merged together, so what they remember of past rounds (the
-                  norms that admission compares with) is the same
-    Errors        ConfigError for an outer optimizer that torch lacks, or that refuses its numbers
+    Attributes:
+        policy: settled (`IslandsPolicy.settled`).
+        resets_inner: the inner optimizer begins anew when an island has adopted the merged weights.
+        pulls: `before_update` does something, so it must be called before every inner update.
+        keeps: share of what a code left out of a message that the next one carries on.
+        common_past: who merges has always merged together, so what they remember of past rounds
+            (the norms that admission compares with) is the same.
+
+    Raises:
+        ConfigError: for an outer optimizer that torch lacks, or that refuses its numbers.
     """
 
     name: ClassVar[str]
@@ -78,10 +81,14 @@ class Method:
     ) -> tuple[list[float], float]:
         """What each partner's message is multiplied by, and what their sum is divided by.
 
-        tokens    that each message was learnt from · norms  of the messages, as decoded
-        admitted  whose message counts; the others' weigh 0 and are not in the divisor
-        Gives     (weights, divisor), in the order of the partners; the divisor is 0 only if nobody
-                  is admitted, or none of them has learnt from any token
+        Args:
+            tokens: that each message was learnt from.
+            norms: of the messages, as decoded.
+            admitted: whose message counts; the others' weigh 0 and are not in the divisor.
+
+        Returns:
+            (weights, divisor), in the order of the partners; the divisor is 0 only if nobody is
+            admitted, or none of them has learnt from any token.
         """
         del norms
         by_tokens = self.policy.weighting == "tokens"
@@ -104,7 +111,8 @@ class Method:
     def spread(self, gram: Sequence[Sequence[float]]) -> float | None:
         """How far apart the partners' weights are, of their norm; None where they end up equal.
 
-        gram   inner products of the messages of those whose change counted
+        Args:
+            gram: inner products of the messages of those whose change counted.
         """
         del gram
         return None
@@ -125,8 +133,9 @@ class Method:
     ) -> None:
         """Write the merged weights of a fragment into the island's own, in place.
 
-        refused   the own message did not count, so nothing of it is kept
-        sent      what `sent` gave; None where the island did not train on meanwhile
+        Args:
+            refused: the own message did not count, so nothing of it is kept.
+            sent: what `sent` gave; None where the island did not train on meanwhile.
         """
         kept = 0.0 if refused else self.policy.mixing
         for name in names:

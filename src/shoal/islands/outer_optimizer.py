@@ -42,8 +42,11 @@ class Outer:
 
     `propose` makes the next ones beside them, `commit` takes these over, `undo` drops them.
 
-    local    this rank's part of every parameter; copied · build  makes the optimizer
-    weights  W by name, CPU, at least float32; tensors that are replaced, never written to
+    Attributes:
+        local: this rank's part of every parameter; copied.
+        build: makes the optimizer.
+        weights: W by name, CPU, at least float32; tensors that are replaced, never written to.
+
     trouble  why no step can be proposed, other than numbers that are not finite
     """
 
@@ -65,9 +68,14 @@ class Outer:
     def propose(self, mean: Mapping[str, Tensor]) -> bool:
         """Make W', u' of some parameters; the others stay as they are.
 
-        mean    D by name, in the shapes of `weights`
-        Gives   whether all that was made is finite
-        Errors  BugError if a step is open already, or for a name that is not held
+        Args:
+            mean: D by name, in the shapes of `weights`.
+
+        Returns:
+            whether all that was made is finite.
+
+        Raises:
+            BugError: if a step is open already, or for a name that is not held.
         """
         self._open(mean)
         for name, change in mean.items():
@@ -81,7 +89,8 @@ class Outer:
     def restart(self, weights: Mapping[str, Tensor]) -> bool:
         """Propose given weights, with an optimizer that has no memory of these parameters.
 
-        Gives and errors: as `propose`
+        Returns:
+            and errors: as `propose`.
         """
         self._open(weights)
         for name, weight in weights.items():
@@ -134,9 +143,12 @@ class Outer:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave; all of it or, after an error, nothing.
 
-        tensors   other names' are passed over; a parameter without state begins anew
-        Errors    CheckpointError naming what is missing, has another number of elements, or belongs
-                  to another outer optimizer
+        Args:
+            tensors: other names' are passed over; a parameter without state begins anew.
+
+        Raises:
+            CheckpointError: naming what is missing, has another number of elements, or belongs to
+                another outer optimizer.
         """
         if self._before is not None:
             raise BugError("islands: outer weights were loaded while a step is open")
@@ -241,11 +253,16 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
 def outer_builder(policy: IslandsPolicy) -> Build:
     """Makes `policy.outer` of torch.optim with the section's learning rate and momentum.
 
-    policy   settled. Momentum is sgd's (with Nesterov's look ahead), rmsprop's, or the first beta
-             of adam and its kin; an optimizer that has none (adagrad, rprop, …) goes without.
-    Errors   ConfigError with the nearest name, or for numbers that the class refuses
-    Limits   adam and its kin keep torch's ε, far too small for means of changes (DiLoCo's authors
-             wanted 0.1); fedopt has them with an ε of their own
+    Args:
+        policy: settled. Momentum is sgd's (with Nesterov's look ahead), rmsprop's, or the first
+            beta of adam and its kin; an optimizer that has none (adagrad, rprop, …) goes without.
+
+    Raises:
+        ConfigError: with the nearest name, or for numbers that the class refuses.
+
+    Note:
+        adam and its kin keep torch's ε, far too small for means of changes (DiLoCo's authors wanted
+        0.1); fedopt has them with an ε of their own.
     """
     classes: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value

@@ -55,7 +55,8 @@ class Patience:
     def deadline_s(self, size_bytes: int, round_s: float = 0.0) -> float:
         """How long silence is borne in an exchange of so many bytes.
 
-        round_s   what this island's inner steps since the last exchange took
+        Args:
+            round_s: what this island's inner steps since the last exchange took.
         """
         seen, unknown_s = self._comparable(size_bytes), FIRST_S + round_s
         if not seen:

@@ -54,13 +54,17 @@ class Merger:
     `send` begins one, `result` waits for its `Merge`; all ranks of all islands call them alike. The
     thread proposes, commits or undoes the step of `outer`; the island's own weights stay.
 
-    plane     connections to the same rank of other islands
-    inner     the island's ranks on a group of their own, for the thread · shares  who sends what
-    codec     how messages are coded · feedback  what codes left out; None: they leave nothing out
+    Attributes:
+        plane: connections to the same rank of other islands.
+        inner: the island's ranks on a group of their own, for the thread.
+        shares: who sends what.
+        codec: how messages are coded.
+        feedback: what codes left out; None: they leave nothing out.
+        patience: gives the deadlines, and learns from every exchange.
+        round_s: seconds of the inner steps since the last exchange, set by the caller: the deadline
+            follows from it.
+
     admission two per fragment: [2·fragment] judges rounds of a region, [2·fragment + 1] of all
-    patience  gives the deadlines, and learns from every exchange
-    round_s   seconds of the inner steps since the last exchange, set by the caller: the deadline
-              follows from it
     last_save of the round before, told by the caller: nobody votes while it is written, nor with
               yes if it failed
     """
@@ -95,8 +99,9 @@ class Merger:
     ) -> None:
         """Begin the exchange of a fragment; `result` ends it.
 
-        message   OLD − NEW of this rank's parts, by name; may be changed after this returns
-        plain     tensors that are only averaged
+        Args:
+            message: OLD − NEW of this rank's parts, by name; may be changed after this returns.
+            plain: tensors that are only averaged.
         """
         if self._thread is not None:
             raise BugError("islands: a fragment was sent while another is on its way")
@@ -236,7 +241,8 @@ class _Work:
     ) -> tuple[Verdict, list[list[float]]]:
         """The verdict on every partner, from statistics of all ranks and islands; their products.
 
-        first   the weights' first half, and the running statistics' if there are any
+        Args:
+            first: the weights' first half, and the running statistics' if there are any.
         """
         mine = {
             "finite": [all(each) for each in zip(*(one.finite for one in first), strict=True)],

@@ -53,7 +53,8 @@ class Span:
 class Stream:
     """Samples still to be dealt to islands: all positions from `cursor` on, and those in `open`.
 
-    open   ranges before the cursor; sorted, none empty, none touching another or the cursor
+    Attributes:
+        open: ranges before the cursor; sorted, none empty, none touching another or the cursor.
     """
 
     cursor: int = 0
@@ -62,8 +63,11 @@ class Stream:
     def deal(self, wanted: Sequence[int]) -> tuple[Stream, tuple[tuple[Span, ...], ...]]:
         """wanted[i] samples for island i, in the order of the islands, open ranges first.
 
-        Gives   the stream without them, and each island's spans
-        Errors  BugError for a negative number
+        Returns:
+            the stream without them, and each island's spans.
+
+        Raises:
+            BugError: for a negative number.
 
         >>> after, dealt = Stream(100, (Span(8, 10),)).deal([4, 4])
         >>> [[(span.start, span.stop) for span in spans] for spans in dealt], after.cursor
@@ -80,7 +84,8 @@ class Stream:
     def give_back(self, spans: Iterable[Span]) -> Stream:
         """The stream with what was dealt and not used; ranges that touch become one.
 
-        Errors   BugError for positions that are open already, or that were never dealt
+        Raises:
+            BugError: for positions that are open already, or that were never dealt.
 
         >>> Stream(16).give_back([Span(12, 16), Span(4, 6), Span(6, 8)])
         Stream(cursor=12, open=(Span(start=4, stop=8),))
@@ -107,8 +112,9 @@ class Stream:
     ) -> list[int]:
         """How many samples each island's steps[i] steps take, if dealt from here.
 
-        batch               samples per optimizer step of one island
-        samples_per_epoch   None for a stream without epochs
+        Args:
+            batch: samples per optimizer step of one island.
+            samples_per_epoch: None for a stream without epochs.
 
         >>> Stream(8).samples_of([2, 2], batch=4, samples_per_epoch=10)
         [6, 6]
@@ -143,7 +149,8 @@ class Stream:
 def split(spans: Sequence[Span], samples: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """The first `samples` of these spans, and what is left of them.
 
-    Errors   BugError where they hold fewer, or for a negative number
+    Raises:
+        BugError: where they hold fewer, or for a negative number.
     """
     first, left = [], []
     missing = samples
@@ -162,7 +169,8 @@ def split(spans: Sequence[Span], samples: int) -> tuple[tuple[Span, ...], tuple[
 def unused(spans: Sequence[Span], consumed: int) -> tuple[Span, ...]:
     """Drop the first `consumed` samples of an island's spans, in their order; give the rest.
 
-    Errors   BugError where they hold fewer, or for a negative number
+    Raises:
+        BugError: where they hold fewer, or for a negative number.
 
     >>> unused((Span(8, 10), Span(100, 104)), consumed=3)
     (Span(start=101, stop=104),)
@@ -177,7 +185,9 @@ def steps_in(
 
     None straddles a span or an epoch, so that the last one of either may be short.
 
-    samples_per_epoch   None for a stream without epochs · batch  samples per step of one island
+    Args:
+        samples_per_epoch: None for a stream without epochs.
+        batch: samples per step of one island.
 
     >>> steps_in((Span(0, 3), Span(8, 14)), samples_per_epoch=10, batch=4)
     [(0, 3), (8, 10), (10, 14)]
@@ -196,8 +206,9 @@ def steps_in(
 def inner_steps(period: int, speeds: Sequence[float | None]) -> list[int]:
     """Compute the inner steps of each island in a round, by speed, so that all end together.
 
-    period   H, the steps of the fastest; every island takes at least 1
-    speeds   steps per second; None or 0: not known yet, which counts as the fastest
+    Args:
+        period: H, the steps of the fastest; every island takes at least 1.
+        speeds: steps per second; None or 0: not known yet, which counts as the fastest.
 
     >>> inner_steps(50, [4.0, 1.0, None, 0.01])
     [50, 12, 50, 1]

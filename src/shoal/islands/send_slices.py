@@ -29,9 +29,10 @@ class Shares:
 
     Making it and `join` are collectives: all ranks of the island call them.
 
-    shards   where the parts that this rank holds lie in the whole, by name
-    inner    the island's ranks, on a gloo group that no other thread uses
-    dtype    in which messages are added up
+    Args:
+        shards: where the parts that this rank holds lie in the whole, by name.
+        inner: the island's ranks, on a gloo group that no other thread uses.
+        dtype: in which messages are added up.
     """
 
     def __init__(self, shards: Mapping[str, Shard], inner: World, dtype: torch.dtype) -> None:
@@ -54,7 +55,8 @@ class Shares:
     def cut(self, message: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """This rank's piece of a message, flat: [elements] in `dtype`.
 
-        message   this rank's part of each tensor, by name; without those it holds nothing of
+        Args:
+            message: this rank's part of each tensor, by name; without those it holds nothing of.
         """
         pieces = []
         for ranks, group in self.groups.items():
@@ -67,7 +69,9 @@ class Shares:
     def join(self, mean: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's part of every tensor again, from the mean of the pieces.
 
-        mean   [elements], as `cut` gave · like  tensors of the shapes that were cut, by name
+        Args:
+            mean: [elements], as `cut` gave.
+            like: tensors of the shapes that were cut, by name.
         """
         found: dict[str, torch.Tensor] = {}
         at = 0

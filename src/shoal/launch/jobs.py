@@ -26,11 +26,15 @@ PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./:
 class Job:
     """What is asked for.
 
-    words      of `shoal train`: a run.toml and overrides · name  of the job
-    nodes      machines · processes  on each · gpus  on each; 0: none
-    grace_s    seconds from the warning to the end
-    python     that runs it; empty: what the node finds under that name
-    said       keys of run.toml that the user's words or file set
+    Attributes:
+        words: of `shoal train`: a run.toml and overrides.
+        name: of the job.
+        nodes: machines.
+        processes: on each.
+        gpus: on each; 0: none.
+        grace_s: seconds from the warning to the end.
+        python: that runs it; empty: what the node finds under that name.
+        said: keys of run.toml that the user's words or file set.
     """
 
     words: tuple[str, ...]
@@ -110,8 +114,9 @@ def starter(job: Job, node: str, *more: str) -> list[str]:
 def ssh(job: Job, hosts: Sequence[str], folder: str) -> list[list[str]]:
     """The command that starts each host's ranks; each reads the token as its first line of input.
 
-    hosts    the first one is where all meet
-    folder   on all of them, where the command is given
+    Args:
+        hosts: the first one is where all meet.
+        folder: on all of them, where the command is given.
     """
     meets = f"MASTER_ADDR={shlex.quote(hosts[0].rpartition('@')[2])} MASTER_PORT={PORT}"
     return [
@@ -143,7 +148,8 @@ def ssh_script(job: Job, hosts: Sequence[str], folder: str) -> str:
 def hosts_of(path: Path) -> list[tuple[str, int]]:
     """(host, slots) of each line `HOST [slots=N]` of a hostfile; 0 where it says none.
 
-    Errors   ConfigError naming the line
+    Raises:
+        ConfigError: naming the line.
     """
     found = []
     try:
@@ -169,8 +175,10 @@ def hosts_of(path: Path) -> list[tuple[str, int]]:
 def kubernetes(job: Job, *, kind: str, image: str, claim: str, token: str) -> list[dict[str, Any]]:
     """The documents of a job on Kubernetes: a secret with the token, and the job.
 
-    kind    jobset (JobSet's controller) or trainjob (Kubeflow Trainer's, runtime torch-distributed)
-    claim   the PersistentVolumeClaim where runs are kept, mounted at /runs
+    Args:
+        kind: jobset (JobSet's controller) or trainjob (Kubeflow Trainer's, runtime
+            torch-distributed).
+        claim: the PersistentVolumeClaim where runs are kept, mounted at /runs.
     """
     secret = {
         "apiVersion": "v1",

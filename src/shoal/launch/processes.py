@@ -47,13 +47,15 @@ FORK_S = 30.0
 class PrivateStore:
     """The file at which the workers of one attempt meet: torch's FileStore reads and writes it.
 
-    path   by which this user's processes open it, and no other user's
+    Attributes:
+        path: by which this user's processes open it, and no other user's.
 
     Linux    memory without a name (memfd), which only who may look into this process can open, by
              /proc/PID/fd. It is gone with this process, no disk is full of it, nobody tidies it up
     others   a file in a folder of mode 0700, removed by `close`
 
-    Source   memfd_create(2); proc_pid_fd(5): permission to follow is PTRACE_MODE_READ_FSCREDS
+    References:
+        memfd_create(2); proc_pid_fd(5): permission to follow is PTRACE_MODE_READ_FSCREDS.
     """
 
     def __init__(self) -> None:
@@ -135,8 +137,11 @@ def worker_environment(
 def die_with(parent: int) -> Callable[[], None] | None:
     """Make the `preexec_fn` with which a child is killed (SIGKILL) when its parent ends.
 
-    parent   pid of the calling process; a child whose parent has ended already exits with 1
-    Gives    None on systems other than Linux
+    Args:
+        parent: pid of the calling process; a child whose parent has ended already exits with 1.
+
+    Returns:
+        None on systems other than Linux.
     """
     if sys.platform != "linux":
         return None
@@ -199,9 +204,12 @@ def can_fork() -> bool:
 class ForkServer:
     """The supervisor's end of `fork_server.py`.
 
-    modules   imported before the first fork · environ  of the server, so of every worker
-    folder    the run folder: logs/import.log gets what imports print, phase.json that they go on
-    ready     imports are done · cannot  why it forks nothing, or no more; "" while it may
+    Attributes:
+        modules: imported before the first fork.
+        environ: of the server, so of every worker.
+        folder: the run folder: logs/import.log gets what imports print, phase.json that they go on.
+        ready: imports are done.
+        cannot: why it forks nothing, or no more; "" while it may.
     """
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
@@ -258,9 +266,12 @@ class ForkServer:
     ) -> Forked:
         """Start `PYTHON -m MODULE ARGUMENT…` as a worker that writes to the open file `log`.
 
-        guard    called with the worker's pid before it does anything, so that a kill of this
-                 process finds all that the worker will have started
-        Errors   OSError when there is no worker after FORK_S
+        Args:
+            guard: called with the worker's pid before it does anything, so that a kill of this
+                process finds all that the worker will have started.
+
+        Raises:
+            OSError: when there is no worker after FORK_S.
         """
         place = {key: text for key, text in environ.items() if self.environ.get(key) != text}
         request = json.dumps({"command": list(command[2:]), "environ": place})
@@ -324,8 +335,9 @@ class Forked:
 class Worker:
     """One started worker: forked by `server`, or a program of its own where there is none.
 
-    code      None while it runs; then its exit code, or minus the signal that killed it
-    ended_s   wall-clock time at which its end was noticed
+    Attributes:
+        code: None while it runs; then its exit code, or minus the signal that killed it.
+        ended_s: wall-clock time at which its end was noticed.
     """
 
     def __init__(

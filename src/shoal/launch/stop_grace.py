@@ -19,7 +19,9 @@ SAVES, EVENTS = 3, 300
 class Grace:
     """The patience with the workers of a run in `folder`.
 
-    fixed_s   said by the user; 0: learnt · steps   that may have to be made before a save
+    Args:
+        fixed_s: said by the user; 0: learnt.
+        steps: that may have to be made before a save.
     """
 
     def __init__(self, folder: Path, fixed_s: float, steps: int) -> None:

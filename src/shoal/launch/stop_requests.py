@@ -25,8 +25,9 @@ class StopSignals:
     `with StopSignals() as stop:` in the main thread; leaving restores the previous handlers. A
     signal that was ignored before stays ignored.
 
-    first    number of the first signal, None before it
-    insists  True once a SIGINT came more than 0.5 s after the first signal
+    Attributes:
+        first: number of the first signal, None before it.
+        insists: True once a SIGINT came more than 0.5 s after the first signal.
     """
 
     def __init__(self) -> None:

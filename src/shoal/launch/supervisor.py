@@ -87,14 +87,15 @@ NEXT = {
 class Outcome:
     """How a supervised run ended.
 
-    status     finished, stopped (a signal asked for it), unsaved (it came to its end or stopped,
-               and could not save) or failed
-    exit_code  0 finished · 130, 143, 138, 129 stopped by Ctrl-C, SIGTERM, SIGUSR1, a closed
-               terminal · 1 failed, unsaved · 2 the user must change something · 3 the numbers
-               are at fault
-    attempts   how often the workers were started
-    message    for a person: empty if finished; if failed, the culprit and its traceback, once;
-               if stopped, by what, and after a ";" what went wrong
+    Attributes:
+        status: finished, stopped (a signal asked for it), unsaved (it came to its end or stopped,
+            and could not save) or failed.
+        exit_code: 0 finished · 130, 143, 138, 129 stopped by Ctrl-C, SIGTERM, SIGUSR1, a closed
+            terminal · 1 failed, unsaved · 2 the user must change something · 3 the numbers are at
+            fault.
+        attempts: how often the workers were started.
+        message: for a person: empty if finished; if failed, the culprit and its traceback, once; if
+            stopped, by what, and after a ";" what went wrong.
     """
 
     status: str
@@ -121,21 +122,22 @@ def supervise(
 ) -> Outcome:
     """Run `processes` workers of `command` to the end, restarting all of them after a crash.
 
-    command   PYTHON -m MODULE ARGUMENT…; any program where `imports` is empty
-    folder    the run folder: `logs/` is written, `metrics.jsonl` is watched for progress
-    restarts  how many times the workers may be started again
-    emit      receives worker_started, worker_died, restarting, stop_requested, hang
-    on_tick   called about ten times a second, for drawing; keep it under 50 ms
-    environ   of the workers; default: this process's
-    imports   modules that every worker needs and that take time: imported once for all of them and
-              for every restart, by a process that then forks the workers (fork_server.py)
-    patience_s  how long a rank that the others wait for, and that may only be slow, is waited for
-              after it was told (`operation_costs.py`); then it counts as dead
-    first_s   how long all may be silent in what the watch has not learnt yet
-    grace_s   how long workers may take to save after a stop was asked for; 0: learnt, a minute,
-              `steps_to_save` of the longest recent steps and three of the longest recent saves
-    spare     ranks without which the others go on, as long as one of them lives: what a signal ends
-              of them is left out, until all are started again
+    Args:
+        command: PYTHON -m MODULE ARGUMENT…; any program where `imports` is empty.
+        folder: the run folder: `logs/` is written, `metrics.jsonl` is watched for progress.
+        restarts: how many times the workers may be started again.
+        emit: receives worker_started, worker_died, restarting, stop_requested, hang.
+        on_tick: called about ten times a second, for drawing; keep it under 50 ms.
+        environ: of the workers; default: this process's.
+        imports: modules that every worker needs and that take time: imported once for all of them
+            and for every restart, by a process that then forks the workers (fork_server.py).
+        patience_s: how long a rank that the others wait for, and that may only be slow, is waited
+            for after it was told (`watch/hang_watch.py`); then it counts as dead.
+        first_s: how long all may be silent in what the watch has not learnt yet.
+        grace_s: how long workers may take to save after a stop was asked for; 0: learnt, a minute,
+            `steps_to_save` of the longest recent steps and three of the longest recent saves.
+        spare: ranks without which the others go on, as long as one of them lives: what a signal
+            ends of them is left out, until all are started again.
 
     Call it from the main thread: it takes over STOP_SIGNALS (stop_requests.py), and gives them
     back. Errors: ClusterError when a process cannot be started at all.
@@ -419,7 +421,10 @@ class _Supervisor:
 class Progress:
     """Whether an attempt added anything to `metrics.jsonl`, which a resume may first cut back.
 
-    made   in this attempt · ever  in any
+    Attributes:
+        made: in this attempt.
+        ever: in any.
+
     `times_s()` of this attempt's steps · `step_s()` the longest of the last ones · `last_step()`
     """
 

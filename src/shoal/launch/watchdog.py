@@ -106,7 +106,9 @@ class Input:
 class Teller:
     """Writes events where this node keeps them, and lines that a person sees.
 
-    ranks   of this node · keeps  whether the folder's events are this node's to write
+    Args:
+        ranks: of this node.
+        keeps: whether the folder's events are this node's to write.
     """
 
     def __init__(self, folder: Path | None, ranks: Sequence[int], *, keeps: bool) -> None:
@@ -276,7 +278,9 @@ def tell_end(
 ) -> bool:
     """Tell why the rank ended that ended first, if that is not told; whether one has ended.
 
-    unlike   tells of ranks that made different calls: gloo aborts where their sizes differ
+    Args:
+        unlike: tells of ranks that made different calls: gloo aborts where their sizes differ.
+
     Of those that are found together one that was asked to end comes last: that its launcher does
     to the others.
     """

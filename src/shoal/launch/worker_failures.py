@@ -53,7 +53,8 @@ STOPPED_CODE = 143
 class Report:
     """A failure as the failing worker wrote it down; the fields of `rank-K.error.json`.
 
-    certain   an exception that the same code and data meet again
+    Attributes:
+        certain: an exception that the same code and data meet again.
     """
 
     kind: str
@@ -97,12 +98,14 @@ def read_report(path: Path) -> Report | None:
 class Death:
     """The first failure of an attempt.
 
-    code     exit code, or minus the number of the signal
-    words    its own traceback, else its one line, else the end of its log; empty if it said nothing
-    line     one line that says the same
-    certain  an exception that the same code and data meet again
-    hung     it did not die: the others waited for it, and it was ended with them
-    final    another start would meet the same, whatever the code
+    Attributes:
+        code: exit code, or minus the number of the signal.
+        words: its own traceback, else its one line, else the end of its log; empty if it said
+            nothing.
+        line: one line that says the same.
+        certain: an exception that the same code and data meet again.
+        hung: it did not die: the others waited for it, and it was ended with them.
+        final: another start would meet the same, whatever the code.
     """
 
     rank: int
@@ -160,7 +163,9 @@ def death_by_hanging(worker: Worker, hang: Hang) -> Death:
 def first_death(workers: Sequence[Worker], left: Mapping[int, str] = NOBODY) -> Death | None:
     """The failure that the others followed from; None while there is none, or it is too early.
 
-    left   ranks that ended with status 0 and never said that they were done, and where they were
+    Args:
+        left: ranks that ended with status 0 and never said that they were done, and where they
+            were.
 
     A worker that reported an error counts even if it hangs on its way out. While the only failures
     are those of ranks that lost a peer, the peer's own death is awaited for half a second; then one
@@ -201,7 +206,8 @@ def certain_text(death: Death, processes: int) -> str:
 def obituary(death: Death, attempts: int, alike: str) -> str:
     """Why a run is given up: the culprit, how often it was tried, its log, its words.
 
-    alike   where the attempts failed in the same way; empty if they did not
+    Args:
+        alike: where the attempts failed in the same way; empty if they did not.
     """
     why = f"the same failure {alike}" if alike else "no restarts left"
     if attempts == 1 and not alike:

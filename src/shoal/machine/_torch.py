@@ -19,8 +19,9 @@ _COUNTED = "FLAGS_caffe2_report_cpu_memory_usage"
 def all_threads_counted() -> Iterator[bool]:
     """While it lasts torch's CPU allocator counts on every thread, not only on profiled ones.
 
-    Gives   whether it does: the flag is a C++ variable (c10/core/CPUAllocator.cpp) for which torch
-            has no Python name; where a build hides it, other threads stay uncounted
+    Returns:
+        whether it does: the flag is a C++ variable (c10/core/CPUAllocator.cpp) for which torch has
+        no Python name; where a build hides it, other threads stay uncounted.
     """
     for path in (Path(torch.__file__).parent / "lib").glob("libc10.*"):
         try:

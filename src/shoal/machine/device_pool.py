@@ -19,8 +19,11 @@ from shoal.base.text.units import bytes_text
 class Pool:
     """What a device's caching allocator has of it, and what of that nobody can use.
 
-    allocated_bytes  of tensors · reserved_bytes  taken from the device, at most so far
-    free_bytes       reserved and not allocated, now · hole_bytes  the largest piece of it
+    Attributes:
+        allocated_bytes: of tensors.
+        reserved_bytes: taken from the device, at most so far.
+        free_bytes: reserved and not allocated, now.
+        hole_bytes: the largest piece of it.
     """
 
     allocated_bytes: int

@@ -41,10 +41,15 @@ def file_in_memory(name: str, size_bytes: int, taken_bytes: int) -> int | None:
     A disk's file takes more than its pages: beside each of 4 KiB ext4 keeps a buffer head of 104
     bytes, 2.5 % of a model. And after half a minute the disk is given all of it, for nothing.
 
-    name          to be read in /proc/PID/maps
-    taken_bytes   by files that were made so before, and are open still
-    Gives         its descriptor; None where it is to lie on a disk
-    Source        memfd_create(2); struct buffer_head, fs/buffer.c of Linux
+    Args:
+        name: to be read in /proc/PID/maps.
+        taken_bytes: by files that were made so before, and are open still.
+
+    Returns:
+        its descriptor; None where it is to lie on a disk.
+
+    References:
+        memfd_create(2); struct buffer_head, fs/buffer.c of Linux.
     """
     room = free_bytes() - size_bytes >= SPARE * (taken_bytes + size_bytes)
     if not room or not hasattr(os, "memfd_create"):
@@ -63,7 +68,8 @@ def file_in_memory(name: str, size_bytes: int, taken_bytes: int) -> int | None:
 def reserve(descriptor: int, size_bytes: int) -> None:
     """Give a file its blocks now: a full disk found later would be a SIGBUS while drawing.
 
-    Errors   ConfigError when the folder of temporary files is full
+    Raises:
+        ConfigError: when the folder of temporary files is full.
     """
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)

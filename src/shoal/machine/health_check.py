@@ -51,9 +51,12 @@ NEXT_PORTS = 200
 class Told:
     """What one check found.
 
-    check  its name · ok  whether all is well · what  it, with its place and figures
-    mend   the nearest right value, or what to type; "" where all is well
-    host   the machine, where several are looked at
+    Attributes:
+        check: its name.
+        ok: whether all is well.
+        what: it, with its place and figures.
+        mend: the nearest right value, or what to type; "" where all is well.
+        host: the machine, where several are looked at.
     """
 
     check: str
@@ -78,8 +81,11 @@ def check_machine(
 ) -> list[Told]:
     """All checks of this machine, alone.
 
-    folder      where run folders are made · free_bytes  that it should have
-    processes   that a run would start here · port  one that should be free; 0: none
+    Args:
+        folder: where run folders are made.
+        free_bytes: that it should have.
+        processes: that a run would start here.
+        port: one that should be free; 0: none.
     """
     place = existing(folder)
     return [

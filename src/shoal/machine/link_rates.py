@@ -31,9 +31,12 @@ def measure_links(
 ) -> dict[str, dict[str, Any]]:
     """Latency and rate of every collective on every axis of more than one rank; same on all ranks.
 
-    axes            degrees whose product is the world's size, outermost first
-    message_bytes   whole messages M to try, at least two different ones
-    Gives           axis → {"ranks", kind → {"latency_s", "bytes_per_s", "error", "points"}}
+    Args:
+        axes: degrees whose product is the world's size, outermost first.
+        message_bytes: whole messages M to try, at least two different ones.
+
+    Returns:
+        axis → {"ranks", kind → {"latency_s", "bytes_per_s", "error", "points"}}.
     """
     found: dict[str, dict[str, Any]] = {}
     for axis, degree in axes.items():
@@ -66,9 +69,12 @@ def look_at_groups(
 ) -> list[dict[str, Any]]:
     """Time every collective in some groups, all groups of one name at once; same on all ranks.
 
-    groups   by name this rank's own
-    Gives    per group its name, ranks, how many talk at once, and by kind `fit_line` of medians
-             with points: bytes, median_s and best_s of the slowest rank, model_s, bus_bytes_per_s
+    Args:
+        groups: by name this rank's own.
+
+    Returns:
+        per group its name, ranks, how many talk at once, and by kind `fit_line` of medians with
+        points: bytes, median_s and best_s of the slowest rank, model_s, bus_bytes_per_s.
     """
     found = []
     for name, group in groups.items():
@@ -136,9 +142,10 @@ def _terms(kind: str, ranks: int) -> tuple[float, float]:
 def fit_line(points: Sequence[tuple[float, float]], ranks: int, kind: str) -> dict[str, float]:
     """α and β of (message bytes, seconds), with the mean relative distance from the line.
 
-    Gives    latency_s per round · bytes_per_s · error. Where noise would ask for a latency below
-             nothing it is 0; where time does not grow with size, the rate is at least what the
-             largest message reached, and that much is said
+    Returns:
+        latency_s per round · bytes_per_s · error. Where noise would ask for a latency below nothing
+        it is 0; where time does not grow with size, the rate is at least what the largest message
+        reached, and that much is said.
 
     >>> told = fit_line([(1e3, 1e-4 + 1e-6), (1e6, 1e-4 + 1e-3)], 2, "all_gather")
     >>> round(told["latency_s"], 8), round(told["bytes_per_s"]), round(told["error"], 6)

@@ -50,7 +50,9 @@ DTYPES = {
 class Known:
     """A rate as it is kept.
 
-    measured_s   when, seconds since 1970 · doubt  why it is to be measured again; "" if it is not
+    Attributes:
+        measured_s: when, seconds since 1970.
+        doubt: why it is to be measured again; "" if it is not.
     """
 
     flops_per_s: float
@@ -64,8 +66,10 @@ def matmul_flops_per_s(world: World, precision: str, cache: Path) -> float:
     A collective: where no rate is known, or it is older than 30 days or doubted (`distrust`), all
     ranks measure at once, and rank 0 writes the result to `cache`; the better of both counts,
     unless the known one is old.
-    precision   fp64, fp32, bf16, fp16 · cache  folder of measured rates, of this machine,
-                precision, threads and number of ranks
+
+    Args:
+        precision: fp64, fp32, bf16, fp16.
+        cache: folder of measured rates, of this machine, precision, threads and number of ranks.
     """
     dtype, key = _multiplies(world, precision), _key(world, precision)
     known = _read(cache, key) if world.is_first else None
@@ -89,8 +93,12 @@ def distrust(world: World, precision: str, cache: Path) -> str:
     """Mark the known matrix rate as doubted, in `cache`, so that the next start measures it again.
 
     For a run whose steps pass that rate; one rank calls it.
-    precision, cache   as `matmul_flops_per_s` has them
-    Gives   a line for the user; nothing is written where no rate is known or the cache takes none
+
+    Args:
+        precision, cache: as `matmul_flops_per_s` has them.
+
+    Returns:
+        a line for the user; nothing is written where no rate is known or the cache takes none.
     """
     key = _key(world, precision)
     known = _read(cache, key)

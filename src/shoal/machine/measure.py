@@ -56,8 +56,10 @@ CHAIN = 64
 class Sizes:
     """What is tried: sides of square products, bytes of tensors and messages, of a file.
 
-    rounds   of a rate, of which the best counts · rate_s  seconds that they take together
-    passes   through the whole list
+    Attributes:
+        rounds: of a rate, of which the best counts.
+        rate_s: seconds that they take together.
+        passes: through the whole list.
     """
 
     products: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
@@ -93,9 +95,11 @@ def measure_machine(
 
     A collective, with the same answer on every rank. Measured are matrix products, memory, single
     operations, links, host copies and disk.
-    cache    folder where rank 0 keeps the document; what is there already is given back at once
-    sizes    what to try; None: a list that takes less than a minute
-    again    measure, and overwrite, although it is known
+
+    Args:
+        cache: folder where rank 0 keeps the document; what is there already is given back at once.
+        sizes: what to try; None: a list that takes less than a minute.
+        again: measure, and overwrite, although it is known.
     """
     kind = "gpu" if is_accelerator(world.device) else "cpu"
     path = machine_path(cache, world.size, kind, torch.get_num_threads())
@@ -329,7 +333,8 @@ CHUNK_BYTES = 4 * 2**20
 def write_bytes_per_s(folder: Path, size_bytes: int) -> float:
     """Rate of writing and syncing one new file there; it is removed again.
 
-    Errors   OSError where the folder cannot be written
+    Raises:
+        OSError: where the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     chunk = os.urandom(min(CHUNK_BYTES, size_bytes))  # what compresses would flatter

@@ -85,7 +85,9 @@ def trim_heap() -> None:
 
     glibc keeps blocks below 32 MiB that were freed, and where they lie between others it keeps many
     of them. Under fsdp on 4 ranks 429 MiB stayed behind a start, 182 with it; it takes 5 ms.
-    Source   malloc_trim(3), mallopt(3): M_MMAP_THRESHOLD grows to the largest block freed
+
+    References:
+        malloc_trim(3), mallopt(3): M_MMAP_THRESHOLD grows to the largest block freed.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -95,7 +97,9 @@ def read_as_used(start: int, stop: int) -> None:
     """Read of the files that are mapped at these addresses only the pages that somebody looks at.
 
     `read_ahead` then asks for more at once. Nothing happens outside of Linux.
-    Source   madvise(2), MADV_RANDOM
+
+    References:
+        madvise(2), MADV_RANDOM.
     """
     advised = sys.platform == "linux" and _advise(start, stop, mmap.MADV_RANDOM)
     if advised and (start, stop) not in USED:
@@ -115,7 +119,9 @@ def read_ahead(tensor: torch.Tensor) -> None:
 
     Nothing is asked of a tensor that is not where `read_as_used` was told. Of parts of rows that
     are shorter than `LEAST_RUN` whole rows are: other ranks of the machine want the rest of them.
-    Source   madvise(2), MADV_WILLNEED
+
+    References:
+        madvise(2), MADV_WILLNEED.
     """
     if not is_read_as_used(tensor):
         return

@@ -68,10 +68,16 @@ def state_bytes(run: Trained) -> StateBytes:
 
     Call it between steps, while gradients are alive. A storage counts once, whole, in the first
     kind that reaches it.
-    run     a `shoal.Run`
-    Gives   a StateBytes: weights, gradients, optimizer; tensors on the meta device take none
-    Limits  storages that nothing above reaches are not states: caches of kernels, gathered
-            parameters that a layout has freed (their storage is empty) or keeps elsewhere
+
+    Args:
+        run: a `shoal.Run`.
+
+    Returns:
+        a StateBytes: weights, gradients, optimizer; tensors on the meta device take none.
+
+    Note:
+        storages that nothing above reaches are not states: caches of kernels, gathered parameters
+        that a layout has freed (their storage is empty) or keeps elsewhere.
     """
     program = run.program
     module = program.module
@@ -111,17 +117,20 @@ def _local(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
 def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: int = 5) -> int:
     """Measure the most bytes that `work()` held at any moment beyond what was held when it began.
 
-    work    something that may be repeated, such as a step, and leaves as much as it found
-    times   CPU: how often it is looked at, after one more run that is not: what was allocated
+    Args:
+        work: something that may be repeated, such as a step, and leaves as much as it found.
+        times: CPU: how often it is looked at, after one more run that is not: what was allocated
             before anybody counted is not known when it is freed. The middle peak counts: a thread
-            of gloo that is kept waiting by other work holds what it sent a little longer
+            of gloo that is kept waiting by other work holds what it sent a little longer.
+        device: the allocator's own peak, of one run, whatever `times` is.
+
     CPU     what torch's allocator holds by its own count, over all threads, whichever frees
-    device  the allocator's own peak, of one run, whatever `times` is
-    Limits  CPU: memory that torch does not allocate (gloo's, other libraries') is not seen. The
-            count is read whenever the calling thread allocates or frees, so a peak that threads
-            make of their own, while this one only waits, is missed (`dp`). Where torch's build
-            hides its counter, frees of other threads are missed: an upper bound.
-            Never time work that is looked at
+
+    Note:
+        CPU: memory that torch does not allocate (gloo's, other libraries') is not seen. The count
+        is read whenever the calling thread allocates or frees, so a peak that threads make of their
+        own, while this one only waits, is missed (`dp`). Where torch's build hides its counter,
+        frees of other threads are missed: an upper bound. Never time work that is looked at.
     """
     if is_accelerator(device):
         synchronize(device)

@@ -38,8 +38,10 @@ def llama_name(name: str) -> str:
 def llama_config(arguments: Mapping[str, Any], end_of_text: int | None) -> dict[str, Any]:
     """Describe a Llama of ours as a config.json of transformers.
 
-    arguments    all of them, as `planner.model_facts.resolve` settles them
-    end_of_text  id of the token that ends a text, after which `generate` stops; None without one
+    Args:
+        arguments: all of them, as `planner.model_facts.resolve` settles them.
+        end_of_text: id of the token that ends a text, after which `generate` stops; None without
+            one.
     """
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -50,7 +50,10 @@ def causal_attention(
     q [batch, heads, seq, head_dim] · k, v [batch, kv_heads, seq, head_dim]; heads is a multiple of
     kv_heads. `dropout` is the share of attention weights set to 0; the caller passes 0 in eval.
     `documents` [batch, seq] numbers them, None: a row is one.
-    Gives [batch, heads, seq, head_dim]. Under bf16 the blocks round scores to bf16 before the
+
+    Returns:
+        [batch, heads, seq, head_dim]. Under bf16 the blocks round scores to bf16 before the.
+
     softmax (which itself adds up in fp32); flash kernels keep them in fp32.
     """
     as_one = asked_whole() and not dropout

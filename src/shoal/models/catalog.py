@@ -43,13 +43,17 @@ def build(
 ) -> nn.Module:
     """Build the model `name` with these arguments; torch's default generator draws its weights.
 
-    name         of a family, of a published size, or hf:PATH for a transformers model, whose
-                 weights are read if they lie beside its config.json
-    arguments    keys of [model]
-    vocabulary   what the data's tokenizer has · sequence  tokens per sample; None if unknown. A
-                 language model takes them as its own where these are left open
-    Errors       ConfigError: an unknown name or argument, a value that cannot be, a model too small
-                 for the data, a config.json or weights that cannot be used
+    Args:
+        name: of a family, of a published size, or hf:PATH for a transformers model, whose weights
+            are read if they lie beside its config.json.
+        arguments: keys of [model].
+        vocabulary: what the data's tokenizer has.
+        sequence: tokens per sample; None if unknown. A language model takes them as its own where
+            these are left open.
+
+    Raises:
+        ConfigError: an unknown name or argument, a value that cannot be, a model too small for the
+            data, a config.json or weights that cannot be used.
 
     >>> build("mlp", {"hidden": 8}).head.in_features
     8

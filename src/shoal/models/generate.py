@@ -28,10 +28,12 @@ def generate(
 
     In eval mode and without gradients; each module's mode is put back. No cache: every token runs
     the model again.
-    model        gives `Unprojected`, or logits [batch, seq, vocabulary] as `find_logits` finds them
-    temperature  divides the logits; lower is safer, 0 always the likeliest
-    generator    of the model's device, for text that can be repeated; None: torch's default
-    window       the model sees this many last tokens; unchecked: keep it within its `sequence`
+
+    Args:
+        model: gives `Unprojected`, or logits [batch, seq, vocabulary] as `find_logits` finds them.
+        temperature: divides the logits; lower is safer, 0 always the likeliest.
+        generator: of the model's device, for text that can be repeated; None: torch's default.
+        window: the model sees this many last tokens; unchecked: keep it within its `sequence`.
     """
     modes = [(part, part.training) for part in model.modules()]
     model.eval()

@@ -39,7 +39,8 @@ class BiasedProjection(nn.Linear):
 class FusedAttention(nn.Module):
     """Self-attention whose q, k and v come out of one projection.
 
-    causal   every position sees itself and the past; else all positions
+    Args:
+        causal: every position sees itself and the past; else all positions.
     """
 
     def __init__(
@@ -172,8 +173,10 @@ class GPT(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Unprojected:
         """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
 
-        position_ids   [batch, seq] of packed rows: each document of a row counts from 0, and sees
-                       itself alone; None: a row is one document
+        Args:
+            position_ids: [batch, seq] of packed rows: each document of a row counts from 0, and
+                sees itself alone; None: a row is one document.
+
         Errors: ConfigError for more tokens than `sequence`, the number of positions learnt.
         """
         seq = input_ids.shape[1]

@@ -35,10 +35,12 @@ def build_foreign(
 ) -> nn.Module:
     """The model that `name`, hf:PATH, stands for, on the CPU in fp32.
 
-    vocabulary, sequence   of the data, which the model must cover; None if unknown
-    Errors                 ConfigError, one line: what `foreign_config` refuses, a model_type or a
-                           class that this transformers has not, data that do not fit, weights that
-                           do not
+    Args:
+        vocabulary, sequence: of the data, which the model must cover; None if unknown.
+
+    Raises:
+        ConfigError: one line: what `foreign_config` refuses, a model_type or a class that this
+            transformers has not, data that do not fit, weights that do not.
     """
     path, stored = foreign_config(name, arguments)
     import transformers  # an extra, and slow: only where it is asked for
@@ -154,7 +156,8 @@ def tokenizer_line(folder: Path) -> str:
     Of some model types transformers takes its own class whatever the folder says, and that class
     its own rules for cutting words: other ids, and no error.
 
-    folder   with config.json and tokenizer.json; "" too where transformers is not installed
+    Args:
+        folder: with config.json and tokenizer.json; "" too where transformers is not installed.
     """
     if importlib.util.find_spec("transformers") is None:
         return ""

@@ -158,7 +158,9 @@ class Llama(nn.Module):
     Takes    vocabulary, dim, layers, heads, kv_heads, hidden (width of SwiGLU), sequence (most
              tokens), rope_theta, norm_epsilon, tied (head and embedding), dropout; all by keyword,
              as `shoal.forecast.models.model_facts` settles and checks them: nothing is checked here
-    Errors   ConfigError of a forward pass with more tokens than `sequence`
+
+    Raises:
+        ConfigError: of a forward pass with more tokens than `sequence`.
     """
 
     def __init__(
@@ -207,8 +209,10 @@ class Llama(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Unprojected:
         """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
 
-        position_ids   [batch, seq] of packed rows: each document of a row counts from 0, and sees
-                       itself alone; None: a row is one document
+        Args:
+            position_ids: [batch, seq] of packed rows: each document of a row counts from 0, and
+                sees itself alone; None: a row is one document.
+
         Errors: ConfigError for more tokens than `sequence`.
         """
         if input_ids.shape[1] > self.sequence:

@@ -76,12 +76,17 @@ pytree.register_pytree_node(
 def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the default loss: summed cross-entropy on integer targets, with the targets' count.
 
-    outputs   `Unprojected`, or logits [..., classes], or an object or dict that has `logits`
-    targets   int64 [...]; −100 is ignored, in the count too
-    Gives     (sum, count): sum in fp32 (fp64 for fp64 logits), count int64, both scalars. Where
-              ranks share a head or a sequence, a collective, the same on all
-    Errors    ConfigError where targets are no integers or shapes do not match: such a model needs
-              its own loss; ConfigError for no logits, or a target outside the classes (on CPU)
+    Args:
+        outputs: `Unprojected`, or logits [..., classes], or an object or dict that has `logits`.
+        targets: int64 [...]; −100 is ignored, in the count too.
+
+    Returns:
+        (sum, count): sum in fp32 (fp64 for fp64 logits), count int64, both scalars. Where ranks
+        share a head or a sequence, a collective, the same on all.
+
+    Raises:
+        ConfigError: where targets are no integers or shapes do not match: such a model needs its
+            own loss; ConfigError for no logits, or a target outside the classes (on CPU).
     """
     if isinstance(outputs, Unprojected):
         _check_shapes(tuple(outputs.hidden.shape[:-1]), targets)
@@ -118,7 +123,9 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 def _shared(outputs: Any, targets: Tensor, classes: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
     """The same sum and count on every rank, each of which looks at its own tokens.
 
-    outputs   of this rank's tokens · targets   of all: a wrong one is an error on every rank
+    Args:
+        outputs: of this rank's tokens.
+        targets: of all: a wrong one is an error on every rank.
     """
     flat = targets.reshape(-1)
     _check_targets(flat, flat != IGNORED, classes)
@@ -136,17 +143,26 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross-entropy of `hidden @ weight.T`, and count the targets that are not ignored.
 
-    hidden       [..., dim] · weight [vocabulary, dim] · targets int64 [...]
-    chunk_rows   rows of fp32 logits whose memory the head may use; None: `default_chunk_rows`
-    vocabulary   weight holds this rank's rows of the head only; every rank must call at once
-    Gives        (sum, count): sum fp32, or fp64 for fp64 inputs; count int64. Both scalars
-    Errors       ConfigError for a target outside the vocabulary, on a CPU; on CUDA none with
-                 `vocabulary`, else torch's own
-    Source       chunks with gradients made in the forward pass: Liger kernel (2410.10989), here in
-                 plain torch, for any device
-    Limits       first derivatives only. Under autocast(bf16) or with bf16 inputs the products are
-                 bf16 and everything between them fp32; fp16 products are made in fp32, because
-                 gradients made before loss scaling would underflow
+    Args:
+        hidden: [..., dim] · weight [vocabulary, dim] · targets int64 [...].
+        chunk_rows: rows of fp32 logits whose memory the head may use; None: `default_chunk_rows`.
+        vocabulary: weight holds this rank's rows of the head only; every rank must call at once.
+
+    Returns:
+        (sum, count): sum fp32, or fp64 for fp64 inputs; count int64. Both scalars.
+
+    Raises:
+        ConfigError: for a target outside the vocabulary, on a CPU; on CUDA none with `vocabulary`,
+            else torch's own.
+
+    References:
+        chunks with gradients made in the forward pass: Liger kernel (2410.10989), here in plain
+        torch, for any device.
+
+    Note:
+        first derivatives only. Under autocast(bf16) or with bf16 inputs the products are bf16 and
+        everything between them fp32; fp16 products are made in fp32, because gradients made before
+        loss scaling would underflow.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = targets.reshape(-1)
@@ -175,8 +191,10 @@ def linear_cross_entropy(
 def default_chunk_rows(vocabulary: int, device_type: str, *, narrow: bool = False) -> int:
     """Rows of fp32 logits that the head may take the place of: its memory budget, all told.
 
-    narrow   products in bf16: the same budget must hold a second, narrow chunk and a narrow copy
-             of the weight, so it is twice as large
+    Args:
+        narrow: products in bf16: the same budget must hold a second, narrow chunk and a narrow copy
+            of the weight, so it is twice as large.
+
     CPU      8 MiB, at least 256 rows. One thread (EPYC, AVX-512), forward and backward in ms,
              plain F.cross_entropy first, then chunks of 64, 256, 1024 rows:
              2048 rows × dim 256 × vocabulary 2048    fp32  73: 73 73 72

@@ -42,7 +42,8 @@ from shoal.models.norm import RMSNorm
 class Routed(Unprojected):
     """What a mixture returns in training: as other language models, and its auxiliary loss.
 
-    auxiliary   scalar, weighted already: what the loss of every target grows by
+    Attributes:
+        auxiliary: scalar, weighted already: what the loss of every target grows by.
     """
 
     auxiliary: Tensor | None = None
@@ -91,8 +92,11 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """What each token's experts make of it, weighted and added up: [tokens, dim].
 
-        tokens    [tokens, dim] · weights  [tokens, top_k]
-        chosen    [tokens, top_k] integers; the number of experts stands for none
+        Args:
+            tokens: [tokens, dim].
+            weights: [tokens, top_k].
+            chosen: [tokens, top_k] integers; the number of experts stands for none.
+
         Waits for the device: how many rows an expert has is a fact of the data.
         """
         experts, (count, top_k) = len(self.gate), chosen.shape
@@ -124,7 +128,9 @@ def count_each(numbers: Tensor, kinds: int) -> Tensor:
 def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
     """Chosen experts where they still have a place, and the number of experts where they do not.
 
-    chosen   [tokens, top_k] · places  of each expert
+    Args:
+        chosen: [tokens, top_k].
+        places: of each expert.
 
     >>> within_capacity(torch.tensor([[0, 1], [0, 1], [1, 0]]), 2, 2)
     tensor([[0, 1],
@@ -157,8 +163,9 @@ def _as_sizes(counts: Tensor, rows: int) -> list[int]:
 class Mixture(nn.Module):
     """Router and experts: the feed-forward part of a block.
 
-    load      [experts], after a forward pass: how many places of it each expert got
-    dropped   scalar, after a forward pass: how many got none, for want of capacity
+    Attributes:
+        load: [experts], after a forward pass: how many places of it each expert got.
+        dropped: scalar, after a forward pass: how many got none, for want of capacity.
     """
 
     load: Tensor | None = None
@@ -219,7 +226,8 @@ class Block(nn.Module):
     def forward(self, h: Tensor, balance: Tensor, *packed: Tensor) -> tuple[Tensor, Tensor]:
         """h [batch, seq, dim] and the balance losses so far, a scalar, to the same after it.
 
-        packed   position ids [batch, seq] of packed rows
+        Args:
+            packed: position ids [batch, seq] of packed rows.
         """
         h = h + self.residual_dropout(self.attention(self.attention_norm(h), *packed))
         mixed, own = self.mixture(self.mixture_norm(h))
@@ -281,8 +289,10 @@ class MoE(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Unprojected:
         """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
 
-        position_ids   [batch, seq] of packed rows: each document of a row counts from 0, and sees
-                       itself alone; None: a row is one document
+        Args:
+            position_ids: [batch, seq] of packed rows: each document of a row counts from 0, and
+                sees itself alone; None: a row is one document.
+
         In training they come as `Routed`, which has the auxiliary loss too.
         Errors: ConfigError for more tokens than `sequence`.
         """

@@ -48,8 +48,10 @@ def to_split_gradient(
 ) -> Tensor:
     """Turn this rank's logits into their part of softmax − onehot, in place; gives the losses.
 
-    block   [rows, own classes], fp32 or fp64 · picked  int64 [rows, 1], of all classes
-    skip    bool [rows, 1]: rows without gradient · gives [rows, 1], the same on every rank
+    Args:
+        block: [rows, own classes], fp32 or fp64.
+        picked: int64 [rows, 1], of all classes.
+        skip: bool [rows, 1]: rows without gradient · gives [rows, 1], the same on every rank.
     """
     here = picked - vocabulary.start
     elsewhere = (here < 0) | (here >= block.shape[1])
@@ -72,9 +74,13 @@ def to_split_gradient(
 def split_logits_loss(logits: Any, flat: Tensor, ignored: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Summed cross-entropy of logits of which this rank holds its own classes.
 
-    logits   has them in `.local`, [..., own classes] · flat  int64 [rows], of all classes
-    ignored  bool [rows]
-    Gives    the sum, fp32 (fp64 for fp64 logits); every rank must call at once
+    Args:
+        logits: has them in `.local`, [..., own classes].
+        flat: int64 [rows], of all classes.
+        ignored: bool [rows].
+
+    Returns:
+        the sum, fp32 (fp64 for fp64 logits); every rank must call at once.
     """
     local: Tensor = logits.local
     rows = local.reshape(-1, local.shape[-1])

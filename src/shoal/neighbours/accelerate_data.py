@@ -86,8 +86,11 @@ class _Batches:
 class DealtLoader:
     """A script's DataLoader, dealt: this process's batches, on its device.
 
-    at_end      the last batch of an epoch was given · iteration  epochs until now
-    remainder   samples of an epoch's last step over all ranks, if fewer than a whole one; 0: none
+    Attributes:
+        at_end: the last batch of an epoch was given.
+        iteration: epochs until now.
+        remainder: samples of an epoch's last step over all ranks, if fewer than a whole one; 0:
+            none.
     """
 
     def __init__(self, loader: DataLoader[Any], accelerator: Any) -> None:

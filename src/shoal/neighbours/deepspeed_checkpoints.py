@@ -45,7 +45,9 @@ KEEP_ALL = 2**30
 class Place:
     """Return the folder of a tag's checkpoint.
 
-    folder  holds `checkpoints/` · step  of the checkpoint; None: the newest one there
+    Attributes:
+        folder: holds `checkpoints/`.
+        step: of the checkpoint; None: the newest one there.
     """
 
     folder: Path

@@ -79,9 +79,12 @@ def initialize(
 ) -> tuple[Engine, Any, Any, Any]:
     """Make an engine of a model: (engine, its optimizer, a loader of `training_data`, a schedule).
 
-    optimizer, lr_scheduler   or functions that make them, in the place of the configuration's
-    model_parameters          what the configuration's optimizer steps; default: what trains
-    Errors   ConfigError: as `read`; mpu and mesh_param, whose layouts Shoal derives itself
+    Args:
+        optimizer, lr_scheduler: or functions that make them, in the place of the configuration's.
+        model_parameters: what the configuration's optimizer steps; default: what trains.
+
+    Raises:
+        ConfigError: as `read`; mpu and mesh_param, whose layouts Shoal derives itself.
     """
     if model is None:
         raise ConfigError("deepspeed.initialize: model is missing")
@@ -143,7 +146,9 @@ def installed() -> str:
 def _widened(model: nn.Module, settings: Settings) -> str:
     """Let weights that come in a narrow format be stepped in fp32, as DeepSpeed's masters are.
 
-    Gives the format to compute in: the configuration's, or where that names none, bf16 weights'. At
+    Returns:
+        the format to compute in: the configuration's, or where that names none, bf16 weights'. At.
+
     stage 0 without a format DeepSpeed steps such weights themselves.
     """
     kinds = (torch.bfloat16, *([torch.float16] if settings.compute != "fp32" else []))
@@ -522,7 +527,8 @@ class Scale(loss_scale.LossScale):
     def lower(self) -> None:
         """After an overflow: halve it, or let it pass where some may.
 
-        Errors   ConfigError where it overflows at its least, as DeepSpeed ends there
+        Raises:
+            ConfigError: where it overflows at its least, as DeepSpeed ends there.
         """
         self.clean = 0
         if self.left > 1:

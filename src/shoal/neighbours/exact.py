@@ -41,7 +41,8 @@ KEY = "shoal.targets"
 def count_of(loss: torch.Tensor) -> torch.Tensor:
     """Find how many targets a loss is the mean of; of classes with weights, the sum of these.
 
-    Errors   ConfigError where no function of torch's made it, or several with other counts
+    Raises:
+        ConfigError: where no function of torch's made it, or several with other counts.
 
     >>> mean = _noting(functional.cross_entropy, _of_classes)
     >>> count_of(mean(torch.zeros(3, 2, requires_grad=True), torch.tensor([0, -100, 1])) / 4)

@@ -121,9 +121,12 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class Call:
     """A call in the user's source.
 
-    file, line   where it stands · of  last name of what a method is called on
-    name     of the function · is_method  it is called on something
-    words    by name and by number: the text of each argument
+    Attributes:
+        file, line: where it stands.
+        of: last name of what a method is called on.
+        name: of the function.
+        is_method: it is called on something.
+        words: by name and by number: the text of each argument.
     """
 
     file: str
@@ -147,7 +150,8 @@ class Call:
 class Source:
     """Calls in the user's source, and the values of its variables.
 
-    makers   name of a variable → the functions whose result, or its first part, it is given
+    Attributes:
+        makers: name of a variable → the functions whose result, or its first part, it is given.
     """
 
     calls: list[Call]

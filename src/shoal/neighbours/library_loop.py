@@ -28,7 +28,9 @@ count_of: Callable[[torch.Tensor], torch.Tensor] | None = None
 def started(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
     """Start a run, as `parallelize`, whose model stays in the mode it has: a loop sets it itself.
 
-    saves   the loop's call that saves whole weights, for the line that refuses another
+    Args:
+        saves: the loop's call that saves whole weights, for the line that refuses another.
+
     A model of transformers comes in evaluation mode, and its neighbours train it in that where a
     script forgets `model.train()`.
     """
@@ -46,7 +48,8 @@ def started(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
 class FreeLoop:
     """The steps of a run, made pass by pass.
 
-    last   what the last update did; None before the first
+    Attributes:
+        last: what the last update did; None before the first.
     """
 
     def __init__(self, run: Run, check: EqualBatchesCheck | None = None) -> None:
@@ -118,7 +121,9 @@ class FreeLoop:
 class Carried(nn.Module):
     """What a script calls in the place of its model: the same outputs and attributes.
 
-    module   the script's own · loop  whose step a call is a pass of; None: nothing steps it
+    Args:
+        module: the script's own.
+        loop: whose step a call is a pass of; None: nothing steps it.
     """
 
     no_sync = nullcontext

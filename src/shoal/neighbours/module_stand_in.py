@@ -35,10 +35,13 @@ def answer(
 ) -> None:
     """Register a facade as the package `name`.
 
-    held     what any of its modules gives by name: libraries move names between them
-    nearest  for what is refused, by its last name: what to write in its place
-    inside   modules that are there before a script imports them, and what else each gives
-    Errors   ImportError where the library itself was imported before
+    Args:
+        held: what any of its modules gives by name: libraries move names between them.
+        nearest: for what is refused, by its last name: what to write in its place.
+        inside: modules that are there before a script imports them, and what else each gives.
+
+    Raises:
+        ImportError: where the library itself was imported before.
     """
     known = sys.modules.get(name)
     if known is not None and known is not facade:

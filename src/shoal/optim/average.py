@@ -25,14 +25,18 @@ RISE = 10
 class WeightAverage:
     """An exponential moving average of this rank's pieces of the parameters, float32 at least.
 
-    decay       share of the old average that stays, once risen; 0 ≤ decay < 1
-    parameters  this rank's pieces by name: `update` reads them, `swapped` writes them
-    updates     how many updates are in the average; belongs into a checkpoint's record
+    Attributes:
+        decay: share of the old average that stays, once risen; 0 ≤ decay < 1.
+        parameters: this rank's pieces by name: `update` reads them, `swapped` writes them.
+        updates: how many updates are in the average; belongs into a checkpoint's record.
+
     update()    take the weights of a committed step in · tensors()  the averages, by name
     load(tensors, updates)   put saved averages back; CheckpointError where one is missing or unlike
     swapped(publish)   inside the `with` block the averages are the weights, which come back after
                        it
-    Errors      ConfigError for a decay out of range
+
+    Raises:
+        ConfigError: for a decay out of range.
     """
 
     def __init__(self, decay: float, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -67,8 +71,11 @@ class WeightAverage:
     def load(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
         """Put saved averages back, in the pieces' shapes.
 
-        updates   as saved; 0 to start again from `tensors`, e.g. from weights just restored
-        Errors    CheckpointError naming a piece that is missing or has another number of elements
+        Args:
+            updates: as saved; 0 to start again from `tensors`, e.g. from weights just restored.
+
+        Raises:
+            CheckpointError: naming a piece that is missing or has another number of elements.
         """
         for name, average in self._averages.items():
             if name not in tensors or tensors[name].numel() != average.numel():
@@ -84,10 +91,13 @@ class WeightAverage:
     def swapped(self, publish: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Evaluate with the averages: they are the weights inside, which come back bit for bit.
 
-        publish   shows changed pieces to all ranks (`reducer.publish`); called on entering and on
-                  leaving, on every rank alike
-        Limits    after an exception whole weights stay averaged until the next `publish`; one more
-                  copy of this rank's pieces meanwhile
+        Args:
+            publish: shows changed pieces to all ranks (`reducer.publish`); called on entering and
+                on leaving, on every rank alike.
+
+        Note:
+            after an exception whole weights stay averaged until the next `publish`; one more copy
+            of this rank's pieces meanwhile.
         """
         if self._swapped:
             raise BugError("the average stands in for the weights already")

@@ -33,9 +33,14 @@ def build_optimizer(
     """Build the optimizer that `[optimizer]` describes, over all of `parameters`.
 
     Weight decay acts on those of two dims or more. Schedule and clipping are not its business.
-    module   tells muon which matrices are embeddings and the head; without it, it takes them all
-    Errors   ConfigError for an unknown name (nearest spelling), no optimizer class, settings that
-             the class refuses, or one that calls the model itself (LBFGS, closures)
+
+    Args:
+        module: tells muon which matrices are embeddings and the head; without it, it takes them
+            all.
+
+    Raises:
+        ConfigError: for an unknown name (nearest spelling), no optimizer class, settings that the
+            class refuses, or one that calls the model itself (LBFGS, closures).
     """
     kind = _find_class(policy.name)
     if issubclass(kind, torch.optim.LBFGS):

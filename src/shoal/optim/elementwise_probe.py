@@ -63,9 +63,13 @@ def probe(optimizer: torch.optim.Optimizer) -> Slicing:
     state come out equal. No collective.
     Takes    an optimizer over whole parameters, before a layout replaced them; neither it nor
              torch's random generators change, and no hook runs
-    Gives    a line per way of cutting, the same on all ranks; all three refuse an optimizer that
-             cannot be tried
-    Limits   looks at 6400 elements in two dims at most: a rule that starts above is missed
+
+    Returns:
+        a line per way of cutting, the same on all ranks; all three refuse an optimizer that cannot
+        be tried.
+
+    Note:
+        looks at 6400 elements in two dims at most: a rule that starts above is missed.
     """
     kind = type(optimizer).__name__
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}

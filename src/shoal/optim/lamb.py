@@ -23,12 +23,19 @@ from shoal.optim.lion import check_settings, handfuls, run_closure
 class LAMB(torch.optim.Optimizer):
     """Layer-wise adaptive moments.
 
-    params        parameters or groups · lr  a number or a 0-dim tensor
-    betas, eps    as in Adam · weight_decay  λ, inside the normalised step
-    norm_clamp    (low, high) of φ(z) = min(max(z, low), high); None: φ(z) = z
-    maximize      ascend instead
-    Errors        ValueError for numbers out of range, RuntimeError for sparse or complex gradients
-    Limits        one path, torch's foreach kernels over a handful of parameters at a time
+    Args:
+        params: parameters or groups.
+        lr: a number or a 0-dim tensor.
+        betas, eps: as in Adam.
+        weight_decay: λ, inside the normalised step.
+        norm_clamp: (low, high) of φ(z) = min(max(z, low), high); None: φ(z) = z.
+        maximize: ascend instead.
+
+    Raises:
+        ValueError: for numbers out of range, RuntimeError for sparse or complex gradients.
+
+    Note:
+        one path, torch's foreach kernels over a handful of parameters at a time.
     """
 
     def __init__(

@@ -23,12 +23,19 @@ HANDFUL_CPU, HANDFUL_GPU = 2**16, 2**26
 class Lion(torch.optim.Optimizer):
     """Sign of an interpolated momentum, with decoupled weight decay.
 
-    params        parameters or groups · lr  a number or a 0-dim tensor
-    betas         (β₁ for the step, β₂ for the memory); the paper's (0.9, 0.99). The main job always
-                  sets them: to `optimizer.betas`
-    weight_decay  λ, times lr · maximize  ascend instead
-    Errors        ValueError for numbers out of range, RuntimeError for sparse or complex gradients
-    Limits        one path, torch's foreach kernels over a handful of parameters at a time
+    Args:
+        params: parameters or groups.
+        lr: a number or a 0-dim tensor.
+        betas: (β₁ for the step, β₂ for the memory); the paper's (0.9, 0.99). The main job always
+            sets them: to `optimizer.betas`.
+        weight_decay: λ, times lr.
+        maximize: ascend instead.
+
+    Raises:
+        ValueError: for numbers out of range, RuntimeError for sparse or complex gradients.
+
+    Note:
+        one path, torch's foreach kernels over a handful of parameters at a time.
     """
 
     def __init__(

@@ -45,14 +45,22 @@ def hidden_matrices(module: nn.Module) -> Choice:
 class MuonWithAdamW(torch.optim.Optimizer):
     """torch.optim.Muon on matrices, torch.optim.AdamW on the rest.
 
-    params         parameters or groups; a group is parted in two, `rule` says which half it is
-    lr             of both · betas, fused  AdamW's · weight_decay  of both
-    momentum       Muon's · adjust_lr_fn  how its step scales with the shape, see torch.optim.Muon
-    matrix         which parameters Muon takes; default: all that have two dims. `hidden_matrices`
-                   leaves embeddings and the head to AdamW, if the model is at hand
-    Errors         ValueError from torch for numbers out of range or a `matrix` that chooses others
-    Limits         kernels of convolutions (4 dims) go to AdamW. Needs whole matrices: a layout that
-                   splits the optimizer deals out whole parameters
+    Args:
+        params: parameters or groups; a group is parted in two, `rule` says which half it is.
+        lr: of both.
+        betas, fused: AdamW's.
+        weight_decay: of both.
+        momentum: Muon's.
+        adjust_lr_fn: how its step scales with the shape, see torch.optim.Muon.
+        matrix: which parameters Muon takes; default: all that have two dims. `hidden_matrices`
+            leaves embeddings and the head to AdamW, if the model is at hand.
+
+    Raises:
+        ValueError: from torch for numbers out of range or a `matrix` that chooses others.
+
+    Note:
+        kernels of convolutions (4 dims) go to AdamW. Needs whole matrices: a layout that splits the
+        optimizer deals out whole parameters.
     """
 
     def __init__(

@@ -27,12 +27,17 @@ def split_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split an optimizer's state into (tensors by `PARAMETER.KEY`, JSON record), for a checkpoint.
 
-    names    of the parameters, or pieces of parameters, that the optimizer holds
-    Gives    what this rank has, the tensors themselves, no copies; the record has class, numbers,
-             groups with their hyper-parameters, and which keys are sliced as parameters are. If
-             ranks step different pieces, `merge_records` joins the records
-    Errors   ConfigError for state that cannot be saved: no tensor and no number, named by
-             parameter, key and type, or kept under something that is no parameter
+    Args:
+        names: of the parameters, or pieces of parameters, that the optimizer holds.
+
+    Returns:
+        what this rank has, the tensors themselves, no copies; the record has class, numbers, groups
+        with their hyper-parameters, and which keys are sliced as parameters are. If ranks step
+        different pieces, `merge_records` joins the records.
+
+    Raises:
+        ConfigError: for state that cannot be saved: no tensor and no number, named by parameter,
+            key and type, or kept under something that is no parameter.
     """
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, Plain]] = {}
@@ -103,7 +108,8 @@ def sliced_keys(optimizer: torch.optim.Optimizer) -> set[str]:
 def merge_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the records that ranks with different pieces made; settings and class are the first's.
 
-    records   by rank, with the same groups in the same order (`localize` keeps empty ones)
+    Args:
+        records: by rank, with the same groups in the same order (`localize` keeps empty ones).
     """
     merged: dict[str, Any] = {**records[0]}
     merged["scalars"] = {n: s for record in records for n, s in record["scalars"].items()}

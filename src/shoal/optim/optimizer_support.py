@@ -39,12 +39,15 @@ def rebind(
 ) -> torch.optim.Optimizer:
     """Returns the user's optimizer, checked to hold parameters of the module only.
 
-    optimizer   an instance over the module's parameters, given back as it is, or a function
-                `params -> optimizer`, which is called with a list of `parameters`
-    parameters  the named trainable parameters of the program
-    Errors      PlanError for a parameter that the optimizer holds and the module does not, by its
-                place and shape; ConfigError for what is no optimizer and no such function, and for
-                one that calls the model itself (LBFGS, closures)
+    Args:
+        optimizer: an instance over the module's parameters, given back as it is, or a function
+            `params -> optimizer`, which is called with a list of `parameters`.
+        parameters: the named trainable parameters of the program.
+
+    Raises:
+        PlanError: for a parameter that the optimizer holds and the module does not, by its place
+            and shape; ConfigError for what is no optimizer and no such function, and for one that
+            calls the model itself (LBFGS, closures).
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):

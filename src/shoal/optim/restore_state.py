@@ -35,12 +35,19 @@ def join_state(
 ) -> list[str]:
     """Put a saved state back into an optimizer, in the place of what it has.
 
-    parameters  what this rank steps, whole or pieces, by name; state of other names is left out
-    tensors     by `PARAMETER.KEY`, on any device; of sliced keys the elements of the piece, in any
-                shape; of other keys whole · record  the JSON part, merged over ranks
-    Gives       lines for the user on hyper-parameters that differ: they stay as given now. Learning
-                rates are not compared (`restore_lr`)
-    Errors      CheckpointError if the checkpoint was written by another optimizer class
+    Args:
+        parameters: what this rank steps, whole or pieces, by name; state of other names is left
+            out.
+        tensors: by `PARAMETER.KEY`, on any device; of sliced keys the elements of the piece, in any
+            shape; of other keys whole.
+        record: the JSON part, merged over ranks.
+
+    Returns:
+        lines for the user on hyper-parameters that differ: they stay as given now. Learning rates
+        are not compared (`restore_lr`).
+
+    Raises:
+        CheckpointError: if the checkpoint was written by another optimizer class.
     """
     check_class(optimizer, record)
     sliced = set(record.get("sliced", ()))
@@ -67,9 +74,13 @@ def restore_lr(
 ) -> None:
     """Put saved learning rates back into the groups, for runs whose rate is the user's own state.
 
-    names    of the parameters or pieces that the optimizer holds · record  the JSON part
-    Does     groups are found by the name of a member; one that is empty on this rank by its place.
-             `initial_lr` comes along: torch's own schedulers want it in order to go on
+    Args:
+        names: of the parameters or pieces that the optimizer holds.
+        record: the JSON part.
+
+    Note:
+        groups are found by the name of a member; one that is empty on this rank by its place.
+        `initial_lr` comes along: torch's own schedulers want it in order to go on.
     """
     groups = record["groups"]
     then = {name: group for group in groups for name in group["names"]}

@@ -28,17 +28,22 @@ def localize(
 ) -> None:
     """Replace an optimizer's parameters by the pieces that this rank steps, and cut its state.
 
-    local    parameter that the optimizer holds → the piece that this rank steps, None if it steps
-             nothing of it; a parameter may stand for itself. Frozen ones may be left out
-    cut      gives the part of a state tensor that belongs to a piece, any shape; its elements are
-             copied, so that the whole can be freed
-    Does     changes the optimizer in place: groups stay, also when they are left empty; numbers and
-             0-dim state are kept
-    Errors   PlanError for state that cannot be cut (of a shape that is neither the parameter's nor
-             a number's); BugError for a trainable parameter that is not in `local`; both before
-             anything was changed
-    Limits   state is found where torch keeps it: in `optimizer.state`, and in that of optimizers
-             held inside
+    Args:
+        local: parameter that the optimizer holds → the piece that this rank steps, None if it steps
+            nothing of it; a parameter may stand for itself. Frozen ones may be left out.
+        cut: gives the part of a state tensor that belongs to a piece, any shape; its elements are
+            copied, so that the whole can be freed.
+
+    Note:
+        changes the optimizer in place: groups stay, also when they are left empty; numbers and
+        0-dim state are kept.
+        state is found where torch keeps it: in `optimizer.state`, and in that of optimizers held
+        inside.
+
+    Raises:
+        PlanError: for state that cannot be cut (of a shape that is neither the parameter's nor a
+            number's); BugError for a trainable parameter that is not in `local`; both before
+            anything was changed.
     """
     states = {id(one.state): one for one in (optimizer, *inner_optimizers(optimizer))}
     moved = [(one, _cut_state(one, local, cut)) for one in states.values()]

@@ -33,9 +33,12 @@ def make_twin(
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class over other parameters: not stepped, a learning rate of 0.1.
 
-    members   the twin's parameters, group by group
-    Errors    UnfitError: it holds another optimizer over groups of its own, something that cannot
-              be copied, or a `step` put on the instance
+    Args:
+        members: the twin's parameters, group by group.
+
+    Raises:
+        UnfitError: it holds another optimizer over groups of its own, something that cannot be
+            copied, or a `step` put on the instance.
     """
     memo: dict[int, Any] = {}
     for group, stand_ins in zip(optimizer.param_groups, members, strict=True):

@@ -149,7 +149,9 @@ def unwatched() -> Iterator[None]:
 def keep_among(unit: Any, mesh: DeviceMesh) -> None:
     """Let a unit of `fully_shard` lie cut over the last of two mesh axes between its passes.
 
-    unit   wrapped with `reshard_after_forward`; given a number, torch makes groups for each unit
+    Args:
+        unit: wrapped with `reshard_after_forward`; given a number, torch makes groups for each
+            unit.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
@@ -166,8 +168,9 @@ def keep_among(unit: Any, mesh: DeviceMesh) -> None:
 def send_unused(shard: Any) -> None:
     """Make a unit of `fully_shard` send zeros for parameters that a backward pass left unused.
 
-    shard   one FSDPModule. torch 2.13 has a switch; without it the unit's own step at the end of a
-            backward pass finds zeros where it would leave parameters out
+    Args:
+        shard: one FSDPModule. torch 2.13 has a switch; without it the unit's own step at the end of
+            a backward pass finds zeros where it would leave parameters out.
     """
     if hasattr(shard, "set_reduce_scatter_unused_params"):
         shard.set_reduce_scatter_unused_params(True, recurse=False)

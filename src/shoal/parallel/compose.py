@@ -59,9 +59,13 @@ class Look(Protocol):
 def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
     """Make a program of the whole module and give every rank rank 0's weights; nothing is cut yet.
 
-    module    whole, in the plan's parameter format; on the host where ranks will hold parts of it
-    Errors    PlanError when ranks hold different models, and for a policy that cannot hold here:
-              said first, since a record takes seconds
+    Args:
+        module: whole, in the plan's parameter format; on the host where ranks will hold parts of
+            it.
+
+    Raises:
+        PlanError: when ranks hold different models, and for a policy that cannot hold here: said
+            first, since a record takes seconds.
     """
     for technique in _asked(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check", None):
@@ -85,9 +89,12 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
 def record(program: Program, look: Look | None) -> Record | None:
     """Make the record of the model from which a layout is derived: its passes run when it is read.
 
-    look    does one forward pass on a sample; None: nothing is derived
-    Gives   of the module for tp, pp, cp and ep; for zero 3 alone of its twin on the meta device, or
-            of the module where it looks at values, and None where neither runs
+    Args:
+        look: does one forward pass on a sample; None: nothing is derived.
+
+    Returns:
+        of the module for tp, pp, cp and ep; for zero 3 alone of its twin on the meta device, or of
+        the module where it looks at values, and None where neither runs.
     """
     layout = program.plan.layout
     if look is None:
@@ -117,9 +124,12 @@ def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Pr
 
     Every rank calls it: checks are collective, and process groups are made. Nothing is cut yet.
 
-    record    without one, nothing is derived from the model
-    samples   that the record's pass ran
-    Errors    PlanError where the model cannot be divided so
+    Args:
+        record: without one, nothing is derived from the model.
+        samples: that the record's pass ran.
+
+    Raises:
+        PlanError: where the model cannot be divided so.
     """
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
@@ -171,7 +181,8 @@ def materialise(program: Program, derived: Derived) -> Program:
     `fully_shard`, which moves unit by unit and cuts each. Layers compute their parts from then on,
     under cp too, which cuts nothing. Every rank calls it.
 
-    derived   as `place` gave it; rows are the program's
+    Args:
+        derived: as `place` gave it; rows are the program's.
     """
     plan, device = program.plan, program.world.device
     if plan.layout.is_derived:
@@ -241,7 +252,8 @@ def _asked(plan: Plan, optional: tuple[tuple[type, str], ...]) -> Iterator[Any]:
 def check_here(plan: Plan, device: torch.device) -> None:
     """Refuse policies that this kind of device cannot carry under any layout; else do nothing.
 
-    Errors   PlanError; so far for offload to files on a device
+    Raises:
+        PlanError: so far for offload to files on a device.
     """
     for technique in _asked(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check_here", None):
@@ -257,7 +269,8 @@ def waits_on_host(plan: Plan, device: torch.device) -> bool:
 def hand_to_policies(program: Program, optimizer: torch.optim.Optimizer) -> Program:
     """Let memory.offload=optimizer take over the optimizer, once that steps this rank's parts.
 
-    Gives   the program with what the technique added, where the plan asks for it
+    Returns:
+        the program with what the technique added, where the plan asks for it.
     """
     for technique in _asked(program.plan, AROUND_BLOCKS):
         if give := getattr(technique, "hand_over", None):

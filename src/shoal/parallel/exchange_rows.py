@@ -20,7 +20,8 @@ from shoal.trace.isolation.meta_inputs import tensors_of
 def travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
     """What a model so divided will make travel.
 
-    samples   in the batch that the split and the cut were made with
+    Args:
+        samples: in the batch that the split and the cut were made with.
     """
     stages = 1 if cut is None else cut.stages
     stage_of = {} if cut is None else {call.name: call.stage for call in cut.calls}

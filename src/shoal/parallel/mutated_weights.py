@@ -34,7 +34,8 @@ FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 class RewrittenError(ConfigError):
     """A model that changes its own weights, on a layout that cannot keep what it changes.
 
-    is_cast   it changes their format
+    Args:
+        is_cast: it changes their format.
     """
 
     def __init__(self, text: str, is_cast: bool) -> None:
@@ -47,7 +48,9 @@ def refuse_rewritten(program: Program) -> Iterator[None]:
     """Context manager around a step's passes: refuse weights that the model itself has changed.
 
     Every rank enters it. Changes that the layout keeps, as one process does, pass.
-    Errors   at its end, on all ranks alike: RewrittenError for a change that would be lost
+
+    Raises:
+        at its end, on all ranks alike: RewrittenError for a change that would be lost.
     """
     before = {name: _look(p) for name, p in program.parameters.items()}
     yield
@@ -91,7 +94,9 @@ def _lost(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | No
 def watch_units(units: Sequence[nn.Module], program: Program) -> list[RemovableHandle]:
     """Look at the gathered weights of each unit around its first forward pass; give the hooks.
 
-    units    modules whose own hooks gather before these look, and let go after them
+    Args:
+        units: modules whose own hooks gather before these look, and let go after them.
+
     Raises   in that forward pass: RewrittenError with what `refuse_rewritten` would say
     """
     paths = {id(part): path for path, part in program.module.named_modules()}

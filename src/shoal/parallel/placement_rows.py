@@ -37,9 +37,10 @@ Rows = dict[str, Placement]
 class Called:
     """How often a forward pass calls modules, and which of them repeat.
 
-    times    by name; absent: once
-    blocks   that are called often, of a model that has none by its lists and attributes
-    reached  blocks of which a part is called from outside of them
+    Attributes:
+        times: by name; absent: once.
+        blocks: that are called often, of a model that has none by its lists and attributes.
+        reached: blocks of which a part is called from outside of them.
     """
 
     times: Mapping[str, int] = field(default_factory=dict)
@@ -51,8 +52,11 @@ class Called:
 class Derived:
     """How a model can be divided.
 
-    split, cut   by tp, by pp · experts  layers that ep deals out
-    units        that share a sequence under cp · called  how often blocks are called, for zero 3
+    Attributes:
+        split, cut: by tp, by pp.
+        experts: layers that ep deals out.
+        units: that share a sequence under cp.
+        called: how often blocks are called, for zero 3.
     """
 
     split: ModelSplit | None = None
@@ -65,7 +69,8 @@ class Derived:
 def derive(record: Record, plan: Plan) -> Derived:
     """Find how a model can be divided as a plan's layout wants; unchecked.
 
-    Errors   PlanError where it cannot, naming the part and the nearest legal choice
+    Raises:
+        PlanError: where it cannot, naming the part and the nearest legal choice.
     """
     layout = plan.layout
     split, cut = None, None
@@ -90,9 +95,12 @@ def derive(record: Record, plan: Plan) -> Derived:
 def rows_of(module: nn.Module, plan: Plan, derived: Derived, device: torch.device) -> Rows:
     """Say of every parameter and buffer who holds, sums and steps it, by first name.
 
-    module   whole; its numbers do not matter
-    device   of the ranks: not all of them read narrow copies
-    Errors   PlanError for a stack of experts that tp has cut already
+    Args:
+        module: whole; its numbers do not matter.
+        device: of the ranks: not all of them read narrow copies.
+
+    Raises:
+        PlanError: for a stack of experts that tp has cut already.
     """
     rows = _whole(module, plan, device)
     if derived.split is not None:

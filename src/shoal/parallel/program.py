@@ -43,7 +43,8 @@ class Reducer(Protocol):
     def arm(self, last: bool, once: bool = True) -> None:
         """A backward pass comes; after the step's last one gradients may travel at once.
 
-        once   False: several may come, whose gradients add up until `passed`
+        Args:
+            once: False: several may come, whose gradients add up until `passed`.
         """
 
     def passed(self, counted: bool) -> None:
@@ -71,9 +72,10 @@ class Reducer(Protocol):
 class Pass(Protocol):
     """One micro-batch, ready to run forward and backward, at once or in pieces.
 
-    index       its number in the step; negative: it only joins the others' collectives
-    signature   what its inputs' shapes are; equal for micro-batches that a graph serves alike
-    sums        [loss sum, count of targets] of the step, which it adds its own to
+    Attributes:
+        index: its number in the step; negative: it only joins the others' collectives.
+        signature: what its inputs' shapes are; equal for micro-batches that a graph serves alike.
+        sums: [loss sum, count of targets] of the step, which it adds its own to.
     """
 
     sums: torch.Tensor
@@ -114,8 +116,9 @@ def in_turn(program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
 class Local:
     """The part of one trainable parameter that this rank's optimizer steps.
 
-    parameter   the module's own parameter, or a view of a part of it
-    shard       where that part lies in the whole tensor
+    Attributes:
+        parameter: the module's own parameter, or a view of a part of it.
+        shard: where that part lies in the whole tensor.
     """
 
     parameter: nn.Parameter
@@ -130,36 +133,41 @@ Part = tuple[torch.Tensor, Shard]
 class Program:
     """A module on this rank, made ready to train: its part, its worlds, what runs around a step.
 
-    world         all processes · data  those that hold the same parts of the model as this one, and
-                  run other micro-batches; `tensor`: that split its layers; `pipe`: its stages;
-                  `context`: that share its sequences
-    parameters    trainable ones of this rank by name, tied ones once, in the module's order
-    sums          worlds over which the gradient of each is summed, in that order: data-parallel
-                  ranks with the same part at first
-    local         the part of each that this rank's optimizer steps; absent where it has none
-    parts         what is kept of parameters that no rank holds whole (or not in their own format)
-    frozen        the others by name; they must stay frozen, since nothing sums their gradients
-    aliases       other names of tied tensors → the name under which they are kept
-    run           runs the passes of a step on the module, telling the reducer of each
-    forward       a pass for evaluation; gives None where the outputs are not on this rank
-    twin          the module without data, for counting, where it cannot be copied itself
-    passes        forward passes on the sample until now, by what for (`trace.record.Record`)
-    mirrored      `data` and the ranks of a pipeline's second copy that hold the same, or those of
-                  `data` that do where servers hold tables; None: `data`
-    together      every rank must run as many passes as the busiest one (parameters are gathered)
-    unit_log      which units this rank gathers, in order (`unit_log.UnitLog`), where it gathers any
-    prepare       functions on the inputs of a micro-batch (device, dtype)
-    keyed         keys the generators to a micro-batch, by (step, number) · around  its other rules
-    travel        tells what tp and pp make travel, where that is stated
-    autocast      around the forward pass only
-    moved, align  did a loose buffer change on this rank · make such buffers equal on all ranks
-                  (True: and as they were before a step that is skipped)
-    owed          what codes of gradients left out: kept in checkpoints (`compress.Owed`)
-    on_begin      called before the first micro-batch of every step
-    on_update     called once per committed step, after the reduction, with whether some ranks ran
-                  more micro-batches than others
-    on_evaluate, on_evaluated  called before an evaluation's first forward pass, after its last one
-    on_close      called at the end: takes away whatever was hung on the user's module
+    Attributes:
+        world: all processes.
+        data: those that hold the same parts of the model as this one, and run other micro-batches;
+            `tensor`: that split its layers; `pipe`: its stages; `context`: that share its
+            sequences.
+        parameters: trainable ones of this rank by name, tied ones once, in the module's order.
+        sums: worlds over which the gradient of each is summed, in that order: data-parallel ranks
+            with the same part at first.
+        local: the part of each that this rank's optimizer steps; absent where it has none.
+        parts: what is kept of parameters that no rank holds whole (or not in their own format).
+        frozen: the others by name; they must stay frozen, since nothing sums their gradients.
+        aliases: other names of tied tensors → the name under which they are kept.
+        run: runs the passes of a step on the module, telling the reducer of each.
+        forward: a pass for evaluation; gives None where the outputs are not on this rank.
+        twin: the module without data, for counting, where it cannot be copied itself.
+        passes: forward passes on the sample until now, by what for (`trace.record.Record`).
+        mirrored: `data` and the ranks of a pipeline's second copy that hold the same, or those of
+            `data` that do where servers hold tables; None: `data`.
+        together: every rank must run as many passes as the busiest one (parameters are gathered).
+        unit_log: which units this rank gathers, in order (`unit_log.UnitLog`), where it gathers
+            any.
+        prepare: functions on the inputs of a micro-batch (device, dtype).
+        keyed: keys the generators to a micro-batch, by (step, number).
+        around: its other rules.
+        travel: tells what tp and pp make travel, where that is stated.
+        autocast: around the forward pass only.
+        moved, align: did a loose buffer change on this rank · make such buffers equal on all ranks
+            (True: and as they were before a step that is skipped).
+        owed: what codes of gradients left out: kept in checkpoints (`compress.Owed`).
+        on_begin: called before the first micro-batch of every step.
+        on_update: called once per committed step, after the reduction, with whether some ranks ran
+            more micro-batches than others.
+        on_evaluate, on_evaluated: called before an evaluation's first forward pass, after its last
+            one.
+        on_close: called at the end: takes away whatever was hung on the user's module.
     """
 
     module: nn.Module

@@ -45,8 +45,9 @@ from shoal.trace.isolation.replaced_forward import StandIn
 def apply(program: Program) -> Program:
     """Make every block of the program's module recompute; to be applied before parameters split.
 
-    Errors   while a step runs, PlanError for a block that cannot run twice: it changes its input in
-             place, or its second run does not match the first
+    Raises:
+        while a step runs, PlanError for a block that cannot run twice: it changes its input in
+            place, or its second run does not match the first.
     """
     policy = program.plan.recompute
     if policy == "none":
@@ -278,8 +279,9 @@ def is_worth_keeping(operation: Any, args: tuple[Any, ...], out: Any) -> bool:
 class _Kept:
     """Outputs of one call's products in the order of their making; None where they are made again.
 
-    unneeded   places whose outputs the block's second runs did not use so far (the last product's
-               is an output of the block, mostly): the block keeps them no longer
+    Args:
+        unneeded: places whose outputs the block's second runs did not use so far (the last
+            product's is an output of the block, mostly): the block keeps them no longer.
     """
 
     def __init__(self, unneeded: set[tuple[Any, int]]) -> None:

@@ -28,11 +28,15 @@ def cut_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut every bucket into one share per data-parallel rank that sums it (zero 1 and 2).
 
-    buckets   of `rank`, as `plan_buckets` gave them · rows  placements of all their parameters
-    Gives     new buckets with `cuts`, where shares begin and end, in elements. Shares are equal,
-              and `elements` is padded to a multiple of their number
-    whole_parameters   cut between parameters only: nothing is padded, shares are unequal, but as
-                       even as can be over all buckets together
+    Args:
+        buckets: of `rank`, as `plan_buckets` gave them.
+        rows: placements of all their parameters.
+        whole_parameters: cut between parameters only: nothing is padded, shares are unequal, but as
+            even as can be over all buckets together.
+
+    Returns:
+        new buckets with `cuts`, where shares begin and end, in elements. Shares are equal, and
+        `elements` is padded to a multiple of their number.
 
     >>> from shoal.planning.gradient_buckets import plan_buckets
     >>> rows = [Placement(n, (s,), "float32", trains=True) for n, s in (("a", 5), ("b", 2))]

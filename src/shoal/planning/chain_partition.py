@@ -19,9 +19,13 @@ SAME = 1e-9
 def partition(costs: Sequence[float], parts: int) -> list[int]:
     """Cut a chain of costs into `parts` runs so that the largest sum of a run is least.
 
-    Gives  the index at which each run begins, the first 0; no run is empty
+    Returns:
+        the index at which each run begins, the first 0; no run is empty.
+
     Ties   the least sum of squares of the runs' sums, then longer earlier runs
-    Limits more parts than costs are not refused, and give no partition
+
+    Note:
+        more parts than costs are not refused, and give no partition.
 
     >>> partition([1, 1, 1, 1, 1], 2), partition([3, 1, 1, 1, 3], 3), partition([0, 0], 2)
     ([0, 3], [0, 1, 4], [0, 1])
@@ -41,7 +45,8 @@ def _best(
 ) -> tuple[float, list[int]]:
     """The least joined value of `parts` runs of at most `limit` each, and where they begin.
 
-    before   sum of the first 0, 1, … costs
+    Args:
+        before: sum of the first 0, 1, … costs.
     """
     length = len(before) - 1
     value = [0.0] + [math.inf] * length  # of the best way to cut the first n costs

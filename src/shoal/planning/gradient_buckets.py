@@ -29,10 +29,13 @@ def plan_buckets(
 
     They are filled from the last row to the first; a larger parameter has a bucket of its own.
 
-    rows    placements in the order of the module (tied ones once), of which those of the rank's
-            pipeline stage are taken
-    Gives   buckets in the order in which they are sent, without cuts; all parameters of one have
-            the same dtype and `compute` format, and are summed over the same ranks
+    Args:
+        rows: placements in the order of the module (tied ones once), of which those of the rank's
+            pipeline stage are taken.
+
+    Returns:
+        buckets in the order in which they are sent, without cuts; all parameters of one have the
+        same dtype and `compute` format, and are summed over the same ranks.
 
     >>> rows = [Placement(name, (4,), "float32", trains=True) for name in "abc"]
     >>> [b.names for b in plan_buckets(rows, Layout(), bucket_bytes=32)]

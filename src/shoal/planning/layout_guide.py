@@ -49,8 +49,11 @@ launch.processes=2
 def by_size(processes: int, parameters: int | None, machine: MachineFacts) -> tuple[Layout, str]:
     """Choose a layout by the guide: (the layout, the line that says why).
 
-    parameters  elements of the model; None when it is a builder that was not called yet
-    Errors      PlanError: a rule without a layout here
+    Args:
+        parameters: elements of the model; None when it is a builder that was not called yet.
+
+    Raises:
+        PlanError: a rule without a layout here.
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     >>> layout, why = by_size(2, 4_200_000, machine)

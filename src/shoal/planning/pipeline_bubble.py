@@ -35,11 +35,16 @@ def bubble_s(name: str, p: int, m: int, F: float, B: float, W: float = 0.0, v: i
 
     A rank's bubble is (end of its last action − start of its first − its work); p = 1 has none.
 
-    F, B, W  seconds that a rank spends per micro-batch, all its chunks together: on the forward, on
-             the gradient of the input, on the gradient of the weights
-    p  ranks · m  micro-batches per step · v  chunks per rank; read for interleaved only
-    Errors  PlanError for an unknown schedule. Whether it can run m on p ranks is not checked here:
-            make_schedule refuses what it cannot
+    Args:
+        F, B, W: seconds that a rank spends per micro-batch, all its chunks together: on the
+            forward, on the gradient of the input, on the gradient of the weights.
+        p: ranks.
+        m: micro-batches per step.
+        v: chunks per rank; read for interleaved only.
+
+    Raises:
+        PlanError: for an unknown schedule. Whether it can run m on p ranks is not checked here:
+            make_schedule refuses what it cannot.
 
     >>> bubble_s("gpipe", 4, 8, 1.0, 1.0, 1.0), bubble_s("interleaved", 4, 8, 1.0, 1.0, 1.0, 3)
     (9.0, 3.0)
@@ -89,7 +94,8 @@ def _count_once(name: str, p: int, m: int, forward: float, back: float) -> float
 def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int, chunks: int = 1) -> float:
     """Most micro-batches whose activations pipeline rank `rank` keeps, in shares of the rank.
 
-    Errors  PlanError for a schedule that is not known
+    Raises:
+        PlanError: for a schedule that is not known.
 
     >>> [in_flight("1f1b", 4, 8, rank) for rank in range(4)]
     [4.0, 3.0, 2.0, 1.0]
@@ -113,9 +119,12 @@ def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int, chunks: 
 def describe_bubble(layout: Layout, batch: int, micro_batch: int) -> str:
     """Describe how long the rank of a pipeline that idles most stands idle, as a line.
 
-    batch, micro_batch   as `check_micro_batches` has let them pass
-    Gives    the share of a step, and a finer micro_batch where there are fewer micro-batches than
-             ranks; "" without a pipeline
+    Args:
+        batch, micro_batch: as `check_micro_batches` has let them pass.
+
+    Returns:
+        the share of a step, and a finer micro_batch where there are fewer micro-batches than ranks;
+        "" without a pipeline.
 
     >>> describe_bubble(Layout(pp=4, schedule="1f1b"), 16, 2)
     'pipeline: 1f1b over 4 stages, 8 micro-batches per step: 27 % of it is bubble'

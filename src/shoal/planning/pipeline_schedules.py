@@ -27,10 +27,14 @@ from shoal.base.plans.pipeline_actions import Action, Schedule
 def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """Make the action lists of one pipeline step: what every rank does, in which order.
 
-    ranks   of the pipeline · micro_batches  per step and data-parallel rank
-    chunks  stages per rank, at least 2 for interleaved; else 1, or 2 for zbv and dualpipe too,
-            which always have 2
-    Errors  PlanError with the nearest legal choice
+    Args:
+        ranks: of the pipeline.
+        micro_batches: per step and data-parallel rank.
+        chunks: stages per rank, at least 2 for interleaved; else 1, or 2 for zbv and dualpipe too,
+            which always have 2.
+
+    Raises:
+        PlanError: with the nearest legal choice.
 
     >>> [a.text() for a in make_schedule("1f1b", 2, 2).ranks[0]]
     ['F0@0', 'F1@0', 'B0@0', 'B1@0']
@@ -72,7 +76,8 @@ def shortened(full: Schedule, micro_batches: int) -> Schedule:
     each goes without its last ones, so that both stay as busy; the second's are numbered anew. The
     new schedule has no `pairs`; `full` stays as it is.
 
-    micro_batches   at most those of `full`, which is not checked
+    Args:
+        micro_batches: at most those of `full`, which is not checked.
 
     >>> short = shortened(make_schedule("dualpipe", 2, 4), 3)
     >>> sorted({act.text() for act in short.ranks[0] if act.kind == "F"})
@@ -136,9 +141,12 @@ def runs(layout: Layout, micro_batches: int) -> bool:
 def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> None:
     """Check that a pipeline's schedule can run a step's micro-batches.
 
-    batch, micro_batch   samples per step over all ranks, samples per forward pass; that they divide
-                         evenly is taken for granted
-    Errors   PlanError with the nearest batch and micro-batch that it can run
+    Args:
+        batch, micro_batch: samples per step over all ranks, samples per forward pass; that they
+            divide evenly is taken for granted.
+
+    Raises:
+        PlanError: with the nearest batch and micro-batch that it can run.
     """
     if layout.pp == 1:
         return

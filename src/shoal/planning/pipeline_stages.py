@@ -48,10 +48,12 @@ BARE_OPERATIONS = 3
 class Stage(NamedTuple):
     """What one pipeline rank holds.
 
-    units    (unit, how many), embedding and head included · blocks  those without the two
-    head     the unit that makes the loss, if it is here
-    tied     elements of a tied table that this rank holds a copy of
-    copies   of the model that the pipeline holds: a micro-batch passes this share of the blocks
+    Attributes:
+        units: (unit, how many), embedding and head included.
+        blocks: those without the two.
+        head: the unit that makes the loss, if it is here.
+        tied: elements of a tied table that this rank holds a copy of.
+        copies: of the model that the pipeline holds: a micro-batch passes this share of the blocks.
     """
 
     rank: int
@@ -145,7 +147,8 @@ def _repeated(model: ModelFacts) -> tuple[int, int]:
 def cut(case: Case, index: int) -> Stage:
     """The units of pipeline rank `index`.
 
-    Errors  PlanError for more stages than blocks
+    Raises:
+        PlanError: for more stages than blocks.
     """
     units, ranks = case.model.units, case.layout.pp
     if ranks == 1:

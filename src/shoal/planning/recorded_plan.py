@@ -19,7 +19,9 @@ def kept_plan(folder: Path, processes: int) -> Plan | None:
 
     None where plan.json is missing or damaged, its layout was not chosen, or has other processes.
 
-    folder   of the run
+    Args:
+        folder: of the run.
+
     Format   <run>/plan.json: a plan (`Plan.to_json`), and beside it `chosen`: the layout was left
              open, and this is the one that was taken
     """
@@ -36,11 +38,15 @@ def keep_choice(plan: Plan, asked: Mapping[str, Any], folder: Path) -> tuple[Pla
 
     A restart then goes on bit for bit.
 
-    plan    with its layout · asked  keys of [layout] that the user set, "strategy" among them
-    folder  of the run, whose plan.json is read (`kept_plan`)
-    Gives   (plan with that layout and its `why`, True), its micro-batch and accumulation as they
-            were, or (plan as it came, False) where there is no such choice, its stage is not the
-            one asked for, or the plan's policies do not go with it
+    Args:
+        plan: with its layout.
+        asked: keys of [layout] that the user set, "strategy" among them.
+        folder: of the run, whose plan.json is read (`kept_plan`).
+
+    Returns:
+        (plan with that layout and its `why`, True), its micro-batch and accumulation as they were,
+        or (plan as it came, False) where there is no such choice, its stage is not the one asked
+        for, or the plan's policies do not go with it.
     """
     kept = kept_plan(folder, plan.layout.processes) if is_open(asked) else None
     if kept is None or kept.layout.zero != asked.get("zero", kept.layout.zero):

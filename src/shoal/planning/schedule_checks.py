@@ -27,11 +27,14 @@ Need = tuple[str, int, int]
 class Counts:
     """What a schedule that passed the check does and keeps.
 
-    in_flight      per rank: most micro-batches whose activations are kept at once
-    open_inputs    the same if the gradient of the input freed everything
-    stage_flight   per stage, in micro-batches of that stage
-    actions        how many of each kind, all ranks
-    makespan_s     first start to last end · bubble_s  see above · rank_bubble_s  per rank
+    Attributes:
+        in_flight: per rank: most micro-batches whose activations are kept at once.
+        open_inputs: the same if the gradient of the input freed everything.
+        stage_flight: per stage, in micro-batches of that stage.
+        actions: how many of each kind, all ranks.
+        makespan_s: first start to last end.
+        bubble_s: see above.
+        rank_bubble_s: per rank.
     """
 
     in_flight: tuple[float, ...]
@@ -54,13 +57,17 @@ def check(
 ) -> Counts:
     """Check a schedule by executing its action lists; count what ranks keep and how they idle.
 
-    Errors  PlanError for the first action that is missing, done twice, on a wrong rank or too
-            early, with rank, position and action; and for a deadlock, with who waits for whom
-    forward_s, input_s, weight_s  seconds of F, I and W of one rank and micro-batch, all its chunks
-            together; a whole backward B takes I + W
-    blocks  run the schedule's pairs (dualpipe) as its paper does, as one block: it starts when both
-            inputs are there and gives both outputs at its end; else every action by itself
-    pair_s  seconds of such a block, per rank and micro-batch; None: nothing overlaps, F + I + W
+    Raises:
+        PlanError: for the first action that is missing, done twice, on a wrong rank or too early,
+            with rank, position and action; and for a deadlock, with who waits for whom.
+
+    Args:
+        forward_s, input_s, weight_s: seconds of F, I and W of one rank and micro-batch, all its
+            chunks together; a whole backward B takes I + W.
+        blocks: run the schedule's pairs (dualpipe) as its paper does, as one block: it starts when
+            both inputs are there and gives both outputs at its end; else every action by itself.
+        pair_s: seconds of such a block, per rank and micro-batch; None: nothing overlaps, F + I +
+            W.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
     >>> counts = check(make_schedule("1f1b", 4, 8))

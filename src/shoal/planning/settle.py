@@ -35,15 +35,20 @@ def settle(
 ) -> Plan:
     """Fill in what a plan leaves open: layout, reason (`why`), micro-batch, accumulation.
 
-    plan         policies and a batch; its layout is not read, its `why` stays where it has one
-    said         the layout in words, which replaces the plan's (`words_of` gives those of one);
-                 policies among them win over the plan's. Degrees must multiply out to `processes`:
-                 none is derived; a strategy's are. Neither: `auto` chooses by the field's guide
-    parameters   elements of the model; None: its size is left out of account
-    machine      whose memory `auto` looks at, on a CPU
-    at_most      as of `settle_batch`
-    Gives        a new plan
-    Errors       PlanError, ConfigError with the nearest legal choice
+    Args:
+        plan: policies and a batch; its layout is not read, its `why` stays where it has one.
+        said: the layout in words, which replaces the plan's (`words_of` gives those of one);
+            policies among them win over the plan's. Degrees must multiply out to `processes`: none
+            is derived; a strategy's are. Neither: `auto` chooses by the field's guide.
+        parameters: elements of the model; None: its size is left out of account.
+        machine: whose memory `auto` looks at, on a CPU.
+        at_most: as of `settle_batch`.
+
+    Returns:
+        a new plan.
+
+    Raises:
+        PlanError, ConfigError: with the nearest legal choice.
 
     >>> laptop = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     >>> plan = settle(Plan(Layout(), 16), {"tp": 2, "dp_replicate": 2}, 4, None, laptop)
@@ -59,7 +64,9 @@ def settle_layout(
     """Fill in a plan's layout, `why` and parameters: `settle` without the batch.
 
     Arguments as of `settle`; `shoal train` then makes a batch that may depend on the layout.
-    Errors   PlanError, ConfigError with the nearest legal choice
+
+    Raises:
+        PlanError, ConfigError: with the nearest legal choice.
     """
     plan, words = split_words(plan, said)
     named = {key: words.pop(key) for key in NAMED if key in words}
@@ -85,11 +92,16 @@ def choose_layout(
 ) -> tuple[Layout, str]:
     """Choose the layout to run: (the layout, the line that says why).
 
-    strategy    `auto` or a name · degrees  axes given by the user, which then must multiply out
-    parameters  elements of the model; None when it is a builder that was not called yet
-    zero        what `dp_shard` splits, if the user says · threads  replicas of `dp`
-    schedule, chunks   of the pipeline, served  of a parameter server, if the user says
-    Errors      PlanError: unknown or unbuilt strategy, wrong world size, rule without a layout here
+    Args:
+        strategy: `auto` or a name.
+        degrees: axes given by the user, which then must multiply out.
+        parameters: elements of the model; None when it is a builder that was not called yet.
+        zero: what `dp_shard` splits, if the user says.
+        threads: replicas of `dp`.
+        schedule, chunks: of the pipeline, served of a parameter server, if the user says.
+
+    Raises:
+        PlanError: unknown or unbuilt strategy, wrong world size, rule without a layout here.
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     >>> choose_layout("fsdp", {}, 2, None, machine)[1]
@@ -148,7 +160,9 @@ def check_together(plan: Plan) -> None:
     """Refuse policies of a plan that its layout, or each other, cannot carry.
 
     Looks at splits under tp and cp, resharding, recompute, compile and compress.
-    Errors   PlanError, ConfigError with the nearest legal choice
+
+    Raises:
+        PlanError, ConfigError: with the nearest legal choice.
     """
     layout = plan.layout
     if layout.servers:
@@ -182,10 +196,16 @@ def settle_batch(plan: Plan, at_most: int = 0) -> Plan:
 
     micro_batch   of the plan: a given one stays; 0: `usual_micro_batch` of the layout
     accumulate    batch / (micro_batch · data-parallel ranks), whatever the plan had
-    at_most       samples that a micro-batch which is left open may not exceed; 0: no bound
-    Gives         a new plan
-    Errors        ConfigError where the batch does not divide so; PlanError where the pipeline's
-                  schedule cannot run so many micro-batches
+
+    Args:
+        at_most: samples that a micro-batch which is left open may not exceed; 0: no bound.
+
+    Returns:
+        a new plan.
+
+    Raises:
+        ConfigError: where the batch does not divide so; PlanError where the pipeline's schedule
+            cannot run so many micro-batches.
     """
     layout, micro_batch = plan.layout, plan.micro_batch
     if not micro_batch:
@@ -205,8 +225,9 @@ def settle_batch(plan: Plan, at_most: int = 0) -> Plan:
 def split_words(plan: Plan, said: Words) -> tuple[Plan, dict[str, Any]]:
     """Move policies among the words of a layout into the plan: (new plan, the other words).
 
-    said   a strategy's name, which becomes {"strategy": name}, or keys of [layout] and of policies,
-           which win over the plan's; no value is checked
+    Args:
+        said: a strategy's name, which becomes {"strategy": name}, or keys of [layout] and of
+            policies, which win over the plan's; no value is checked.
     """
     words: dict[str, Any] = {"strategy": said} if isinstance(said, str) else dict(said)
     found = {key: words.pop(key) for key in POLICIES if key in words}
@@ -244,7 +265,8 @@ def is_open(asked: Mapping[str, Any]) -> bool:
 
     A stage (layout.zero) alone leaves open what carries it.
 
-    asked   keys of [layout] that the user set (`asked_layout`), "strategy" always among them
+    Args:
+        asked: keys of [layout] that the user set (`asked_layout`), "strategy" always among them.
 
     >>> is_open({"strategy": "auto", "zero": 2}), is_open({"strategy": "auto", "tp": 2})
     (True, False)

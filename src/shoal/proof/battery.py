@@ -87,13 +87,17 @@ NOTHING_MOVED = "no step of the one process moved anything: no valid target, or 
 class Battery:
     """Proves one trial on any number of layouts; keeps the twin's records between them.
 
-    trial       makes and trains the runs, the same on both sides
-    optimizers  trajectories by name; "sgd" is judged at every step, others at step 1 and the end
-    steps       of each run and trajectory · clip  largest gradient norm · budget_s  for the twin
-    inside      asked for the cause before the product's own looks: our tests name the mistakes that
-                they plant inside Shoal, which no user could mend
-    by_blocks   with one block of each kind and the model's ends only (reduced_model.py)
-    folder      of files for what memory does not hold; None: the system's for temporary ones
+    Attributes:
+        trial: makes and trains the runs, the same on both sides.
+        optimizers: trajectories by name; "sgd" is judged at every step, others at step 1 and the
+            end.
+        steps: of each run and trajectory.
+        clip: largest gradient norm.
+        budget_s: for the twin.
+        inside: asked for the cause before the product's own looks: our tests name the mistakes that
+            they plant inside Shoal, which no user could mend.
+        by_blocks: with one block of each kind and the model's ends only (reduced_model.py).
+        folder: of files for what memory does not hold; None: the system's for temporary ones.
     """
 
     trial: Trial
@@ -116,9 +120,14 @@ class Battery:
     ) -> Report:
         """Compare `layout` on `world` with one process; every rank of the world calls it.
 
-        policies   more arguments of `shoal.parallelize` on the layout's side: recompute, …
-        Gives    the report, equal on all ranks
-        Errors   ShoalError where training itself would be refused; never for a difference
+        Args:
+            policies: more arguments of `shoal.parallelize` on the layout's side: recompute, …
+
+        Returns:
+            the report, equal on all ranks.
+
+        Raises:
+            ShoalError: where training itself would be refused; never for a difference.
         """
         began_s = time.perf_counter()
         trajectories: list[Report] = []
@@ -231,8 +240,11 @@ class Battery:
     def _ready(self, ask: _Ask) -> str:
         """Make the twin's record on rank 0, others wait at the store, for it may take long.
 
-        Gives    which casts of the model's own were lifted, empty where none was
-        Errors   on every rank alike: CannotProve, or a user's error of the class that it had
+        Returns:
+            which casts of the model's own were lifted, empty where none was.
+
+        Raises:
+            on every rank alike: CannotProve, or a user's error of the class that it had.
         """
         why = ask.world.broadcast_json(ask.world.local_first(partial(self._try_twin, ask)))
         if why["error"]:
@@ -313,7 +325,8 @@ class Battery:
     def _explained(self, ask: _Ask, got: Record, told: Report) -> Report:
         """The same report with the cause of what differs; the twin may be needed once more.
 
-        Errors   CannotProve where rounding alone takes this model as far
+        Raises:
+            CannotProve where rounding alone takes this model as far.
         """
         if told["equal"]:
             return told
@@ -351,7 +364,9 @@ class Battery:
     def _again(self, ask: _Ask, at: tuple[str, int], watch: OnRun) -> None:
         """Train the twin once more up to a step.
 
-        at   label and number of the step · watch  given every run as it is made
+        Args:
+            at: label and number of the step.
+            watch: given every run as it is made.
         """
         label, step = at
         one = replace(ask, world=_one(ask.world.device), layout="single", policies={}, lifted=False)
@@ -369,9 +384,12 @@ class Battery:
 class _Ask:
     """One trajectory on one layout.
 
-    name     of the trajectory · policies  more arguments of `shoal.parallelize`
-    lifted   whether the model's own casts are · jitter  whether weights change in their last bits
-    blocks   of a kind that a cut model keeps at least; 0: the whole
+    Attributes:
+        name: of the trajectory.
+        policies: more arguments of `shoal.parallelize`.
+        lifted: whether the model's own casts are.
+        jitter: whether weights change in their last bits.
+        blocks: of a kind that a cut model keeps at least; 0: the whole.
     """
 
     world: World

@@ -22,9 +22,12 @@ Named = Iterable[tuple[str, torch.Tensor]]
 class Distances:
     """Shares by name, infinite for what one side alone has.
 
-    rows      of every step's gradients, 0 where they are not judged, and whether both sides have it
-    scales    of every step: norm of the whole gradient of one process
-    weights, buffers   at the end · shapes  of weights
+    Attributes:
+        rows: of every step's gradients, 0 where they are not judged, and whether both sides have
+            it.
+        scales: of every step: norm of the whole gradient of one process.
+        weights, buffers: at the end.
+        shapes: of weights.
     """
 
     rows: list[dict[str, tuple[float, bool]]] = field(default_factory=list)
@@ -36,7 +39,8 @@ class Distances:
     def add_row(self, expected: Tensors, got: Named, judged: bool = True) -> None:
         """Hold the gradients of one more step against one process's.
 
-        judged   False: it is enough that both sides have them
+        Args:
+            judged: False: it is enough that both sides have them.
         """
         off, names, scale = _off(expected, got, judged)
         self.rows.append(

@@ -28,8 +28,10 @@ LATER_EPSILON = {"fp32": 8 * 2.0**-18, "bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11
 class Bounds:
     """Largest differences that still are equal, as shares of the whole gradient or weight norm.
 
-    first    loss, gradient norm and gradients of step 1 · later  of the steps after it (infinite:
-             they are reported, not judged) · weights, buffers  at the end
+    Attributes:
+        first: loss, gradient norm and gradients of step 1.
+        later: of the steps after it (infinite: they are reported, not judged).
+        weights, buffers: at the end.
     """
 
     first: float
@@ -49,7 +51,8 @@ class Bounds:
 def bounds_for(precision: str, optimizer: str) -> Bounds:
     """What equal means for a trajectory.
 
-    optimizer   "sgd" for plain SGD with momentum, any other name for everything else
+    Args:
+        optimizer: "sgd" for plain SGD with momentum, any other name for everything else.
 
     >>> bounds_for("fp64", "sgd").weights, bounds_for("fp64", "adamw").weights
     (1e-12, 1e-10)

@@ -25,8 +25,10 @@ AXES = ("tp", "cp", "pp")
 class Apart:
     """A parameter of which holders of the same part have different gradients.
 
-    along   tp │ cp │ pp: the axis along which they disagree · total  the sum over them, clipped as
-            they are · ranks  some that hold the same part and do not agree on it
+    Attributes:
+        along: tp │ cp │ pp: the axis along which they disagree.
+        total: the sum over them, clipped as they are.
+        ranks: some that hold the same part and do not agree on it.
     """
 
     along: str

@@ -60,12 +60,13 @@ PROVEN = tuple(
 class ProofCase:
     """What a proof trains: a run's ingredients, and the plan that is to be proven.
 
-    build           gives the module, with the same weights at every call under one seed
-    data, collate   the training dataset, or an iterable; how samples join
-    layout          in words, as `shoal.parallelize` takes it
-    plan            batch, micro-batch and policies; its layout is not read
-    full_steps      full steps in the epoch that the proof sees, before the short one
-    ours            the module is one of Shoal's own, which may be built without numbers
+    Attributes:
+        build: gives the module, with the same weights at every call under one seed.
+        data, collate: the training dataset, or an iterable; how samples join.
+        layout: in words, as `shoal.parallelize` takes it.
+        plan: batch, micro-batch and policies; its layout is not read.
+        full_steps: full steps in the epoch that the proof sees, before the short one.
+        ours: the module is one of Shoal's own, which may be built without numbers.
     """
 
     build: Callable[[], nn.Module]
@@ -89,7 +90,8 @@ class ProofCase:
     def small(self, processes: int) -> ProofCase:
         """The same with few small micro-batches per step, see `proof_batch`.
 
-        Errors   PlanError where the layout is none of so many processes
+        Raises:
+            PlanError: where the layout is none of so many processes.
         """
         layout = settle_layout(self.plan, self.layout, processes, None, this_machine()).layout
         batch, micro_batch = proof_batch(layout, self.plan.micro_batch)
@@ -169,7 +171,8 @@ def case_of(
 ) -> ProofCase:
     """Make the case that proves a configuration's layout.
 
-    plan, layout   as they are settled; default: as the configuration says
+    Args:
+        plan, layout: as they are settled; default: as the configuration says.
     """
     settled = words_of(plan.layout) if plan is not None else asked_layout(config.layout)
     plan = plan or plan_of(config)

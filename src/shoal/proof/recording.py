@@ -49,10 +49,15 @@ def record(
 ) -> Record:
     """Train a trial on one side and keep what must agree; every rank of the side calls it.
 
-    folder    of the files that hold tensors which are too many for memory
-    against   compare as it goes, and keep what is wrong; None: keep all
-    Gives    the record; ranks other than 0 get one without tensors
-    Errors   whatever the trial or the training raises
+    Args:
+        folder: of the files that hold tensors which are too many for memory.
+        against: compare as it goes, and keep what is wrong; None: keep all.
+
+    Returns:
+        the record; ranks other than 0 get one without tensors.
+
+    Raises:
+        whatever the trial or the training raises.
     """
     found = Record(clip=side.clip, shelf=Shelf(folder))
     notes = _Whole(found) if against is None else _Compared(found, against, side.world)

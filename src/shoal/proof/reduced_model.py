@@ -31,7 +31,8 @@ class Cut:
 def cut_blocks(module: nn.Module, least: int = 1) -> list[Cut]:
     """Take blocks out of a model, in place, until one of each kind is left; gives what was cut.
 
-    least   blocks that stay in a list, such as one for each stage of a pipeline
+    Args:
+        least: blocks that stay in a list, such as one for each stage of a pipeline.
     """
     found: list[Cut] = []
     for name, part in list(module.named_modules()):

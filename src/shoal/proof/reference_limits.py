@@ -52,8 +52,11 @@ def check_room(run: Run, room: Room) -> None:
 class Room:
     """What a proof needs of the machine that rank 0 runs on.
 
-    beside   processes of the layout there · sharing  how many of them divide one copy of the model
-    steps    whose gradients are kept · folder  of the files that keep them
+    Attributes:
+        beside: processes of the layout there.
+        sharing: how many of them divide one copy of the model.
+        steps: whose gradients are kept.
+        folder: of the files that keep them.
     """
 
     beside: int

@@ -36,8 +36,11 @@ SHARE = 0.5
 def expected_seconds(module: nn.Module, case: ProofCase, device: torch.device) -> float:
     """Seconds of training `case`'s few samples in one process.
 
-    module   as `case.build` gives it; it is not run
-    Gives    0 where the module cannot be traced by shapes, or no sample can be looked at
+    Args:
+        module: as `case.build` gives it; it is not run.
+
+    Returns:
+        0 where the module cannot be traced by shapes, or no sample can be looked at.
     """
     try:
         few = first_samples(case.data, case.collate, case.plan.micro_batch)

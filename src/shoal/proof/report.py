@@ -73,7 +73,8 @@ def _finite(value: float) -> float | None:
 def judged(trajectories: list[Report], why: str) -> Report:
     """The verdict, with its reason or its cause.
 
-    why   nothing is proven, "" if something is
+    Args:
+        why: nothing is proven, "" if something is.
     """
     wrong = [t for t in trajectories if not t["equal"]]
     return {

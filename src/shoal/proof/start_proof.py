@@ -66,10 +66,16 @@ def prove_run(
     """Prove that a run's layout computes what one process computes, if `train.prove` asks for it.
 
     Every rank calls it, before the run begins.
-    plan, said   as `start_run` takes them
-    folder   the run's own: keeps proof.json; with a checkpoint in it nothing is proven
-    Gives    a line for the user, also where it could not be proven; "" where nothing was done
-    Errors   TrainingError where the two differ
+
+    Args:
+        plan, said: as `start_run` takes them.
+        folder: the run's own: keeps proof.json; with a checkpoint in it nothing is proven.
+
+    Returns:
+        a line for the user, also where it could not be proven; "" where nothing was done.
+
+    Raises:
+        TrainingError: where the two differ.
     """
     if config.train.prove == "off" or world.size == 1:
         return ""
@@ -82,9 +88,14 @@ def prove_before(
 ) -> str:
     """Prove a layout on two small steps, unless that is known; every rank calls it.
 
-    folder   the run's own folder: with a checkpoint in it there is nothing fresh to prove
-    Gives    the line that the user should read; empty where nothing was done
-    Errors   TrainingError with the first difference and its likely cause if they differ
+    Args:
+        folder: the run's own folder: with a checkpoint in it there is nothing fresh to prove.
+
+    Returns:
+        the line that the user should read; empty where nothing was done.
+
+    Raises:
+        TrainingError: with the first difference and its likely cause if they differ.
     """
     if world.size == 1:
         return ""
@@ -128,8 +139,9 @@ def prove_before(
 def _begun(attempts: Attempts, restarted: bool, world: World) -> int | None:
     """Attempts that did not end, on every rank; None where nothing is left to prove.
 
-    Errors   TrainingError where one before this restart found a difference: a launcher that
-             restarts whatever ends must not get past it
+    Raises:
+        TrainingError: where one before this restart found a difference: a launcher that restarts
+            whatever ends must not get past it.
     """
     told = [attempts.begun(restarted), attempts.refused(restarted)] if world.is_first else None
     begun, refused = world.broadcast_json(told)
@@ -153,7 +165,8 @@ class Attempts:
     def begun(self, restarted: bool) -> int | None:
         """Attempts that did not end; None where nothing is left to prove.
 
-        restarted   by a launcher, with the same code; else whatever was proven may have changed
+        Args:
+            restarted: by a launcher, with the same code; else whatever was proven may have changed.
         """
         if find(self.folder / "checkpoints"):
             return None
@@ -233,8 +246,10 @@ def quick_battery(
 ) -> Battery:
     """Two steps of SGD on small micro-batches, the second step a short one.
 
-    processes  of the layout · folder  for what memory does not hold
-    budget_s   for the one process; None where the proof is all that was asked for
+    Args:
+        processes: of the layout.
+        folder: for what memory does not hold.
+        budget_s: for the one process; None where the proof is all that was asked for.
     """
     return Battery(
         case.small(processes).trial(),

@@ -34,8 +34,10 @@ class _Place:
 class Shelf:
     """Keeps tensors, each as it was when it was put there.
 
-    folder      of the file; None: the system's for temporary ones
-    held_bytes  in memory · file  None while all are in memory
+    Attributes:
+        folder: of the file; None: the system's for temporary ones.
+        held_bytes: in memory.
+        file: None while all are in memory.
     """
 
     folder: Path | None = None
@@ -105,7 +107,8 @@ class Kept(Mapping[str, torch.Tensor]):
 class Chosen(Mapping[str, torch.Tensor]):
     """Tensors by name, some from elsewhere: `of[name]` unless `instead` has it.
 
-    names   in their order
+    Attributes:
+        names: in their order.
     """
 
     names: tuple[str, ...]

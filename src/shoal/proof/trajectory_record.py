@@ -35,23 +35,27 @@ class Row:
 class Record:
     """Everything that must agree; names of a labelled run are `label/name`.
 
-    rows             every step of every run, in the order in which they were taken
-    gradients        for each row the mean gradient, clipped, as the optimizer saw it; a parameter
-                     that nothing used is missing. Of a layout: in its first wrong row alone
-    start, weights   parameters (start: buffers too) before the first and after the last step; of a
-                     layout whose every number is right: none after it
-    buffers          after the last step, as weights
-    far              of a layout: how far its tensors are from those of one process
-    rank_rows        rows as each rank saw them · drift  tensors that differ between ranks: groups
-                     of ranks that agree
-    trainable        their names, in the module's order · frozen  those that must not move
-    tied             second name → first name · buckets  names that travel together, in order
-    clip             largest gradient norm · layout  of the side
-    held             placement of every trainable parameter, where ranks share one model's work
-    experts          parameters that are stacks of experts, where those are dealt out
-    apart            for each row as in gradients, parameters whose holders have different ones
-    casts            lines of code whose casts to a narrower format were lifted
-    shelf            where the tensors are
+    Attributes:
+        rows: every step of every run, in the order in which they were taken.
+        gradients: for each row the mean gradient, clipped, as the optimizer saw it; a parameter
+            that nothing used is missing. Of a layout: in its first wrong row alone.
+        start, weights: parameters (start: buffers too) before the first and after the last step; of
+            a layout whose every number is right: none after it.
+        buffers: after the last step, as weights.
+        far: of a layout: how far its tensors are from those of one process.
+        rank_rows: rows as each rank saw them.
+        drift: tensors that differ between ranks: groups of ranks that agree.
+        trainable: their names, in the module's order.
+        frozen: those that must not move.
+        tied: second name → first name.
+        buckets: names that travel together, in order.
+        clip: largest gradient norm.
+        layout: of the side.
+        held: placement of every trainable parameter, where ranks share one model's work.
+        experts: parameters that are stacks of experts, where those are dealt out.
+        apart: for each row as in gradients, parameters whose holders have different ones.
+        casts: lines of code whose casts to a narrower format were lifted.
+        shelf: where the tensors are.
     """
 
     rows: list[Row] = field(default_factory=list)

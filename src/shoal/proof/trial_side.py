@@ -47,16 +47,18 @@ NOISE_ELEMENTS = 2**16
 class Side:
     """Where and how a trial runs.
 
-    world, layout   the processes and the layout, as `shoal.parallelize` takes them
-    optimizer       `params -> optimizer` of this trajectory
-    steps           optimizer steps of each run · clip  largest gradient norm
-    policies        more of `shoal.parallelize`'s arguments (defer_sync, recompute, …)
-    on_run          called with every run as it is made, before its first step
-    runs            filled by `parallelize`: label → run
-    jitter          every weight is changed in its last bits: what the model makes of that is
-                    rounding, and no mistake of a layout
-    blocks          blocks of a kind that a cut model keeps at least; 0: models stay whole
-    said            what was done to the models for the proof's sake
+    Attributes:
+        world, layout: the processes and the layout, as `shoal.parallelize` takes them.
+        optimizer: `params -> optimizer` of this trajectory.
+        steps: optimizer steps of each run.
+        clip: largest gradient norm.
+        policies: more of `shoal.parallelize`'s arguments (defer_sync, recompute, …).
+        on_run: called with every run as it is made, before its first step.
+        runs: filled by `parallelize`: label → run.
+        jitter: every weight is changed in its last bits: what the model makes of that is rounding,
+            and no mistake of a layout.
+        blocks: blocks of a kind that a cut model keeps at least; 0: models stay whole.
+        said: what was done to the models for the proof's sake.
     """
 
     world: World
@@ -89,9 +91,13 @@ class Side:
 
         Without a micro-batch all layouts and the one process have an eighth of the batch.
 
-        build   gives a new module with the same weights at every call (it is called under
-                `torch.manual_seed`) · label  names the run where a trial has several
-        Errors  as `shoal.parallelize`
+        Args:
+            build: gives a new module with the same weights at every call (it is called under
+                `torch.manual_seed`).
+            label: names the run where a trial has several.
+
+        Raises:
+            as `shoal.parallelize`.
         """
 
         def made() -> nn.Module:
@@ -152,8 +158,11 @@ Trial = Callable[[Side], Iterable[tuple[str, StepResult]]]
 def plain_experts(module: nn.Module, undo: list[Callable[[], None]]) -> list[str]:
     """Let transformers' layers of experts compute them one by one: grouped products lack float64.
 
-    undo   gets what puts the model's configuration back, which other models may share
-    Gives  what was done, as lines for the verdict
+    Args:
+        undo: gets what puts the model's configuration back, which other models may share.
+
+    Returns:
+        what was done, as lines for the verdict.
     """
     kind, plain = "_experts_implementation", "eager"
     configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}

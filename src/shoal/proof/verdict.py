@@ -24,9 +24,12 @@ GRADIENTS = ("gradient", "used", "gradient norm")
 class Difference:
     """One thing that is not equal.
 
-    what   "targets", "loss", "used", "gradient", "gradient norm", "skipped", "weights", "buffer",
-           "ranks", "steps" · name  the tensor, or the run's label · size  as a share; inf if it
-           has none · row  index of the step's row, −1 after the last step
+    Attributes:
+        what: "targets", "loss", "used", "gradient", "gradient norm", "skipped", "weights",
+            "buffer", "ranks", "steps".
+        name: the tensor, or the run's label.
+        size: as a share; inf if it has none.
+        row: index of the step's row, −1 after the last step.
     """
 
     what: str
@@ -40,8 +43,10 @@ class Difference:
 class Parameter:
     """How far one parameter's gradients and final weights are from those of one process.
 
-    gradient   largest difference over all judged steps, as a share of the whole gradient's norm
-    step       where that was, from 1 · weights  share of the whole weights' norm
+    Attributes:
+        gradient: largest difference over all judged steps, as a share of the whole gradient's norm.
+        step: where that was, from 1.
+        weights: share of the whole weights' norm.
     """
 
     name: str

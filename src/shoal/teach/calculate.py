@@ -66,10 +66,15 @@ def calculate(
 ) -> None:
     """Print one calculator's screen, or its figures as JSON, to standard output.
 
-    word       of SCREENS · arguments  `key=value` texts · options  the same, as a mapping, which
-               wins. The key `svg` is a file, to which the plot is written too
-    Errors     PlanError: unknown word or key, a value of the wrong kind or out of range;
-               ConfigError: a key or value of a section of run.toml; OSError: svg cannot be written
+    Args:
+        word: of SCREENS.
+        arguments: `key=value` texts.
+        options: the same, as a mapping, which wins. The key `svg` is a file, to which the plot is
+            written too.
+
+    Raises:
+        PlanError: unknown word or key, a value of the wrong kind or out of range; ConfigError: a
+            key or value of a section of run.toml; OSError: svg cannot be written.
     """
     _, function = SCREENS[known_word(word)]
     texts = {**_split(word, arguments), **{k: str(v) for k, v in (options or {}).items()}}

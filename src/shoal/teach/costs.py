@@ -46,9 +46,10 @@ class PuzzleCosts:
 class AnalyticalCosts:
     """Work at a rate, messages over a link.
 
-    unit_s   by kind of operation: seconds per unit of `amount` (for pipelines the seconds of one
-             rank and micro-batch: forward, backward, input, weight)
-    link     carries messages and collectives; None: they cost nothing
+    Attributes:
+        unit_s: by kind of operation: seconds per unit of `amount` (for pipelines the seconds of one
+            rank and micro-batch: forward, backward, input, weight).
+        link: carries messages and collectives; None: they cost nothing.
 
     >>> from shoal.base.estimates.cluster import Link
     >>> table = AnalyticalCosts({"forward": 0.5}, Link("wire", 1e-3, 1e6))

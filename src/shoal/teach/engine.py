@@ -28,13 +28,17 @@ TIMED = ("compute", "collective", "send", "receive")
 class Op:
     """One operation of one rank.
 
-    kind    compute, collective, send, receive, allocate or free
-    what    kind of the span that is drawn: forward, all-reduce, … · label  text inside it
-    key     names the message, the meeting of a collective, or the thing allocated
-    ranks   members of the collective · peer  other end of a message
-    amount  what the cost table multiplies: bytes, batches, shares; allocate: bytes
-    part    allocate: what the bytes are · lane  where it runs
-    name, needs  own name, and names of operations of this rank that must have ended
+    Attributes:
+        kind: compute, collective, send, receive, allocate or free.
+        what: kind of the span that is drawn: forward, all-reduce, …
+        label: text inside it.
+        key: names the message, the meeting of a collective, or the thing allocated.
+        ranks: members of the collective.
+        peer: other end of a message.
+        amount: what the cost table multiplies: bytes, batches, shares; allocate: bytes.
+        part: allocate: what the bytes are.
+        lane: where it runs.
+        name, needs: own name, and names of operations of this rank that must have ended.
     """
 
     kind: str
@@ -218,9 +222,12 @@ def run_ops(
 ) -> Timeline:
     """Play the programs of all ranks.
 
-    sample   when memory is looked at: "all" after every change, which is the peak with outputs;
-             "start" only where a timed operation starts, the rule of the training puzzles
-    Errors   PlanError: deadlock (who waits for whom), a message sent twice, a free of nothing
+    Args:
+        sample: when memory is looked at: "all" after every change, which is the peak with outputs;
+            "start" only where a timed operation starts, the rule of the training puzzles.
+
+    Raises:
+        PlanError: deadlock (who waits for whom), a message sent twice, a free of nothing.
 
     >>> from shoal.teach.costs import PuzzleCosts
     >>> ops = [Op("send", "send", key="x", peer=1)], [Op("receive", "receive", key="x", peer=0)]

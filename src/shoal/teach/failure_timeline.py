@@ -35,10 +35,18 @@ MOST_FAILURES = 2_000_000
 class FailureCase:
     """A run and what befalls it; times in seconds.
 
-    interval_s  τ, work between checkpoints · stall_s  C · write_s  D ≤ τ · restart_s  R
-    spares      nodes that stand by · repair_s  T; 0: a failed node is back when the run is
-    node_share  of the failures, those that take a node away · shape  of the times between failures
-    Errors      PlanError on making one that has no meaning
+    Attributes:
+        interval_s: τ, work between checkpoints.
+        stall_s: C.
+        write_s: D ≤ τ.
+        restart_s: R.
+        spares: nodes that stand by.
+        repair_s: T; 0: a failed node is back when the run is.
+        node_share: of the failures, those that take a node away.
+        shape: of the times between failures.
+
+    Raises:
+        PlanError: on making one that has no meaning.
     """
 
     devices: int
@@ -77,8 +85,12 @@ class FailureCase:
 class FailureOutcome:
     """Where the time of a run went, in seconds; the parts add up to `duration_s`.
 
-    work_s       progress that was saved · checkpoint_s  stalls of checkpoints that counted
-    repeated_s   work and stalls in vain · restart_s     being down · waiting_s  for want of a node
+    Attributes:
+        work_s: progress that was saved.
+        checkpoint_s: stalls of checkpoints that counted.
+        repeated_s: work and stalls in vain.
+        restart_s: being down.
+        waiting_s: for want of a node.
     """
 
     duration_s: float
@@ -100,7 +112,8 @@ class FailureOutcome:
 class Stretch:
     """From one failure to the next: waiting until `up_s`, restarting until `run_s`, then running.
 
-    checkpoints  that became safe in it
+    Attributes:
+        checkpoints: that became safe in it.
     """
 
     start_s: float

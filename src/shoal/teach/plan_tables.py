@@ -30,9 +30,13 @@ SPEED_MODEL = "gpt-3-1.3b"
 def print_table(table: str, models: str, gpus: str, machines: str, as_json: bool) -> None:
     """Print the field's table `memory` or `speedup`, recomputed, as text or JSON.
 
-    models    names with commas, as "7b,llama-3-70b"; of these `speedup` takes the first alone
-    gpus      counts with commas, as "2,4,8" · machines  as `shoal plan --on`; "": 8xA100-80GB
-    Errors    PlanError for another table, an unknown model or machine, or a count that is none
+    Args:
+        models: names with commas, as "7b,llama-3-70b"; of these `speedup` takes the first alone.
+        gpus: counts with commas, as "2,4,8".
+        machines: as `shoal plan --on`; "": 8xA100-80GB.
+
+    Raises:
+        PlanError: for another table, an unknown model or machine, or a count that is none.
     """
     if table not in TABLES:
         raise PlanError(one_of("--table", table, TABLES))

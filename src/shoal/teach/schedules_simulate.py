@@ -32,12 +32,16 @@ def simulate(
 ) -> Timeline:
     """One step of a pipeline.
 
-    message_bytes     of one micro-batch between two stages
-    activation_bytes  that one rank keeps per micro-batch, all its chunks together; 0: not drawn
-    stage_scale       work of each stage over the mean stage's; (): all equal
-    barrier           draw the optimizer's barrier and update too (`costs` must know "update")
-    blocks            run the schedule's pairs as one block, see check_schedule.check
-    Errors            PlanError for a list that is no step, with its place
+    Args:
+        message_bytes: of one micro-batch between two stages.
+        activation_bytes: that one rank keeps per micro-batch, all its chunks together; 0: not
+            drawn.
+        stage_scale: work of each stage over the mean stage's; (): all equal.
+        barrier: draw the optimizer's barrier and update too (`costs` must know "update").
+        blocks: run the schedule's pairs as one block, see check_schedule.check.
+
+    Raises:
+        PlanError: for a list that is no step, with its place.
 
     facts: makespan (first start to last end), bubble (largest last end − first start − work over
     ranks), its share, most in flight; with `barrier` the makespan with the barrier too.

@@ -26,8 +26,10 @@ WIDTH = 100
 class Shown:
     """What `shoal simulate` has to show: any of a step-through, timelines and text.
 
-    timelines   drawn on one scale · lines  of text, below them
-    data        further keys of the record that `--json` prints
+    Attributes:
+        timelines: drawn on one scale.
+        lines: of text, below them.
+        data: further keys of the record that `--json` prints.
     """
 
     walk: Walk | None = None

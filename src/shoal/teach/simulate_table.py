@@ -13,8 +13,10 @@ from dataclasses import dataclass
 class Asked:
     """One request of `shoal simulate`.
 
-    what      a key of WHATS · words  those that the user typed behind it
-    options   those that the user gave: flag, as "--ranks" → number
+    Attributes:
+        what: a key of WHATS.
+        words: those that the user typed behind it.
+        options: those that the user gave: flag, as "--ranks" → number.
     """
 
     what: str
@@ -30,9 +32,12 @@ class Asked:
 class Entry:
     """One thing that `shoal simulate` can show.
 
-    group     heading of the list under which it stands · text  one line about it
-    function  name of what makes it, in `simulate_shows`; CALCULATOR: `teach.calculate` answers
-    takes     options that it reads · words  how the list shows further words; "" for none
+    Attributes:
+        group: heading of the list under which it stands.
+        text: one line about it.
+        function: name of what makes it, in `simulate_shows`; CALCULATOR: `teach.calculate` answers.
+        takes: options that it reads.
+        words: how the list shows further words; "" for none.
     """
 
     group: str

@@ -45,7 +45,8 @@ MEMORY_SEQUENCE, SPEED_SEQUENCE, SPEED_MICRO_BATCH = 4096, 2048, 4
 def shape_names(text: str) -> list[str]:
     """Published names of a list such as "7b,13b,llama-3-70b".
 
-    Errors   PlanError for an unknown one, with the nearest
+    Raises:
+        PlanError: for an unknown one, with the nearest.
 
     >>> shape_names("7b, llama-3-70b")
     ['llama-2-7b', 'llama-3-70b']
@@ -63,7 +64,8 @@ def shape_names(text: str) -> list[str]:
 def gpu_counts(text: str) -> list[int]:
     """Numbers of GPUs of a list such as "2,4,8".
 
-    Errors   PlanError for what is no whole number of at least 1
+    Raises:
+        PlanError: for what is no whole number of at least 1.
     """
     counts = []
     for word in text.split(","):
@@ -119,7 +121,8 @@ class SpeedRow:
 def speedup_table(name: str, counts: list[int], cluster: Cluster) -> list[SpeedRow]:
     """Throughput on n GPUs over one: DP (one process), DDP, FSDP; a micro-batch of 4 samples each.
 
-    cluster   the kind of machine: its devices and links; as many nodes of it as n needs
+    Args:
+        cluster: the kind of machine: its devices and links; as many nodes of it as n needs.
     """
     model = model_facts(published(name), SPEED_SEQUENCE, 2)
     one_s = predict_time(_case(model, cluster, 1, 0, SPEED_MICRO_BATCH)).step_s

@@ -30,8 +30,11 @@ SOLE = "default"
 def adapt(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
     """Freeze a model and put adapters on it; torch's default generator draws them.
 
-    base     where the model's weights lie, for whoever opens the adapter
-    Errors   ConfigError for targets that the model has not, or cannot have an adapter
+    Args:
+        base: where the model's weights lie, for whoever opens the adapter.
+
+    Raises:
+        ConfigError: for targets that the model has not, or cannot have an adapter.
     """
     import peft  # an extra, and slow
 
@@ -81,7 +84,9 @@ def is_adapted(module: nn.Module) -> bool:
 def keep_adapter(module: Any, names: Iterable[str], folder: Path | None) -> dict[str, str]:
     """Write adapter_config.json to `folder/hub`; gives a name in peft's files → name in the module.
 
-    names    of all parameters, whoever holds them · folder  None on processes that write nothing
+    Args:
+        names: of all parameters, whoever holds them.
+        folder: None on processes that write nothing.
     """
     from peft import get_peft_model_state_dict
 

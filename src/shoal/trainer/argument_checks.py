@@ -75,7 +75,8 @@ def refuse_unknown(
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Errors: ConfigError for a word or a number that means nothing, with the nearest.
 
-    given   the arguments of `parallelize` by name; those of which nothing is known here pass
+    Args:
+        given: the arguments of `parallelize` by name; those of which nothing is known here pass.
     """
     check_layout(given["layout"])
     if given["loss"] is not None and not callable(given["loss"]):
@@ -105,7 +106,8 @@ def plan_of_words(precision: str, policies: Mapping[str, Any]) -> Plan:
 def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
     """Errors: ConfigError for a value of a policy that means nothing, with the nearest.
 
-    names   key → the argument by which it was given, where that is called otherwise
+    Args:
+        names: key → the argument by which it was given, where that is called otherwise.
     """
     for key, declared in POLICIES.items():
         name, value = names.get(key, key), getattr(plan, key)

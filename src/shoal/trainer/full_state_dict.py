@@ -38,8 +38,9 @@ def check_averaged(average: WeightAverage | None) -> None:
 def full_state(program: Program) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer, whole, on the CPU of every rank; all ranks call it.
 
-    Gives   names and order of the user's module; a tied weight is one tensor under its names;
-            parameters in the format that is stepped, fp32 where forward passes read narrow copies
+    Returns:
+        names and order of the user's module; a tied weight is one tensor under its names;
+        parameters in the format that is stepped, fp32 where forward passes read narrow copies.
     """
     from shoal.parallel.build.full_state import assembled, held
 
@@ -97,7 +98,8 @@ def _whole(part: Part | None) -> torch.Tensor | None:
 class _Weights:
     """The weights that one module holds itself, other than as they are stepped.
 
-    parts   by their names in the module: the master, or None where this rank has only a part
+    Args:
+        parts: by their names in the module: the master, or None where this rank has only a part.
     """
 
     def __init__(

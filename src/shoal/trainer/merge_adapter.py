@@ -49,8 +49,11 @@ class Merged(Outgoing):
 def merged(path: Path, *, average: bool = False) -> Merged | None:
     """Merge the adapters of a checkpoint; None for a model without any.
 
-    average  averaged weights, as `outgoing` takes it
-    Errors   CheckpointError for a model that is none of transformers beneath its adapters
+    Args:
+        average: averaged weights, as `outgoing` takes it.
+
+    Raises:
+        CheckpointError: for a model that is none of transformers beneath its adapters.
     """
     found = outgoing(path, average=average)
     if ADAPTER not in found.manifest.record:

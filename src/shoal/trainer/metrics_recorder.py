@@ -28,12 +28,15 @@ if TYPE_CHECKING:  # few runs record their steps
 class Recorder:
     """The run folder as one process sees it; without a folder nothing is written.
 
-    flops_per_sample, machine_flops_per_s   set once known; MFU is null until then
-    wanted   what hooks asked for, "stop" or "save", until it is done
-    saves_apart   why hooks cannot ask for a save, told once; "": they can
-    trace    records some steps, operation by operation
-    passed   told once when steps pass the machine's rate; what it says is a notice
-    Errors   ConfigError when the folder cannot be made
+    Attributes:
+        flops_per_sample, machine_flops_per_s: set once known; MFU is null until then.
+        wanted: what hooks asked for, "stop" or "save", until it is done.
+        saves_apart: why hooks cannot ask for a save, told once; "": they can.
+        trace: records some steps, operation by operation.
+        passed: told once when steps pass the machine's rate; what it says is a notice.
+
+    Raises:
+        ConfigError: when the folder cannot be made.
     """
 
     def __init__(self, folder: Path | None, world: World) -> None:
@@ -134,8 +137,9 @@ class Recorder:
     def step(self, row: dict[str, Any], *, samples: int) -> dict[str, Any]:
         """Complete and write one step's row; gives the row.
 
-        row      step, loss, grad_norm, lr, tokens, data_wait_s and extras
-        samples  samples of the whole step, over all ranks
+        Args:
+            row: step, loss, grad_norm, lr, tokens, data_wait_s and extras.
+            samples: samples of the whole step, over all ranks.
         """
         if self._went_back_to is not None:
             self.cut(self._went_back_to)

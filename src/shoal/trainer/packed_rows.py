@@ -31,7 +31,9 @@ def check_packing(model: nn.Module, name: str, sequence: int) -> None:
     """Refuse a model that mixes the documents of a packed row of `sequence` tokens, naming it.
 
     Looked at: whether `forward` takes input_ids and position_ids; on the CPU one small row.
-    Errors   ConfigError
+
+    Raises:
+        ConfigError.
     """
     taken = inspect.signature(model.forward).parameters
     by_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())

@@ -84,43 +84,51 @@ def parallelize(
 ) -> Run:
     """Make a module train on every process that was started, computing what one process computes.
 
-    model        an nn.Module, whose weights are kept as they are, or a function without arguments
-                 that builds one (it is called under `torch.manual_seed(seed)`); what is wrapped in
-                 DistributedDataParallel or DataParallel is taken out of it
-    optimizer    any torch.optim optimizer over the model's parameters, or `params -> optimizer`
-    loss         loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy
-                 on integer targets, ignoring −100. (sum, count, {"ce": ce_sum, …}) tells its parts,
-                 as metrics
-    layout       "auto" (what the planner finds best, where a `sample` is given and this machine was
-                 measured; else a rule by size), a strategy ("single", "dp", "ddp", "zero1",
-                 "zero2", "fsdp", "hsdp", "tp", "pp", "cp", "3d", a pipeline's schedule), or
-                 degrees, say {"tp": 2, "dp_shard": 2}, with whatever else [layout] may say: zero,
-                 schedule, chunks, strict, split, blocks, …
-    plan         all that is said by words here, as one `shoal.Plan`, in their place
-    batch        samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
-                 micro-batches if only `micro_batch` is given
-    micro_batch  samples per forward pass on one rank; default: a rank's whole share of `batch`, in
-                 a pipeline two passes for each stage; a batch of your own is cut only if this is
-                 given
-    precision    auto, fp64, fp32, bf16, fp16: `compute` of [precision]
-    schedule     a learning-rate schedule over `total_steps`; without it, lr is yours
-    sample       tp, pp, cp: a batch of a few samples, or a function that gives one; what the model
-                 does with it tells how its layers can be split and where it can be cut. fsdp: which
-                 blocks are called more than once
-    metrics      name → function(outputs, targets), which gives what a loss does; each step's means
-                 over all ranks are in its result
-    folder       where events, metrics and checkpoints go
-    tokenizer    what encoded the data, of `tokenizers` or transformers (`open_data(…).tokenizer`):
-                 every save keeps it in folder/hub, for `shoal checkpoint export` and `sample`
-    world        the processes, if `World`s are made by hand (tests); default: found by itself
-    policies     every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
-                 docs/configuration.md): reduce, loss_scale, clip (here 0: none), average, seed,
-                 call, defer_sync, recompute, offload, compile, compress, skip_limit, keep, …
-    Gives        a `Run`
-    Errors       PlanError: layout and processes do not fit, ranks built different models, the
-                 optimizer holds foreign parameters · CheckpointError: another process has the
-                 folder · ConfigError: anything else that is not legal
-    Source       design §5; the loss rule is design §6
+    Args:
+        model: an nn.Module, whose weights are kept as they are, or a function without arguments
+            that builds one (it is called under `torch.manual_seed(seed)`); what is wrapped in
+            DistributedDataParallel or DataParallel is taken out of it.
+        optimizer: any torch.optim optimizer over the model's parameters, or `params -> optimizer`.
+        loss: loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy on
+            integer targets, ignoring −100. (sum, count, {"ce": ce_sum, …}) tells its parts, as
+            metrics.
+        layout: "auto" (what the planner finds best, where a `sample` is given and this machine was
+            measured; else a rule by size), a strategy ("single", "dp", "ddp", "zero1", "zero2",
+            "fsdp", "hsdp", "tp", "pp", "cp", "3d", a pipeline's schedule), or degrees, say {"tp":
+            2, "dp_shard": 2}, with whatever else [layout] may say: zero, schedule, chunks, strict,
+            split, blocks, …
+        plan: all that is said by words here, as one `shoal.Plan`, in their place.
+        batch: samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
+            micro-batches if only `micro_batch` is given.
+        micro_batch: samples per forward pass on one rank; default: a rank's whole share of `batch`,
+            in a pipeline two passes for each stage; a batch of your own is cut only if this is
+            given.
+        precision: auto, fp64, fp32, bf16, fp16: `compute` of [precision].
+        schedule: a learning-rate schedule over `total_steps`; without it, lr is yours.
+        sample: tp, pp, cp: a batch of a few samples, or a function that gives one; what the model
+            does with it tells how its layers can be split and where it can be cut. fsdp: which
+            blocks are called more than once.
+        metrics: name → function(outputs, targets), which gives what a loss does; each step's means
+            over all ranks are in its result.
+        folder: where events, metrics and checkpoints go.
+        tokenizer: what encoded the data, of `tokenizers` or transformers
+            (`open_data(…).tokenizer`): every save keeps it in folder/hub, for `shoal checkpoint
+            export` and `sample`.
+        world: the processes, if `World`s are made by hand (tests); default: found by itself.
+        policies: every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
+            docs/configuration.md): reduce, loss_scale, clip (here 0: none), average, seed, call,
+            defer_sync, recompute, offload, compile, compress, skip_limit, keep, …
+
+    Returns:
+        a `Run`.
+
+    Raises:
+        PlanError: layout and processes do not fit, ranks built different models, the optimizer
+            holds foreign parameters · CheckpointError: another process has the folder ·
+            ConfigError: anything else that is not legal.
+
+    References:
+        design §5; the loss rule is design §6.
     """
     install()
     refuse_unknown(parallelize, policies.keys() - POLICIES.keys(), ELSEWHERE)
@@ -175,13 +183,16 @@ def start_run(
 ) -> Run:
     """Start a run under a plan, on every rank: what `parallelize` and `shoal train` both call.
 
-    plan     settled, or with open fields where `said` is given
-    said     the layout in words, from which the plan is settled; None: it is settled
-    given    of "batch" and "micro_batch" those that the user fixed: the run holds batches of the
-             user's own to them, and cuts them; settling the plan does not look at it
-    ranks_layouts   the planner chooses a layout that is left open, by what it sees in `sample`;
-                    False, one process, or a machine that was never measured: by size
-    Errors   as `parallelize`
+    Args:
+        plan: settled, or with open fields where `said` is given.
+        said: the layout in words, from which the plan is settled; None: it is settled.
+        given: of "batch" and "micro_batch" those that the user fixed: the run holds batches of the
+            user's own to them, and cuts them; settling the plan does not look at it.
+        ranks_layouts: the planner chooses a layout that is left open, by what it sees in `sample`;
+            False, one process, or a machine that was never measured: by size.
+
+    Raises:
+        as `parallelize`.
     """
     loss = loss or default_loss()
     own, world = world is None, world or start_world()
@@ -257,9 +268,12 @@ def _chosen(
 ) -> tuple[Plan, Callable[[], ShareFits] | None]:
     """Settle a plan whose layout is said in words, and how its batch is cut.
 
-    sample   as of `start_run`, where the planner may choose the layout by it
-    Gives    the plan, and who looks at its micro-batch with the first loader: None where the user
-             said it, an earlier start in the folder chose it, or it is an eighth at most
+    Args:
+        sample: as of `start_run`, where the planner may choose the layout by it.
+
+    Returns:
+        the plan, and who looks at its micro-batch with the first loader: None where the user said
+        it, an earlier start in the folder chose it, or it is an eighth at most.
     """
     chosen, kept = None, 0
     if sample is not None and world.size > 1 and leaves_open(plan, said):
@@ -320,7 +334,8 @@ def _unheld(
 def _keep_in(folder: Path, run: Run, *, is_chosen: bool) -> None:
     """Take a run's folder, and what a checkpoint tells besides of what is run.
 
-    is_chosen   the micro-batch is no word of the user's
+    Args:
+        is_chosen: the micro-batch is no word of the user's.
     """
     from shoal.trainer.process.crash_report import last_word
     from shoal.trainer.run_folder.folder_lease import own
@@ -421,7 +436,8 @@ def _agree(world: World, said: Mapping[str, Any]) -> None:
 def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
     """Give the module, or call its builder under a seed; generators are put back afterwards.
 
-    Errors   ConfigError where a builder gives no module; UserError for what it raises
+    Raises:
+        ConfigError: where a builder gives no module; UserError for what it raises.
     """
     if isinstance(model, nn.Module):
         return model

@@ -40,10 +40,14 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
 class Run(StepRunner):
     """One model in training, with its optimizer and its worlds; a process may have several.
 
-    model       the module, on its device · world  the processes · plan  what was decided
+    Attributes:
+        model: the module, on its device.
+        world: the processes.
+        plan: what was decided.
+        beside: further tensors that checkpoints keep.
+        extra: what the last `save` kept as such, or the checkpoint that the run went on from.
+
     step_count  optimizer steps taken so far, skipped ones included
-    beside      further tensors that checkpoints keep
-    extra       what the last `save` kept as such, or the checkpoint that the run went on from
 
     Made by `shoal.parallelize`; `given`: portions of the batch that the user fixed, `batch` and
     `micro_batch`, to which batches of one's own are held.
@@ -72,7 +76,8 @@ class Run(StepRunner):
     def hear(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
         """Call hooks with every event and every step's row from now on, in this process.
 
-        hooks   "stop" and "save", if one returns it, are done after the next step on all ranks
+        Args:
+            hooks: "stop" and "save", if one returns it, are done after the next step on all ranks.
         """
         for hook in hooks:
             self.recorder.hear(hook)
@@ -102,9 +107,13 @@ class Run(StepRunner):
     ) -> Loader | IterableLoader:
         """Batches of a dataset in this run's order, each rank getting its own micro-batches.
 
-        dataset    map-style (`__getitem__`, `__len__`) or an iterable with `state_dict()`, the
-                   same on every rank
-        Gives      an iterable over the steps of one epoch; iterating again is the next epoch
+        Args:
+            dataset: map-style (`__getitem__`, `__len__`) or an iterable with `state_dict()`, the
+                same on every rank.
+
+        Returns:
+            an iterable over the steps of one epoch; iterating again is the next epoch.
+
         After `restore`, the first loader goes on where the checkpoint was taken. The same dataset,
         or a new one of the same samples, gives the stream's next epoch. What a DataLoader takes
         besides is refused, with where to say it.
@@ -128,10 +137,13 @@ class Run(StepRunner):
     def step(self, batch: Any) -> StepResult:
         """Forward, backward, clip and update for one optimizer step.
 
-        batch    a batch of `run.loader`, or this rank's own share of the step's samples,
-                 (inputs, targets) or one dict
-        Errors   ConfigError for a loss that returns a mean; TrainingError after too many
-                 non-finite steps in a row
+        Args:
+            batch: a batch of `run.loader`, or this rank's own share of the step's samples, (inputs,
+                targets) or one dict.
+
+        Raises:
+            ConfigError: for a loss that returns a mean; TrainingError after too many non-finite
+                steps in a row.
         """
         self.run_passes(batch)
         return self.update_weights()
@@ -139,7 +151,8 @@ class Run(StepRunner):
     def steps(self, data: Any, *, workers: int = 0, collate: Any = None) -> Iterator[StepResult]:
         """`step` over one epoch of a dataset, split over ranks here, or over this rank's batches.
 
-        Errors   also ConfigError for a DataLoader that gives every rank the whole dataset
+        Raises:
+            also ConfigError for a DataLoader that gives every rank the whole dataset.
         """
         for batch in self.feed.training(data, workers, collate):
             yield self.step(batch)
@@ -163,8 +176,11 @@ class Run(StepRunner):
                 run.backward(loss_sum(outputs, micro.targets), count)
             run.update()
 
-        batch    as `step` takes it
-        Errors   ConfigError under layouts that run passes in an order of their own (pp)
+        Args:
+            batch: as `step` takes it.
+
+        Raises:
+            ConfigError: under layouts that run passes in an order of their own (pp).
         """
         from shoal.trainer.passes.written_out_passes import OwnPasses
 
@@ -190,11 +206,15 @@ class Run(StepRunner):
     ) -> None:
         """Differentiate a loss of the micro-batch at hand; its gradients are added to the step's.
 
-        loss     without dims: a sum over targets, which `update` divides by the count of all ranks
-        count    of those targets; said once per micro-batch, whatever it has of losses. None: the
-                 loss is a share of the step's mean already, as a sum divided by `run.total(n)`
-        Errors   ConfigError outside of `micro_batches`; for a loss that has no gradient, or dims;
-                 for a mean with a count, and for two counts in one micro-batch
+        Args:
+            loss: without dims: a sum over targets, which `update` divides by the count of all
+                ranks.
+            count: of those targets; said once per micro-batch, whatever it has of losses. None: the
+                loss is a share of the step's mean already, as a sum divided by `run.total(n)`.
+
+        Raises:
+            ConfigError: outside of `micro_batches`; for a loss that has no gradient, or dims; for a
+                mean with a count, and for two counts in one micro-batch.
         """
         self._passes("backward", "run.step(batch)").backward(loss, count, retain_graph=retain_graph)
 
@@ -262,11 +282,14 @@ class Run(StepRunner):
     ) -> dict[str, float]:
         """Means of the loss and of metrics over every sample once, on all ranks together.
 
-        data      a dataset (split over ranks here), or an iterable of this rank's own batches
-        metrics   name → function(outputs, targets) giving (sum, count) or unreduced values; None:
-                  those of `parallelize`
-        stops     end early where `request_stop` was called; then `run.stopping` is true
-        Gives     {"loss": …, NAME: …, "targets": count}, equal on all ranks; {} after a stop
+        Args:
+            data: a dataset (split over ranks here), or an iterable of this rank's own batches.
+            metrics: name → function(outputs, targets) giving (sum, count) or unreduced values;
+                None: those of `parallelize`.
+            stops: end early where `request_stop` was called; then `run.stopping` is true.
+
+        Returns:
+            {"loss": …, NAME: …, "targets": count}, equal on all ranks; {} after a stop.
         """
         from shoal.trainer.passes.evaluate import evaluate
 
@@ -286,9 +309,12 @@ class Run(StepRunner):
     def predict(self, inputs: Any) -> Any:
         """Give the model's outputs for inputs, in evaluation mode and without gradients.
 
-        inputs   as the model takes them: this rank's own, the same on ranks that hold parts of one
-                 copy of the model; every rank must call it
-        Errors   ConfigError under cp
+        Args:
+            inputs: as the model takes them: this rank's own, the same on ranks that hold parts of
+                one copy of the model; every rank must call it.
+
+        Raises:
+            ConfigError: under cp.
         """
         from shoal.trainer.passes.inference import predict
 
@@ -308,16 +334,21 @@ class Run(StepRunner):
     ) -> Path | None:
         """Write a checkpoint; every rank must call it.
 
-        folder   a run folder; default: the one given to `parallelize`
-        extra    plain values, and objects with `state_dict()`, for `run.extra` after a `restore`;
-                 the same on every rank; None: what was given before
-        tag      a name, say "best": kept apart in `folder/tags/TAG`, the last one of a tag alone,
-                 and waited for
-        wait     False: return after the copy to host memory and write beside training; a failure is
-                 told on all ranks at the next step, and by an event
-        Gives    the checkpoint's folder, or None if writing failed (an event says why; the older
-                 checkpoints are untouched, and training may go on) or was not waited for
-        Errors   ConfigError without any folder, or where another one lies in its place
+        Args:
+            folder: a run folder; default: the one given to `parallelize`.
+            extra: plain values, and objects with `state_dict()`, for `run.extra` after a `restore`;
+                the same on every rank; None: what was given before.
+            tag: a name, say "best": kept apart in `folder/tags/TAG`, the last one of a tag alone,
+                and waited for.
+            wait: False: return after the copy to host memory and write beside training; a failure
+                is told on all ranks at the next step, and by an event.
+
+        Returns:
+            the checkpoint's folder, or None if writing failed (an event says why; the older
+            checkpoints are untouched, and training may go on) or was not waited for.
+
+        Raises:
+            ConfigError: without any folder, or where another one lies in its place.
         """
         from shoal.trainer.state.replaced_folder import save_checked
 
@@ -336,10 +367,15 @@ class Run(StepRunner):
     ) -> bool:
         """Go on from the newest complete checkpoint of a run folder; every rank must call it.
 
-        tag      the one saved under it
-        step     of the checkpoint that is wanted, and no other
-        Errors   CheckpointError if its tensors do not fit this model or optimizer
-        Gives    False if there is none
+        Args:
+            tag: the one saved under it.
+            step: of the checkpoint that is wanted, and no other.
+
+        Raises:
+            CheckpointError: if its tensors do not fit this model or optimizer.
+
+        Returns:
+            False if there is none.
         """
         from shoal.trainer.state.run_state import restore_run, tagged
 
@@ -359,11 +395,16 @@ class Run(StepRunner):
     def state_dict(self, *, average: bool = False) -> dict[str, torch.Tensor]:
         """The whole model in the names of the user's module; every rank must call it.
 
-        average  the averaged weights in the place of those that are trained
-        Gives    on the CPU of every rank: parameters as they are stepped (fp32 under bf16, fp16)
-                 and persistent buffers, tied ones once; what is too large for that: `save`, and
-                 `shoal checkpoint export`
-        Errors   ConfigError for an average that is not kept, or of no step yet
+        Args:
+            average: the averaged weights in the place of those that are trained.
+
+        Returns:
+            on the CPU of every rank: parameters as they are stepped (fp32 under bf16, fp16) and
+            persistent buffers, tied ones once; what is too large for that: `save`, and `shoal
+            checkpoint export`.
+
+        Raises:
+            ConfigError: for an average that is not kept, or of no step yet.
         """
         from shoal.trainer.full_state_dict import check_averaged, full_state
 

@@ -29,8 +29,10 @@ from shoal.fabric.device import is_accelerator, synchronize
 class StepTrace:
     """Records the steps that `text` names, of this rank.
 
-    text     "FIRST:LAST", both included
-    notice   a line for the user, by rank 0
+    Args:
+        text: "FIRST:LAST", both included.
+        notice: a line for the user, by rank 0.
+
     A run that is resumed among these steps traces those that are left.
     """
 

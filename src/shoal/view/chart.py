@@ -32,8 +32,11 @@ def drawable() -> bool:
 def check_drawable(where: str) -> None:
     """Refuse a picture where matplotlib is not installed.
 
-    where    begins the message
-    Errors   ConfigError that says how to get it
+    Args:
+        where: begins the message.
+
+    Raises:
+        ConfigError: that says how to get it.
     """
     if not drawable():
         raise ConfigError(f"{where}: a PNG is drawn by matplotlib, which is not here; {GET_IT}")
@@ -42,8 +45,11 @@ def check_drawable(where: str) -> None:
 def draw(record: Record, path: Path) -> bool:
     """Draw a comparison, `record` as in compare.json, and write it to `path` as PNG.
 
-    Gives    True if it did; False if no row was measured or matplotlib is not installed
-    Errors   ConfigError if the file cannot be written
+    Returns:
+        True if it did; False if no row was measured or matplotlib is not installed.
+
+    Raises:
+        ConfigError: if the file cannot be written.
     """
     rows = [row for row in record["rows"] if row["per_s"]]
     if not rows or not drawable():

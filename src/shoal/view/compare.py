@@ -42,7 +42,9 @@ class Column:
 def print_comparison(record: Record, stream: TextIO, kept: Sequence[str] = ()) -> None:
     """Write a comparison to `stream` as a table, bars and notes; in colours on a terminal.
 
-    record   as in compare.json · kept  files that hold it, named in the last line
+    Args:
+        record: as in compare.json.
+        kept: files that hold it, named in the last line.
     """
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     encoding = stream.encoding or "utf-8"

@@ -21,9 +21,11 @@ class Waiting:
     On a terminal one line is redrawn in place; elsewhere every measured row gets a `key=value`
     line, and so does, now and then, what it waits for.
 
-    path    rows.jsonl, which the workers write; phase.json is read beside it
-    asked   (layout, processes) of every row · skip  lines of the file that are old news
-    quiet   True: write nothing but the line in place
+    Args:
+        path: rows.jsonl, which the workers write; phase.json is read beside it.
+        asked: (layout, processes) of every row.
+        skip: lines of the file that are old news.
+        quiet: True: write nothing but the line in place.
     """
 
     def __init__(

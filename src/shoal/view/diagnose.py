@@ -50,12 +50,14 @@ MUCH = 0.2
 class Finding:
     """One thing that happened, or one that makes the run slower than it need be.
 
-    kind      an event's name, "killed", or of advice "communication", "data" or "fragmentation"
-    what      it, and whom it happened to · why  the evidence
-    command   what to type next; "" nothing
-    rank, step  where that is known
-    over      whether the run went on after it by itself
-    advice    nothing is wrong: the run could be faster, or is not what it was (a resume)
+    Attributes:
+        kind: an event's name, "killed", or of advice "communication", "data" or "fragmentation".
+        what: it, and whom it happened to.
+        why: the evidence.
+        command: what to type next; "" nothing.
+        rank, step: where that is known.
+        over: whether the run went on after it by itself.
+        advice: nothing is wrong: the run could be faster, or is not what it was (a resume).
     """
 
     kind: str

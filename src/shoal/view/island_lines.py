@@ -38,7 +38,10 @@ _SUMMED = ("steps", "seconds", "compute_s", "exposed_s", "exchange_s", "sent_byt
 class Merged:
     """What a run's rounds add up to; of committed ones, but for `discarded`.
 
-    refused   island → how many of its changes did not count · spread  the newest that was told
+    Attributes:
+        refused: island → how many of its changes did not count.
+        spread: the newest that was told.
+
     steps … tokens   summed over rounds · peak_bytes_per_s  mean rate of the fastest exchange
     """
 
@@ -130,7 +133,8 @@ def islands_lines(
 ) -> list[str]:
     """The table of a run's islands, at most 80 columns; [] for a run without rounds.
 
-    predicted   figures of `planner.islands.IslandsCost` by name, its utilisation too; or None
+    Args:
+        predicted: figures of `planner.islands.IslandsCost` by name, its utilisation too; or None.
     """
     found = merged(events)
     if found is None:
@@ -157,8 +161,11 @@ def islands_lines(
 def link_lines(costs: Sequence[tuple[float, IslandsCost]]) -> list[str]:
     """Format what is predicted of islands on each of several links: a table, a head and lines.
 
-    costs   (bytes/s of an island's link, predicted cost of a round on it) of every line
-    Gives   its lines, at most 80 columns wide
+    Args:
+        costs: (bytes/s of an island's link, predicted cost of a round on it) of every line.
+
+    Returns:
+        its lines, at most 80 columns wide.
     """
     lines = [
         f"{'on a link of':<16}{'utilisation':>12}{'a round':>14}{'waited':>14}{'mean rate':>16}"

@@ -54,11 +54,12 @@ STYLES = {
 class LiveView:
     """Live display of the run in `folder` on `stream`; call `tick()` often and `finish()` once.
 
-    folder       the run folder; of what it holds already only the events of this session are
-                 shown, so make the view after `run_started` was emitted, or in an empty folder
-    total_steps  length of the run; None: `steps` of plan.json, if it says so
-    stream       where to write; in place only if it is a terminal
-    colour       False: no colours even on a terminal; never through a pipe, nor if NO_COLOR is set
+    Args:
+        folder: the run folder; of what it holds already only the events of this session are shown,
+            so make the view after `run_started` was emitted, or in an empty folder.
+        total_steps: length of the run; None: `steps` of plan.json, if it says so.
+        stream: where to write; in place only if it is a terminal.
+        colour: False: no colours even on a terminal; never through a pipe, nor if NO_COLOR is set.
 
     A stream that cannot be written any more (a closed pipe, a lost terminal) ends the drawing, not
     the run.

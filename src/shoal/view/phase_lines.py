@@ -93,8 +93,11 @@ def _progress(one: Phase) -> str:
 def read_doing(folder: Path, since_s: float = 0.0) -> Doing:
     """Read what `folder/phase.json` says is going on in a run.
 
-    since_s   seconds since 1970: an older file counts as missing
-    Gives     no phases where it is missing, torn or too old
+    Args:
+        since_s: seconds since 1970: an older file counts as missing.
+
+    Returns:
+        no phases where it is missing, torn or too old.
     """
     record = read_object(folder / FILE_NAME)
     rows, told_s = record.get("phases"), record.get("time_s")
@@ -142,7 +145,8 @@ class PhaseLine:
     one phase, then ever more rarely. `hear` takes phases of this process (a listener of
     `base.phases`); `show(read_doing(folder))` draws those of a run folder.
 
-    title   stands before them on a terminal
+    Args:
+        title: stands before them on a terminal.
     """
 
     def __init__(self, stream: TextIO, title: str = "") -> None:

@@ -32,7 +32,8 @@ def print_plan(record: Record, stream: TextIO) -> None:
 
     In colours on a terminal, 80 to 100 columns wide.
 
-    record   the plan's JSON document (`planner.plan_document.plan_record`)
+    Args:
+        record: the plan's JSON document (`planner.plan_document.plan_record`).
     """
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     for text, style in plan_lines(record, min(WIDTH, max(80, console.width))):

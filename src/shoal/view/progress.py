@@ -19,7 +19,8 @@ LEAST_SHARE = 0.005
 class Progress:
     """The state of a run, fed with records of `metrics.jsonl`.
 
-    plan   plan.json, once it is there
+    Attributes:
+        plan: plan.json, once it is there.
     """
 
     def __init__(self, total_steps: int | None) -> None:

@@ -17,8 +17,10 @@ WORST = 8
 def proof_text(report: Report, worst: int = WORST) -> str:
     """Format a proof's report as text for a terminal: verdict, parameters, cause; no colours.
 
-    report   what `shoal.proof` wrote as JSON
-    worst    how many parameters of each trajectory are shown: those that differ first, then by size
+    Args:
+        report: what `shoal.proof` wrote as JSON.
+        worst: how many parameters of each trajectory are shown: those that differ first, then by
+            size.
     """
     lines = [verdict_line(report), *(f"  {text}" for text in report["said"])]
     for trajectory in report["trajectories"]:

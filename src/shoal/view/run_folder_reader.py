@@ -30,7 +30,10 @@ AGAIN_BYTES = 1 << 18
 class Tail:
     """Gives the lines of a growing JSON-lines file that were not given before.
 
-    path    may not exist yet · parse  a line's record; complete lines without one are left out
+    Args:
+        path: may not exist yet.
+        parse: a line's record; complete lines without one are left out.
+
     `skip()` counts what the file holds now as given, without reading it
     """
 

@@ -54,8 +54,10 @@ class SealedServer:
     """Answers those who know the token: `serve` often, or in a thread.
 
     What a request means says a subclass (`do`), by `answer`.
-    listener   bound to the private address, and listening; it is taken over
-    tell       is given one line, once, of the first stranger who was refused; None: it is logged
+
+    Args:
+        listener: bound to the private address, and listening; it is taken over.
+        tell: is given one line, once, of the first stranger who was refused; None: it is logged.
     """
 
     def __init__(

@@ -74,7 +74,8 @@ def lines(token: bytes, of_server: bytes, of_client: bytes) -> tuple[Line, Line]
 class Connection:
     """A client's end, once both sides have proven that they know the token.
 
-    Errors   OSError; ConfigError for a program or a token that is not this run's
+    Raises:
+        OSError: ConfigError for a program or a token that is not this run's.
     """
 
     def __init__(self, connection: socket.socket, token: bytes, at: str) -> None:

@@ -33,8 +33,11 @@ NOWHERE, DATA, PASSES, SUM, UPDATE, HOOKS, BACKWARD = range(7)  # parts of a ste
 class Phase:
     """One thing that takes time, as a listener is told of it.
 
-    of        how many steps it takes · done  how many are; `of` is 0 where that is not known
-    began_s   seconds since 1970
+    Attributes:
+        of: how many steps it takes.
+        done: how many are; `of` is 0 where that is not known.
+        began_s: seconds since 1970.
+
     `step(count=1)` adds to `done` and tells the thread's listener, at most every 0.2 s
     """
 
@@ -88,7 +91,9 @@ def listen(hear: Hear | None) -> None:
 def phase(name: str, of: int = 0) -> Iterator[Phase]:
     """Open a phase until the `with` block ends, and tell this thread's listener, if there is one.
 
-    name   one or two words for a person · of  how many `step`s it will take; 0 if not known
+    Args:
+        name: one or two words for a person.
+        of: how many `step`s it will take; 0 if not known.
 
     >>> heard = []
     >>> listen(lambda phases: heard.append(" ".join(f"{p.name} {p.done}/{p.of}" for p in phases)))
@@ -157,7 +162,8 @@ def part(number: int) -> None:
 def unlike(*parts: int, always: bool = False) -> None:
     """In these parts of this step ranks have different work: the page compares them with nobody.
 
-    always   they do in every step alike: each is compared with itself
+    Args:
+        always: they do in every step alike: each is compared with itself.
     """
     if page is not None:
         page.unlike(parts, always=always)

@@ -29,7 +29,8 @@ def new_token() -> str:
 def find_token(env: Mapping[str, str]) -> bytes:
     """The token that the environment names; empty where it names none.
 
-    Errors   ConfigError for a token that is short, or a file that others may read
+    Raises:
+        ConfigError: for a token that is short, or a file that others may read.
 
     >>> find_token({"SHOAL_TOKEN": "correct horse battery staple"})
     b'correct horse battery staple'

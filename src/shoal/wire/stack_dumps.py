@@ -67,11 +67,14 @@ def _end(page: Page, status: int, at_s: float) -> None:
 def stacks(main: int) -> dict[str, Any]:
     """Where this process's threads are.
 
-    main    the thread that trains
-    Gives   of it: `place`, the user's line; `collective`, in which it waits, and whether the user
-            called it (`by_user`); whether Shoal's own code was called last (`own`); `compiling`;
-            `between`: whether it is in no call of a run or of its loader.
-            `stacks` is text, the training thread first
+    Args:
+        main: the thread that trains.
+
+    Returns:
+        of it: `place`, the user's line; `collective`, in which it waits, and whether the user
+        called it (`by_user`); whether Shoal's own code was called last (`own`); `compiling`;
+        `between`: whether it is in no call of a run or of its loader. `stacks` is text, the
+        training thread first.
     """
     frames = sys._current_frames()
     names = {one.ident: one.name for one in threading.enumerate()}

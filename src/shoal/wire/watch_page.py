@@ -80,9 +80,11 @@ class Page:
     `begun`, `waits`, `waited` are told of collectives, `part` and `stepped` of steps, `hear` of
     phases (a listener of base.phases). Each takes under a microsecond, `hear` some. A process that
     is forked from this one writes to nowhere.
-    on_step   called with the number of each step that is done
-    told      what goes with every answer
-    folder    the run whose steps are kept; None: of whichever
+
+    Attributes:
+        on_step: called with the number of each step that is done.
+        told: what goes with every answer.
+        folder: the run whose steps are kept; None: of whichever.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -162,7 +164,9 @@ class Page:
     def stepped(self, step: int, peak_bytes: int = 0, folder: Path | None = None) -> None:
         """Step number `step` is done, and with it every collective that it began.
 
-        peak_bytes   the most memory that this rank has held · folder  of the run, where it has one
+        Args:
+            peak_bytes: the most memory that this rank has held.
+            folder: of the run, where it has one.
         """
         words = self._words
         words[STEP], words[PART], words[ENDED] = step, DATA, words[BEGUN]

@@ -13,14 +13,18 @@ from dataclasses import dataclass, field
 class Device:
     """One accelerator, or the cores that one process has.
 
-    matrix_flops_per_s   dense peak by format: fp64 fp32 bf16 fp16 fp8
-    ladder               (FLOP of one product, share of that peak reached), ascending; () = as rated
-    ladders              the same by format, where a format has its own (see `ladder_of`)
-    stream_bytes_per_s   of its memory · memory_bytes  all of it that one rank may use
-    stream_ladder        (bytes of one tensor, bytes per second), ascending: caches; () = as above
-    reserved_bytes       of these, what context, libraries, communicators take outside the tensors
-    launch_s             least time of one operation · kind  gpu or cpu
-    source               where the figures are from
+    Attributes:
+        matrix_flops_per_s: dense peak by format: fp64 fp32 bf16 fp16 fp8.
+        ladder: (FLOP of one product, share of that peak reached), ascending; () = as rated.
+        ladders: the same by format, where a format has its own (see `ladder_of`).
+        stream_bytes_per_s: of its memory.
+        memory_bytes: all of it that one rank may use.
+        stream_ladder: (bytes of one tensor, bytes per second), ascending: caches; () = as above.
+        reserved_bytes: of these, what context, libraries, communicators take outside the tensors.
+        launch_s: least time of one operation.
+        kind: gpu or cpu.
+        source: where the figures are from.
+
     Between two rungs of a ladder values are interpolated.
     """
 
@@ -49,7 +53,9 @@ class Device:
 class Link:
     """What one rank gets of a link while all ranks of its group use it.
 
-    latency_s     seconds per message · bytes_per_s  in each direction
+    Attributes:
+        latency_s: seconds per message.
+        bytes_per_s: in each direction.
     """
 
     name: str
@@ -62,15 +68,16 @@ class Link:
 class Calibration:
     """Constants of a machine type that are measured or fitted, never of one model.
 
-    efficiency    by term of the step time (matrix, elementwise, tensor, …;
-                  forecast/time/step_time.py): seconds measured per second of plain arithmetic, so
-                  above 1 is slower; an absent term counts as 1, one such as tensor_across first as
-                  the one without its ending
-    constants_s   seconds per block, micro_batch and step (absent: 0), and per operation and
-                  operation_backward
-    allocator     reserved / allocated bytes of the caching allocator; 1 on a GPU: not measured
-    source        where the figures are from, with their error
-    time_error    share by which nine of ten predicted steps are off at most; 0: not known
+    Attributes:
+        efficiency: by term of the step time (matrix, elementwise, tensor, …;
+            forecast/time/step_time.py): seconds measured per second of plain arithmetic, so above 1
+            is slower; an absent term counts as 1, one such as tensor_across first as the one
+            without its ending.
+        constants_s: seconds per block, micro_batch and step (absent: 0), and per operation and
+            operation_backward.
+        allocator: reserved / allocated bytes of the caching allocator; 1 on a GPU: not measured.
+        source: where the figures are from, with their error.
+        time_error: share by which nine of ten predicted steps are off at most; 0: not known.
     """
 
     efficiency: dict[str, float] = field(default_factory=dict)
@@ -84,13 +91,16 @@ class Calibration:
 class Cluster:
     """`nodes` equal nodes of `per_node` equal devices each, and the links between them.
 
-    device             one of them · inside  link within a node · across  link between nodes; as one
-                       rank sees it
-    groups             other parts of a mixed cluster, each a Cluster, beside the nodes above
-    islands, between   how many such clusters a slow link joins, and that link; `devices` counts one
-    host_bytes_per_s   between a device and its host's memory · disk_bytes_per_s  written to disk;
-                       0: not known
-    node_memory_bytes  of one node's host, which its ranks share; 0: not known
+    Attributes:
+        device: one of them.
+        inside: link within a node.
+        across: link between nodes; as one rank sees it.
+        groups: other parts of a mixed cluster, each a Cluster, beside the nodes above.
+        islands, between: how many such clusters a slow link joins, and that link; `devices` counts
+            one.
+        host_bytes_per_s: between a device and its host's memory.
+        disk_bytes_per_s: written to disk; 0: not known.
+        node_memory_bytes: of one node's host, which its ranks share; 0: not known.
     """
 
     device: Device

@@ -21,26 +21,28 @@ class UnitFacts:
 
     All bytes and FLOP are of ONE unit and ONE sample at the sequence and format of `ModelFacts`.
 
-    parameters            trainable elements (tied ones where they come first), of which
-      plain_parameters      tensor parallelism copies (norms, biases of rows, routers)
-      expert_parameters     expert parallelism splits, of as many `experts`
-    frozen_parameters     elements that are not trained
-    forward_flops         of matrix products; the backward is twice that
-    elementwise_bytes     read and written by everything that is no matrix product, forward
-    operations            kernels of one forward, for constants per launch
-    saved_split_bytes     kept for the backward, split by tensor parallelism
-    saved_plain_bytes     kept for the backward, split only by sequence parallelism
-    selective_bytes       of the two together, what selective recompute keeps (split, plain)
-    input_bytes           the input: what full recompute keeps and what a pipeline sends
-    working_bytes         what one backward of this unit holds beside what was saved
-    attention_flops       of forward_flops, the products of queries with keys and with values
-    routed_bytes          what experts' dispatch sends, one way
-    routed_saved_bytes    of saved_split_bytes, what the routed tokens keep
-    loss_bytes            what the loss holds at its peak (head only), split by loss-parallel
-    tied_to               name of the unit whose weights it shares; ""
-    block                 "" where what wraps blocks (fsdp, recompute) takes it as one; "-" where it
-                          lies in none of theirs; else the name of the larger block it is a part of
-    rooted_parameters     of all its elements, those that fsdp gathers with the root, not by blocks
+    Attributes:
+        parameters: trainable elements (tied ones where they come first), of which plain_parameters
+            tensor parallelism copies (norms, biases of rows, routers) expert_parameters expert
+            parallelism splits, of as many `experts`.
+        frozen_parameters: elements that are not trained.
+        forward_flops: of matrix products; the backward is twice that.
+        elementwise_bytes: read and written by everything that is no matrix product, forward.
+        operations: kernels of one forward, for constants per launch.
+        saved_split_bytes: kept for the backward, split by tensor parallelism.
+        saved_plain_bytes: kept for the backward, split only by sequence parallelism.
+        selective_bytes: of the two together, what selective recompute keeps (split, plain).
+        input_bytes: the input: what full recompute keeps and what a pipeline sends.
+        working_bytes: what one backward of this unit holds beside what was saved.
+        attention_flops: of forward_flops, the products of queries with keys and with values.
+        routed_bytes: what experts' dispatch sends, one way.
+        routed_saved_bytes: of saved_split_bytes, what the routed tokens keep.
+        loss_bytes: what the loss holds at its peak (head only), split by loss-parallel.
+        tied_to: name of the unit whose weights it shares; "".
+        block: "" where what wraps blocks (fsdp, recompute) takes it as one; "-" where it lies in
+            none of theirs; else the name of the larger block it is a part of.
+        rooted_parameters: of all its elements, those that fsdp gathers with the root, not by
+            blocks.
     """
 
     name: str
@@ -71,10 +73,12 @@ class UnitFacts:
 class ModelFacts:
     """A model at one sequence length and number format, as units in the order of the forward.
 
-    sequence      positions per sample (0: not a sequence) · element_bytes  of one activation
-    trainable     all trainable elements, tied ones once
-    hidden, heads, kv_heads   width and attention heads; 0 where there are none or nobody knows
-    source        "arithmetic", or "traced …" with what was assumed
+    Attributes:
+        sequence: positions per sample (0: not a sequence).
+        element_bytes: of one activation.
+        trainable: all trainable elements, tied ones once.
+        hidden, heads, kv_heads: width and attention heads; 0 where there are none or nobody knows.
+        source: "arithmetic", or "traced …" with what was assumed.
     """
 
     name: str
@@ -108,14 +112,15 @@ class ModelFacts:
 class Case:
     """One case to be predicted: a model, on a cluster, run by a plan.
 
-    loss          how the loss makes the logits: full, all at once · chunked, some rows at a time ·
-                  parallel, every tp rank its part of the vocabulary
-    optimizer_bytes  bytes of optimizer state per fp32 element
-    expert_tp     ranks that split one expert; 0: 1 for "shoal" with ep > 1, else as tp
-    framework     whose step is predicted: "shoal", or a peer whose published run is compared
-    handed        builder: a function that builds the model, once per machine where ranks keep parts
-                  of it · host, device: a module that every rank has whole already, and where
-    proves        a proof in float64 goes before the run
+    Attributes:
+        loss: how the loss makes the logits: full, all at once · chunked, some rows at a time ·
+            parallel, every tp rank its part of the vocabulary.
+        optimizer_bytes: bytes of optimizer state per fp32 element.
+        expert_tp: ranks that split one expert; 0: 1 for "shoal" with ep > 1, else as tp.
+        framework: whose step is predicted: "shoal", or a peer whose published run is compared.
+        handed: builder: a function that builds the model, once per machine where ranks keep parts
+            of it · host, device: a module that every rank has whole already, and where.
+        proves: a proof in float64 goes before the run.
     """
 
     model: ModelFacts
@@ -185,9 +190,11 @@ class Case:
 class Instant:
     """What a run holds at one of its instants: building, loading, proving, …, saving, exporting.
 
-    device_bytes   on the fullest device, context included
-    host_bytes     in the memory of one node, of all its ranks; 0 on a CPU, whose devices it is
-    files_bytes    beside it, of files that a node maps: page cache, which the system may write out
+    Attributes:
+        device_bytes: on the fullest device, context included.
+        host_bytes: in the memory of one node, of all its ranks; 0 on a CPU, whose devices it is.
+        files_bytes: beside it, of files that a node maps: page cache, which the system may write
+            out.
     """
 
     name: str
@@ -200,16 +207,16 @@ class Instant:
 class MemoryEstimate:
     """Peak bytes on the fullest rank in a step, and what fills it.
 
-    parts       name → bytes, which add up to peak_bytes; those of 0 are left out: weights,
-                gradients, optimizer, gathered, buckets, activations, loss, working, allocator,
-                context
-    allocated_bytes  the peak without the parts allocator and context
-    when        the moment of the peak: "loss", "backward", "update"
-    stage       number of the pipeline rank that holds it
-    low_bytes, high_bytes   interval of the peak
-    host_bytes, disk_bytes   of states that wait on the host, or in files, for a rank
-    others_bytes   peak of each further device of one process (`dp`), this being the first's
-    instants    of the whole run, in order, where they were asked for (`instants.predict_run`)
+    Attributes:
+        parts: name → bytes, which add up to peak_bytes; those of 0 are left out: weights,
+            gradients, optimizer, gathered, buckets, activations, loss, working, allocator, context.
+        allocated_bytes: the peak without the parts allocator and context.
+        when: the moment of the peak: "loss", "backward", "update".
+        stage: number of the pipeline rank that holds it.
+        low_bytes, high_bytes: interval of the peak.
+        host_bytes, disk_bytes: of states that wait on the host, or in files, for a rank.
+        others_bytes: peak of each further device of one process (`dp`), this being the first's.
+        instants: of the whole run, in order, where they were asked for (`instants.predict_run`).
     """
 
     parts: dict[str, float]
@@ -236,13 +243,14 @@ class MemoryEstimate:
 class TimeEstimate:
     """Seconds of one optimizer step, and what fills it.
 
-    parts     name → seconds that the step waits for it, which add up to step_s; those of 0 are left
-              out: matrix, elementwise, constants, recompute, tensor, pipeline, bubble, gradients,
-              parameters, optimizer, offload
-    hidden    term → seconds of communication that compute hides, beside step_s
-    bytes     name of a link → bytes that one rank sends over it in a step
-    low_s, high_s   interval of step_s
-    model_flops     of all devices in a step, recomputation not counted: 3 × the forward's
+    Attributes:
+        parts: name → seconds that the step waits for it, which add up to step_s; those of 0 are
+            left out: matrix, elementwise, constants, recompute, tensor, pipeline, bubble,
+            gradients, parameters, optimizer, offload.
+        hidden: term → seconds of communication that compute hides, beside step_s.
+        bytes: name of a link → bytes that one rank sends over it in a step.
+        low_s, high_s: interval of step_s.
+        model_flops: of all devices in a step, recomputation not counted: 3 × the forward's.
     """
 
     parts: dict[str, float]

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 class Vectors:
     """Parameters of norms, biases and what else is no matrix of the shape, counted one by one.
 
-    embedding, head  once, beside the table of words and the product with it
-    attention        of a block: all its norms, and the biases of its attention
-    ffn              of a block without experts: the biases of its ffn
-    router, expert   of a block with experts, beside the router's matrix; of each expert
+    Attributes:
+        embedding, head: once, beside the table of words and the product with it.
+        attention: of a block: all its norms, and the biases of its attention.
+        ffn: of a block without experts: the biases of its ffn.
+        router, expert: of a block with experts, beside the router's matrix; of each expert.
     """
 
     embedding: int = 0
@@ -32,18 +33,25 @@ class Transformer:
     """The shape of a transformer: one stack of equal blocks between an embedding and a head.
 
     hidden h, heads a, kv_heads, head_size (0: h / a; a·head_size may differ from h), ffn f
-    vocabulary   tokens (ViT: classes) · positions  learned position embeddings, 0 for rotary
-    context      longest sequence that the model was made for, 0 where that is not known
-    patch        ViT: numbers per patch (3·16·16), embedded by a matrix instead of a table; else 0
-    gated        SwiGLU-like (three matrices) or plain (two) · norm  "rms" or "layer"
-    tied         the head has the embedding's weights · biases  of linear layers
-    window       tokens that attention looks back on, 0: all · causal  none looks ahead
-    experts      routed experts per block, 0 for none; expert_ffn is one's width, experts_per_token
-                 are used, shared_ffn is the width of what every token uses beside them
+
+    Attributes:
+        vocabulary: tokens (ViT: classes).
+        positions: learned position embeddings, 0 for rotary.
+        context: longest sequence that the model was made for, 0 where that is not known.
+        patch: ViT: numbers per patch (3·16·16), embedded by a matrix instead of a table; else 0.
+        gated: SwiGLU-like (three matrices) or plain (two).
+        norm: "rms" or "layer".
+        tied: the head has the embedding's weights.
+        biases: of linear layers.
+        window: tokens that attention looks back on, 0: all.
+        causal: none looks ahead.
+        experts: routed experts per block, 0 for none; expert_ffn is one's width, experts_per_token
+            are used, shared_ffn is the width of what every token uses beside them.
+        latent: (q, kv, rope) ranks of multi-head latent attention; () for ordinary attention. A
+            fourth number is a head's width without positions, where values have another.
+        vectors: norms and biases counted one by one; None: as `norm` and `biases` say.
+
     dense_layers blocks of an expert model that have a plain ffn, counted as the first ones
-    latent       (q, kv, rope) ranks of multi-head latent attention; () for ordinary attention. A
-                 fourth number is a head's width without positions, where values have another
-    vectors      norms and biases counted one by one; None: as `norm` and `biases` say
     """
 
     name: str

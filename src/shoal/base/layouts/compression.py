@@ -17,11 +17,12 @@ that judge nothing else (`benchmarks/one_bit.py`)."""
 class Compression:
     """The method that `layout.compress` names, and its number; `Compression.parse(text)` reads one.
 
-    method   none, int8, one-bit, powersgd, topk
-    rank     powersgd: columns of the two thin matrices
-    share    topk: share of the elements that a rank sends
-    early    one-bit: steps at the start of a run in which gradients travel as int8; −1: a third of
-             the run's, see `early_of`
+    Attributes:
+        method: none, int8, one-bit, powersgd, topk.
+        rank: powersgd: columns of the two thin matrices.
+        share: topk: share of the elements that a rank sends.
+        early: one-bit: steps at the start of a run in which gradients travel as int8; −1: a third
+            of the run's, see `early_of`.
     """
 
     method: str = "none"
@@ -88,12 +89,16 @@ def check_compress(
 ) -> None:
     """Refuse a `layout.compress` that a layout or a number format cannot carry.
 
-    text        as the user wrote it · ep  of the layout; above 1 nothing can be compressed
-    strategy    what the data-parallel axes do (`Layout.data_strategy`), whatever else is split:
-                hsdp carries none, zero1, zero2, zero3 and fsdp those that code number by number;
-                other words carry all
-    precision, reduce   the formats of matrix products and of sums: not fp16, not bf16
-    Errors      ConfigError for a text that is no method; PlanError with the nearest right choice
+    Args:
+        text: as the user wrote it.
+        ep: of the layout; above 1 nothing can be compressed.
+        strategy: what the data-parallel axes do (`Layout.data_strategy`), whatever else is split:
+            hsdp carries none, zero1, zero2, zero3 and fsdp those that code number by number; other
+            words carry all.
+        precision, reduce: the formats of matrix products and of sums: not fp16, not bf16.
+
+    Raises:
+        ConfigError: for a text that is no method; PlanError with the nearest right choice.
     """
     method = Compression.parse(text).method
     if method == "none":

@@ -29,14 +29,17 @@ def check_degrees(
 ) -> Layout:
     """Make the layout with exactly these degrees, if they go together; axes left out are 1.
 
-    degrees  by axis, and `ep`; their product, ep left out, must be the number of processes
-    zero     what `dp_shard` splits: 1, 2, 3; None: 3 where dp_shard is above 1, else 0
-    threads  replicas in threads, which no degree goes with: any but 0 is refused
-    schedule, chunks   of the pipeline; "", 0: 1f1b, and the schedule's own number of stages
-    Errors   PlanError with the nearest legal choice: an unknown axis, a degree below 1, islands
-             above 1 (runs of their own), another product, a zero or a schedule that the degrees
-             cannot carry, zero 3 with a schedule that halves the backward, ep that does not divide
-             the data-parallel ranks in whole shards
+    Args:
+        degrees: by axis, and `ep`; their product, ep left out, must be the number of processes.
+        zero: what `dp_shard` splits: 1, 2, 3; None: 3 where dp_shard is above 1, else 0.
+        threads: replicas in threads, which no degree goes with: any but 0 is refused.
+        schedule, chunks: of the pipeline; "", 0: 1f1b, and the schedule's own number of stages.
+
+    Raises:
+        PlanError: with the nearest legal choice: an unknown axis, a degree below 1, islands above 1
+            (runs of their own), another product, a zero or a schedule that the degrees cannot
+            carry, zero 3 with a schedule that halves the backward, ep that does not divide the
+            data-parallel ranks in whole shards.
 
     >>> check_degrees({"dp_replicate": 2}, 2).strategy, check_degrees({"dp_shard": 2}, 2).strategy
     ('ddp', 'fsdp')
@@ -72,7 +75,8 @@ def check_degrees(
 def check_together(layout: Layout) -> None:
     """Refuse parts of a layout that would compute something else, or nothing, together.
 
-    Errors   PlanError with the reason and the nearest legal layout
+    Raises:
+        PlanError: with the reason and the nearest legal layout.
     """
     _check_experts(layout)
     if layout.zero == 3 and layout.schedule in SPLIT_BACKWARD:
@@ -144,10 +148,14 @@ def _divisor(number: int, near: int) -> int:
 def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = None) -> Layout:
     """Make a layout to be planned, not run; `dp_replicate`, if left out, takes the ranks left.
 
-    degrees  by axis; any axis of `Layout`, islands too (another word is a TypeError); others are 1
-    zero     what `dp_shard` splits: 1, 2, 3; None: 3 where dp_shard is above 1, else 0
-    Errors   PlanError for a degree below 1, a product that is not `processes`, or a zero that these
-             degrees cannot carry. What goes together is not checked (`check_degrees`)
+    Args:
+        degrees: by axis; any axis of `Layout`, islands too (another word is a TypeError); others
+            are 1.
+        zero: what `dp_shard` splits: 1, 2, 3; None: 3 where dp_shard is above 1, else 0.
+
+    Raises:
+        PlanError: for a degree below 1, a product that is not `processes`, or a zero that these
+            degrees cannot carry. What goes together is not checked (`check_degrees`).
 
     >>> planned_degrees({"tp": 8, "pp": 4}, 128).dp_replicate
     4
@@ -174,7 +182,8 @@ def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = 
 def settle_zero(layout: Layout, zero: int | None) -> int:
     """The stage that these degrees carry: what was asked for, or 3 where there is a dp_shard.
 
-    Errors   PlanError for a stage that is none, or that these degrees cannot carry
+    Raises:
+        PlanError: for a stage that is none, or that these degrees cannot carry.
     """
     if zero is not None and zero not in (0, 1, 2, 3):
         raise PlanError(f"layout.zero = {zero}: a stage is 0, 1, 2 or 3; try: layout.zero=3")

@@ -44,19 +44,21 @@ OPEN = -1.0
 class IslandsPolicy:
     """The keys of [islands]: groups of processes that train alone and merge now and then.
 
-    method, count     how islands merge ("none": no islands), and how many there are
-    period            inner steps between merges
-    outer, outer_lr, outer_momentum   what steps the merged weights: a class of torch.optim
-    codec             how weights travel: none, bf16, int8, e3m0, top2bit, sign
-    fragments, overlap   parts of the model that travel one by one; inner steps meanwhile
-    mixing            share of its distance to the merged weights that an island keeps: 0 … below 1
-    weighting, pace   tokens or uniform: its weight in a merge · speed: slower ones take fewer steps
-    proximal, server  fedprox's μ · fedopt's rule: adam, yogi, adagrad
-    regions, far_period   groups that merge among themselves; rounds from one merge of all to
-                      the next
-    at, index, connections   HOST:PORT where islands of several machines meet; which one this is;
-                      TCP connections to each other
-    bound, cosine, refusals   which changes do not count; how many in a row stop an island
+    Attributes:
+        method, count: how islands merge ("none": no islands), and how many there are.
+        period: inner steps between merges.
+        outer, outer_lr, outer_momentum: what steps the merged weights: a class of torch.optim.
+        codec: how weights travel: none, bf16, int8, e3m0, top2bit, sign.
+        fragments, overlap: parts of the model that travel one by one; inner steps meanwhile.
+        mixing: share of its distance to the merged weights that an island keeps: 0 … below 1.
+        weighting, pace: tokens or uniform: its weight in a merge · speed: slower ones take fewer
+            steps.
+        proximal, server: fedprox's μ · fedopt's rule: adam, yogi, adagrad.
+        regions, far_period: groups that merge among themselves; rounds from one merge of all to the
+            next.
+        at, index, connections: HOST:PORT where islands of several machines meet; which one this is;
+            TCP connections to each other.
+        bound, cosine, refusals: which changes do not count; how many in a row stop an island.
 
     Nothing is checked on making one. `settled()` gives a copy in which open values (0, −1, "") are
     the method's own; ConfigError with the nearest legal value for what cannot be.
@@ -232,7 +234,8 @@ LEAST = {
 def check_keep(keep: int) -> None:
     """Refuse fewer than two kept checkpoints (`checkpoint.keep`) for a run of islands.
 
-    Errors   ConfigError with the nearest value, 2
+    Raises:
+        ConfigError: with the nearest value, 2.
     """
     if keep < KEEP:
         raise ConfigError(

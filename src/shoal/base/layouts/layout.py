@@ -60,15 +60,17 @@ class Layout:
     islands … tp   degrees of the axes, outermost first; their product is the number of processes:
               pp ranks of a pipeline, dp_replicate replicas, dp_shard ranks that share one's states,
               cp parts of a sequence, tp parts of layers
-    ep        data-parallel ranks among which experts are dealt; multiplies nothing
-    zero      what is split over `dp_shard`: 0 nothing, 1 optimizer state, 2 gradients too,
-              3 parameters too
-    threads   replicas within one process (`dp`); no axis of the mesh
-    schedule  the order of a pipeline's passes; "" without one, or where it is still open
-    chunks    stages per rank under `interleaved`
-    servers, updates, staleness   of a parameter server (servers.py): the last ranks of dp_shard
-    serves    what its servers hold, where that is not all weights: embedding tables alone. They are
-              the last ranks of dp_replicate then
+
+    Attributes:
+        ep: data-parallel ranks among which experts are dealt; multiplies nothing.
+        zero: what is split over `dp_shard`: 0 nothing, 1 optimizer state, 2 gradients too, 3
+            parameters too.
+        threads: replicas within one process (`dp`); no axis of the mesh.
+        schedule: the order of a pipeline's passes; "" without one, or where it is still open.
+        chunks: stages per rank under `interleaved`.
+        servers, updates, staleness: of a parameter server (servers.py): the last ranks of dp_shard.
+        serves: what its servers hold, where that is not all weights: embedding tables alone. They
+            are the last ranks of dp_replicate then.
     """
 
     islands: int = 1

@@ -62,10 +62,14 @@ def with_servers(
 ) -> Layout:
     """Make the layout of `processes` ranks of which the last `servers` are parameter servers.
 
-    servers    0: one · updates  "": synchronous
-    staleness  0: twice the workers under bounded-stale
-    serves     "", weights: all; embeddings, or names of tables: those alone
-    Errors     PlanError for too few processes, a word that is none, and a bound that cannot be kept
+    Args:
+        servers: 0: one.
+        updates: "": synchronous.
+        staleness: 0: twice the workers under bounded-stale.
+        serves: "", weights: all; embeddings, or names of tables: those alone.
+
+    Raises:
+        PlanError: for too few processes, a word that is none, and a bound that cannot be kept.
 
     >>> with_servers(4).text()
     'parameter-server (workers = 3, servers = 1)'
@@ -115,8 +119,11 @@ def with_servers(
 def check_named(strategy: str, degrees: Mapping[str, int], served: Mapping[str, Any]) -> None:
     """Refuse keys of a server beside another strategy, and degrees beside a server.
 
-    served   those of servers, updates, staleness, serves that the user said
-    Errors   PlanError with the nearest right choice
+    Args:
+        served: those of servers, updates, staleness, serves that the user said.
+
+    Raises:
+        PlanError: with the nearest right choice.
     """
     if strategy != "parameter-server" and any(served.values()):
         said = {key: value for key, value in served.items() if value}
@@ -146,7 +153,8 @@ def brings_own(layout: Layout) -> ConfigError:
 def check_with_servers(plan: Policies, layout: Layout) -> None:
     """Refuse policies that a parameter server does not carry.
 
-    Errors   PlanError, naming the key and what carries it
+    Raises:
+        PlanError: naming the key and what carries it.
     """
     named = "layout.strategy = parameter-server does not go with"
     if plan.compress != "none":
@@ -181,11 +189,12 @@ class Admission:
     and the earliest first; else it waits for theirs. With a bound of workers − 1 or more that is
     always possible at the start and stays so, and who must be first never waits: no deadlock.
 
-    step      of the weights: so many gradients were applied
-    bound     None: whoever comes first is applied first
-    read_at   by worker under way, the step of the weights that it read · came  those that have
-              brought their gradient, in the order in which they came
-    counts    how many gradients were applied by their staleness
+    Attributes:
+        step: of the weights: so many gradients were applied.
+        bound: None: whoever comes first is applied first.
+        read_at: by worker under way, the step of the weights that it read.
+        came: those that have brought their gradient, in the order in which they came.
+        counts: how many gradients were applied by their staleness.
     """
 
     bound: int | None

@@ -39,10 +39,11 @@ SPIKES = ("tell", "skip", "rewind", "off")
 class PrecisionPolicy:
     """Number formats; narrow ones keep fp32 weights and optimizer state, fp64 is for proofs.
 
-    compute      of matrix products: auto (bf16 on GPUs that have it, else fp32), fp64, fp32, bf16,
-                 fp16
-    reduce       of gradients as they travel: auto (as they are kept), fp32, bf16
-    loss_scale   fp16: what the loss is multiplied by; 0: found and adjusted while training
+    Attributes:
+        compute: of matrix products: auto (bf16 on GPUs that have it, else fp32), fp64, fp32, bf16,
+            fp16.
+        reduce: of gradients as they travel: auto (as they are kept), fp32, bf16.
+        loss_scale: fp16: what the loss is multiplied by; 0: found and adjusted while training.
     """
 
     compute: str = word(PRECISIONS, OTHER_FORMATS)
@@ -60,7 +61,9 @@ class PrecisionPolicy:
     def check_loss_scale(self, name: str, compute: str, fp16: str) -> None:
         """Errors: ConfigError for a loss scale of a format that needs none.
 
-        name, compute   what the user calls the two keys · fp16  how the format is written there
+        Args:
+            name, compute: what the user calls the two keys.
+            fp16: how the format is written there.
         """
         if self.loss_scale and self.compute != "fp16":
             raise ConfigError(
@@ -73,9 +76,11 @@ class PrecisionPolicy:
 class UpdatePolicy:
     """What is done to gradients before the optimizer's step, and with the weights after it.
 
-    clip      largest global norm of the mean gradient; 0: gradients stay as they are
-    average   decay of a moving average of the weights, with which runs validate, and which
-              checkpoints keep too; 0: none
+    Attributes:
+        clip: largest global norm of the mean gradient; 0: gradients stay as they are.
+        average: decay of a moving average of the weights, with which runs validate, and which
+            checkpoints keep too; 0: none.
+
     Bounds are checked by `check_value`, not by the constructor.
     """
 
@@ -89,12 +94,14 @@ class UpdatePolicy:
 class OptimizerPolicy(UpdatePolicy):
     """The update rule, its learning-rate schedule, gradient clipping and weight averaging.
 
-    name           adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class
-    lr             peak learning rate · weight_decay  on matrices only
-    betas, momentum   for optimizers that have betas · for sgd
-    clip           largest global gradient norm; 0: gradients stay as they are
-    schedule       cosine, wsd, one-cycle, linear, constant
-    warmup_steps   steps of linear rise; −1: a tenth of the run
+    Attributes:
+        name: adamw, sgd, lion, lamb, muon, any class of torch.optim, or pkg.mod:Class.
+        lr: peak learning rate.
+        weight_decay: on matrices only.
+        betas, momentum: for optimizers that have betas · for sgd.
+        clip: largest global gradient norm; 0: gradients stay as they are.
+        schedule: cosine, wsd, one-cycle, linear, constant.
+        warmup_steps: steps of linear rise; −1: a tenth of the run.
     """
 
     name: str = "adamw"
@@ -124,7 +131,8 @@ OFFLOAD_TO = ("host", "files")
 class RecomputePolicy:
     """Which activations the backward pass computes again instead of keeping them.
 
-    recompute   none · selective: all of a block but matrix products · full: all of a block
+    Attributes:
+        recompute: none · selective: all of a block but matrix products · full: all of a block.
     """
 
     recompute: str = word(RECOMPUTE, {"true": "full", "false": "none"})
@@ -135,7 +143,9 @@ class RecomputePolicy:
 class OffloadPolicy:
     """What waits elsewhere while unused: none, optimizer, parameters, activations; and where.
 
-    offload_to   host: its memory · files: in TMPDIR, of a run on the CPU: states beyond its memory
+    Attributes:
+        offload_to: host: its memory · files: in TMPDIR, of a run on the CPU: states beyond its
+            memory.
     """
 
     offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})
@@ -205,13 +215,14 @@ class BlocksPolicy:
 class LoopPolicy:
     """What the training loop draws from, and when it gives up.
 
-    seed         of initial weights, sample order and dropout
-    skip_limit   steps in a row with non-finite numbers, each skipped, after which the run stops
-    trace        steps that are recorded, "FIRST:LAST", both included; "" none
-    drift        how often weights and states are looked at for bits that changed in memory: auto
-                 (a hundredth of a step's time), every (step), off
-    spikes       what becomes of a step whose loss or norm leaps out: tell, skip, rewind, off
-    guards       on; off: no mistake of a loop is looked for, to measure what that costs
+    Attributes:
+        seed: of initial weights, sample order and dropout.
+        skip_limit: steps in a row with non-finite numbers, each skipped, after which the run stops.
+        trace: steps that are recorded, "FIRST:LAST", both included; "" none.
+        drift: how often weights and states are looked at for bits that changed in memory: auto (a
+            hundredth of a step's time), every (step), off.
+        spikes: what becomes of a step whose loss or norm leaps out: tell, skip, rewind, off.
+        guards: on; off: no mistake of a loop is looked for, to measure what that costs.
     """
 
     seed: int = number(0, least=0)
@@ -278,7 +289,8 @@ class KeepPolicy:
 class CheckpointPolicy(KeepPolicy):
     """When the run's state is written, how many checkpoints stay (`keep`), where else (`remote`).
 
-    every   steps between checkpoints; 0: five over the run, and the last step always
+    Attributes:
+        every: steps between checkpoints; 0: five over the run, and the last step always.
     """
 
     every: int = number(0, least=0)
@@ -298,10 +310,12 @@ class CompressPolicy:
 class TensorPolicy:
     """How layers are split over the ranks of tp and cp; its keys stand in [layout].
 
-    strict              refuse a model of which tp would leave a part whole; False: name that part
-    sequence_parallel   auto, on, off: under tp, ranks hold a part of the sequence between layers
-    split               PATTERN=WORD texts: names of parameters, and whole, column or row
-    context             auto, ring, ulysses, gather: how attention is computed under cp
+    Attributes:
+        strict: refuse a model of which tp would leave a part whole; False: name that part.
+        sequence_parallel: auto, on, off: under tp, ranks hold a part of the sequence between
+            layers.
+        split: PATTERN=WORD texts: names of parameters, and whole, column or row.
+        context: auto, ring, ulysses, gather: how attention is computed under cp.
     """
 
     strict: bool = False
@@ -342,7 +356,8 @@ class TensorPolicy:
     def check_split(self, tp: int | None = None, cp: int | None = None) -> None:
         """Errors: ConfigError for a word outside the vocabulary, or with nothing to split.
 
-        tp, cp   degrees, where they are known
+        Args:
+            tp, cp: degrees, where they are known.
         """
         if self.context not in CONTEXT:
             raise ConfigError(one_of("layout.context", self.context, CONTEXT))
@@ -482,10 +497,14 @@ WHOLE_STEPS = {
 def check_whole_steps(name: str, strategy: str, tp: int, ep: int) -> None:
     """Refuse lamb, muon and adafactor where a layout cuts parameters, before anything starts.
 
-    name       any other optimizer passes; `optim/elementwise_probe.py` tries it once the run is
-               built
-    strategy   `LayoutSection.named()` · tp, ep  degrees; 0 where they are not given
-    Errors     PlanError with the nearest layout
+    Args:
+        name: any other optimizer passes; `optim/elementwise_probe.py` tries it once the run is
+            built.
+        strategy: `LayoutSection.named()`.
+        tp, ep: degrees; 0 where they are not given.
+
+    Raises:
+        PlanError: with the nearest layout.
     """
     why = WHOLE_STEPS.get(name.lower())
     if why is None:

@@ -14,7 +14,8 @@ from typing import Any
 def word(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any:
     """Declare a policy's key that is one of a few words, the first by default.
 
-    others   what users write instead → the legal word that they mean; proposed by `check_value`
+    Args:
+        others: what users write instead → the legal word that they mean; proposed by `check_value`.
     """
     return field(default=legal[0], metadata={"legal": legal, "others": others or {}})
 
@@ -29,8 +30,9 @@ def number(
 ) -> Any:
     """Declare a policy's key that is a number of at least `least` and less than `below`.
 
-    usual   proposed in the place of any number that is refused; default: `least`
-    more    further arguments of `dataclasses.field`; the value is checked by `check_value`
+    Args:
+        usual: proposed in the place of any number that is refused; default: `least`.
+        more: further arguments of `dataclasses.field`; the value is checked by `check_value`.
     """
     near = least if usual is None else usual
     bounds = {"least": least, "below": below, "usual": near}

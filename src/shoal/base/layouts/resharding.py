@@ -34,8 +34,11 @@ def gathered_together(blocks: int, elements: float, names_blocks: bool) -> bool:
 def kept_over(reshard: str, shards: int, per_node: int, apart: int = 1) -> int:
     """Returns the ranks that hold a block between its passes: all shards, 1 (whole), or some.
 
-    reshard    yes, no, node (`FsdpPolicy`) · shards  ranks that a block is cut over
-    per_node   ranks of a node · apart  ranks from one of the shards to the next
+    Args:
+        reshard: yes, no, node (`FsdpPolicy`).
+        shards: ranks that a block is cut over.
+        per_node: ranks of a node.
+        apart: ranks from one of the shards to the next.
 
     >>> [kept_over(word, 16, 8, 2) for word in ("yes", "no", "node")]
     [16, 1, 4]

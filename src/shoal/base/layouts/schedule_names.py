@@ -46,8 +46,9 @@ def stages_per_rank(schedule: str, chunks: int = 1) -> int:
 def stages_of(schedule: str, pp: int, rank: int, stages: int) -> list[int]:
     """List the stages that rank `rank` of a pipeline of `pp` ranks holds.
 
-    stages   in all, of one copy of the model; of dualpipe a rank holds one stage of each copy, in
-             that order
+    Args:
+        stages: in all, of one copy of the model; of dualpipe a rank holds one stage of each copy,
+            in that order.
 
     >>> stages_of("1f1b", 4, 1, 4), stages_of("interleaved", 2, 1, 4), stages_of("zbv", 2, 0, 4)
     ([1], [1, 3], [0, 3])
@@ -64,8 +65,12 @@ def stages_of(schedule: str, pp: int, rank: int, stages: int) -> list[int]:
 def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -> None:
     """Refuse a pipeline of more stages than the model has blocks.
 
-    schedule, pp, chunks   of the layout · blocks  calls of `model`'s blocks in one forward pass
-    Errors   PlanError that names what was asked, and what would be legal
+    Args:
+        schedule, pp, chunks: of the layout.
+        blocks: calls of `model`'s blocks in one forward pass.
+
+    Raises:
+        PlanError: that names what was asked, and what would be legal.
 
     >>> check_stages("interleaved", 2, 2, 4, "GPT")
     >>> check_stages("zbv", 4, 1, 4, "GPT")
@@ -116,8 +121,13 @@ def check_recompute(schedule: str, recompute: str) -> None:
 
     Those are zero-bubble, zbv and dualpipe: each weight's half would run its whole block again, 10
     forwards' work in the place of 4 for a transformer's block.
-    schedule   of the pipeline, "" without one · recompute  memory.recompute
-    Errors     PlanError with the nearest legal choice
+
+    Args:
+        schedule: of the pipeline, "" without one.
+        recompute: memory.recompute.
+
+    Raises:
+        PlanError: with the nearest legal choice.
     """
     if recompute != "none" and schedule in SPLIT_BACKWARD:
         raise PlanError(
@@ -130,10 +140,16 @@ def check_recompute(schedule: str, recompute: str) -> None:
 def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
     """Returns (schedule, chunks) of a pipeline of `pp` ranks; what was left out is filled in.
 
-    schedule   a name, or "" for 1f1b · chunks  stages per rank, or 0 for the schedule's own
-    Gives      ("", 1) without a pipeline; chunks is 1 unless interleaved, so for zbv and dualpipe
-    Errors     PlanError for a schedule without a pipeline, an unknown one, chunks that it cannot
-               have, or an odd number of ranks that are to be fed from both ends (dualpipe)
+    Args:
+        schedule: a name, or "" for 1f1b.
+        chunks: stages per rank, or 0 for the schedule's own.
+
+    Returns:
+        ("", 1) without a pipeline; chunks is 1 unless interleaved, so for zbv and dualpipe.
+
+    Raises:
+        PlanError: for a schedule without a pipeline, an unknown one, chunks that it cannot have, or
+            an odd number of ranks that are to be fed from both ends (dualpipe).
 
     >>> settle_schedule("", 0, 4), settle_schedule("interleaved", 0, 4), settle_schedule("", 0, 1)
     (('1f1b', 1), ('interleaved', 2), ('', 1))

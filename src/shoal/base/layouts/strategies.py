@@ -26,11 +26,15 @@ def expand(
 ) -> Layout:
     """Make the layout that a strategy's name, not "auto", means on `processes` processes.
 
-    threads   replicas of `dp`; 0: two · zero  given beside the name, must be the name's own stage
-    schedule, chunks   of a pipeline, given beside the name; "", 0: by the name
-    served    servers, updates, staleness, serves of parameter-server, by `with_servers`
-    Errors    PlanError for an unknown name, one that is not built yet, an impossible size, or what
-              is given beside the name and contradicts it. On one process others give all degrees 1
+    Args:
+        threads: replicas of `dp`; 0: two.
+        zero: given beside the name, must be the name's own stage.
+        schedule, chunks: of a pipeline, given beside the name; "", 0: by the name.
+        served: servers, updates, staleness, serves of parameter-server, by `with_servers`.
+
+    Raises:
+        PlanError: for an unknown name, one that is not built yet, an impossible size, or what is
+            given beside the name and contradicts it. On one process others give all degrees 1.
 
     >>> expand("ddp", 4).dp_replicate, expand("zero2", 4).zero, expand("hsdp", 4).dp_shard
     (4, 2, 2)

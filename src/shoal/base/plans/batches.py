@@ -28,8 +28,11 @@ def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -
     """Cut the step that begins at stream position `position` into its micro-batches, of all ranks.
 
     A step holds `batch` samples, or what is left of the epoch; its last micro-batch may be short.
-    samples      length of one epoch; None for a stream without epochs
-    batch        samples per optimizer step · micro_batch  samples per forward pass
+
+    Args:
+        samples: length of one epoch; None for a stream without epochs.
+        batch: samples per optimizer step.
+        micro_batch: samples per forward pass.
 
     >>> [(m.start, m.stop) for m in cut_step(8, 11, batch=8, micro_batch=2)]
     [(8, 10), (10, 11)]
@@ -48,7 +51,9 @@ def own_spans(
 ) -> list[tuple[int, int]]:
     """List (start, stop) of the micro-batches of a step that data rank `rank` of `degree` runs.
 
-    start, stop   stream positions of the step, over all ranks
+    Args:
+        start, stop: stream positions of the step, over all ranks.
+
     In order: those with index mod degree = rank; the last one may be short. Of rank −1: none.
 
     >>> own_spans(4, 9, 2), own_spans(4, 9, 2, rank=1, degree=2)
@@ -134,10 +139,13 @@ def share_of(batch: int, degree: int) -> int:
 def check_batch(batch: int, micro_batch: int, degree: int) -> int:
     """Count the micro-batches that each data rank accumulates per full step; none is left over.
 
-    batch, micro_batch   samples per optimizer step over all ranks, and per forward pass
-    degree    data-parallel ranks
-    Errors    ConfigError where micro_batch × degree does not divide batch, with the nearest legal
-              batch, and the nearest micro_batch where one divides
+    Args:
+        batch, micro_batch: samples per optimizer step over all ranks, and per forward pass.
+        degree: data-parallel ranks.
+
+    Raises:
+        ConfigError: where micro_batch × degree does not divide batch, with the nearest legal batch,
+            and the nearest micro_batch where one divides.
 
     >>> check_batch(24, 2, 4)
     3

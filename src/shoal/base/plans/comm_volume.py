@@ -9,9 +9,11 @@ from dataclasses import dataclass
 class TensorExchange:
     """One collective over the tensor-parallel ranks, as every micro-batch repeats it.
 
-    kind           all_reduce, all_gather, reduce_scatter · when  forward or backward
-    payload_bytes  the whole tensor: that is summed, or that is there after gathering
-    count          how many equal ones per micro-batch
+    Attributes:
+        kind: all_reduce, all_gather, reduce_scatter.
+        when: forward or backward.
+        payload_bytes: the whole tensor: that is summed, or that is there after gathering.
+        count: how many equal ones per micro-batch.
     """
 
     kind: str
@@ -24,8 +26,9 @@ class TensorExchange:
 class Crossing:
     """What one micro-batch of one tensor-parallel rank sends from one pipeline stage to the next.
 
-    forward_bytes   values sent to the next stage, those that only pass through it included
-    backward_bytes  gradients sent back for them: floating-point values have one, others none
+    Attributes:
+        forward_bytes: values sent to the next stage, those that only pass through it included.
+        backward_bytes: gradients sent back for them: floating-point values have one, others none.
     """
 
     forward_bytes: int
@@ -36,9 +39,10 @@ class Crossing:
 class Travel:
     """The messages of one micro-batch of `samples` samples in a model that tp and pp divide.
 
-    exchanges      by stage: the collectives over its tensor-parallel ranks
-    crossings      by boundary, between stage 0 and 1, 1 and 2, …: on one tensor-parallel rank; ()
-                   without a pipeline
+    Attributes:
+        exchanges: by stage: the collectives over its tensor-parallel ranks.
+        crossings: by boundary, between stage 0 and 1, 1 and 2, …: on one tensor-parallel rank; ()
+            without a pipeline.
 
     Stages are those of one copy of the model.
     """

@@ -16,12 +16,15 @@ from shoal.base.plans.placement import Groups, even_cut
 class SplitRow:
     """How one parameter of a model is split under a layout.
 
-    name        the parameter's own name · shape  of the whole
-    axis        what splits it: `tp`, `dp_shard`, both as `tp, dp_shard`; "" where nothing does
-    shard       what the first rank holds, in words (`shard_text`), or "whole"
-    collective  what travels because of it, such as "all_reduce after the product"; "" for nothing
-    reason      why it is split so, or why it is not
-    stage       pipeline stages that hold it, ascending; () without a pipeline
+    Attributes:
+        name: the parameter's own name.
+        shape: of the whole.
+        axis: what splits it: `tp`, `dp_shard`, both as `tp, dp_shard`; "" where nothing does.
+        shard: what the first rank holds, in words (`shard_text`), or "whole".
+        collective: what travels because of it, such as "all_reduce after the product"; "" for
+            nothing.
+        reason: why it is split so, or why it is not.
+        stage: pipeline stages that hold it, ascending; () without a pipeline.
     """
 
     name: str
@@ -38,9 +41,10 @@ def shard_text(
 ) -> str:
     """Describe in words what the first of `degree` ranks holds of a tensor that is cut along `dim`.
 
-    groups   segments of `dim`, each of which is cut over the ranks: 3 for fused q, k and v,
-             (4, 1, 1) where q has four times as many heads
-    copies   ranks that hold the same part, where there are fewer parts than ranks
+    Args:
+        groups: segments of `dim`, each of which is cut over the ranks: 3 for fused q, k and v, (4,
+            1, 1) where q has four times as many heads.
+        copies: ranks that hold the same part, where there are fewer parts than ranks.
 
     >>> shard_text((256, 64), 0, 2), shard_text((64, 256), 1, 2)
     ('rows 0:128 of 256', 'columns 0:128 of 256')
@@ -65,9 +69,12 @@ def shard_text(
 class ExchangeRow:
     """Equal collectives over the tensor-parallel ranks that one module makes in one pass.
 
-    name   the module's, "" for the model itself · kind  all_reduce, all_gather, reduce_scatter
-    when   forward or backward · count  how many
-    payload_bytes   of each: the tensor that is summed, or that is there after gathering
+    Attributes:
+        name: the module's, "" for the model itself.
+        kind: all_reduce, all_gather, reduce_scatter.
+        when: forward or backward.
+        count: how many.
+        payload_bytes: of each: the tensor that is summed, or that is there after gathering.
     """
 
     name: str
@@ -81,8 +88,10 @@ class ExchangeRow:
 class FlopsRow:
     """Floating-point operations that modules of one class do themselves in a forward pass.
 
-    kind    the class, or "loss" for what no module does · modules  how many do some
-    flops   of one sample, over all of them; products, convolutions and attention count
+    Attributes:
+        kind: the class, or "loss" for what no module does.
+        modules: how many do some.
+        flops: of one sample, over all of them; products, convolutions and attention count.
     """
 
     kind: str
@@ -94,12 +103,15 @@ class FlopsRow:
 class Explained:
     """How a layout splits a whole model, parameter by parameter: what `shoal plan --explain` shows.
 
-    model      its name · layout  as `Layout.text()` says it
-    rows       one per parameter, in the model's order
-    exchanges  what a forward and backward pass of `samples` samples makes the tensor-parallel
-               ranks exchange · samples  that the model was looked at with, also without exchanges
-    notices    what the user should hear: what stays whole although it could have been split
-    flops      most first; their sum is what the plan counts
+    Attributes:
+        model: its name.
+        layout: as `Layout.text()` says it.
+        rows: one per parameter, in the model's order.
+        exchanges: what a forward and backward pass of `samples` samples makes the tensor-parallel
+            ranks exchange.
+        samples: that the model was looked at with, also without exchanges.
+        notices: what the user should hear: what stays whole although it could have been split.
+        flops: most first; their sum is what the plan counts.
     """
 
     model: str

@@ -21,9 +21,11 @@ KINDS = {
 class Action:
     """One pass in a pipeline: a forward or backward of one micro-batch on one stage of the model.
 
-    kind     F forward, B whole backward; its two halves: I gradient of the stage's input, W of its
-             weights
-    stage, micro_batch   numbers from 0, of all copies of the model and of the whole step
+    Attributes:
+        kind: F forward, B whole backward; its two halves: I gradient of the stage's input, W of its
+            weights.
+        stage, micro_batch: numbers from 0, of all copies of the model and of the whole step.
+
     `text()` gives kind, micro-batch @ stage
 
     >>> Action("F", 0, 3).text()
@@ -43,14 +45,14 @@ class Action:
 class Schedule:
     """A pipeline's whole step: the actions of every rank, and which rank holds which stage.
 
-    ranks        actions of rank 0, 1, …, in the order in which it does them
-    stage_rank   rank that holds stage 0, 1, …; a rank may hold several (virtual stages, chunks)
-    micro_batches  per step, over all copies
-    copies       copies of the model that the ranks hold together: with two (dualpipe) the first
-                 half of the stages is one copy, which runs the first half of the micro-batches
-                 (`runs`)
-    pairs        per rank: indices in its actions of a forward that may run as one block with the
-                 backward after it, so that messages of one hide behind the work of the other
+    Attributes:
+        ranks: actions of rank 0, 1, …, in the order in which it does them.
+        stage_rank: rank that holds stage 0, 1, …; a rank may hold several (virtual stages, chunks).
+        micro_batches: per step, over all copies.
+        copies: copies of the model that the ranks hold together: with two (dualpipe) the first half
+            of the stages is one copy, which runs the first half of the micro-batches (`runs`).
+        pairs: per rank: indices in its actions of a forward that may run as one block with the
+            backward after it, so that messages of one hide behind the work of the other.
     """
 
     name: str

@@ -33,11 +33,13 @@ At = Mapping[str, int]
 class Cut:
     """How the ranks of one axis cut a dim of a tensor, and which part each of them holds.
 
-    axis       tp, ep, servers · dim  of the whole tensor
-    segments   the dim's segments, each cut into as many parts: where parts begin and end. A fused
-               q, k, v has three; a rank's parts of all segments are stored one after another
-    part       number of the part of each rank of the axis; those with the same hold the same
-               elements
+    Attributes:
+        axis: tp, ep, servers.
+        dim: of the whole tensor.
+        segments: the dim's segments, each cut into as many parts: where parts begin and end. A
+            fused q, k, v has three; a rank's parts of all segments are stored one after another.
+        part: number of the part of each rank of the axis; those with the same hold the same
+            elements.
 
     >>> fused = Cut("tp", 0, ((0, 2, 4), (4, 5, 6)), (0, 1))
     >>> fused.spans(1), fused.copies
@@ -105,7 +107,8 @@ def proportions(sizes: Sequence[int]) -> Groups:
 def even_cut(axis: str, dim: int, size: int, parts: int, *, groups: Groups = 1) -> Cut:
     """Cut a dim of `size` into segments, and each into `parts` equal parts, one per rank.
 
-    size   divides into such segments, and each of them by `parts`, which is not checked
+    Args:
+        size: divides into such segments, and each of them by `parts`, which is not checked.
 
     >>> even_cut("tp", 0, 12, 2, groups=3).segments
     ((0, 2, 4), (4, 6, 8), (8, 10, 12))
@@ -121,17 +124,20 @@ def even_cut(axis: str, dim: int, size: int, parts: int, *, groups: Groups = 1) 
 class Placement:
     """Who holds, sums and steps one parameter or buffer of the model under a layout.
 
-    name, shape, dtype   of the whole; dtype is what is kept and, of a parameter, stepped
-    trains      a gradient is computed and the optimizer steps it · is_buffer  no parameter
-    compute     format of the copy that forward passes read, where that is narrower; "" without one
-    stages      ranks of the pipeline that hold it
-    cut         how tp or ep cuts it inside; None: each rank of a stage has all of it
-    sum_over    axes over which its gradient is summed, in that order: data axes at first
-    data        what data-parallel ranks do with it: `whole`, all keep and step it all · `states`,
-                all keep it, and each steps a share of its gradient bucket (zero 1, 2) · `rows`,
-                each keeps and steps some rows (zero 3)
-    unit        zero 3: name of the module with which it is gathered; "" the rest, at once
-    calls       how often a forward pass calls that unit, and so gathers it
+    Attributes:
+        name, shape, dtype: of the whole; dtype is what is kept and, of a parameter, stepped.
+        trains: a gradient is computed and the optimizer steps it.
+        is_buffer: no parameter.
+        compute: format of the copy that forward passes read, where that is narrower; "" without
+            one.
+        stages: ranks of the pipeline that hold it.
+        cut: how tp or ep cuts it inside; None: each rank of a stage has all of it.
+        sum_over: axes over which its gradient is summed, in that order: data axes at first.
+        data: what data-parallel ranks do with it: `whole`, all keep and step it all · `states`, all
+            keep it, and each steps a share of its gradient bucket (zero 1, 2) · `rows`, each keeps
+            and steps some rows (zero 3).
+        unit: zero 3: name of the module with which it is gathered; "" the rest, at once.
+        calls: how often a forward pass calls that unit, and so gathers it.
     """
 
     name: str

@@ -22,10 +22,12 @@ from shoal.base.plans.placement import Placement, rows_of_records
 class Bucket:
     """A gradient bucket: the parameters, by name, whose gradients lie in one flat buffer, in order.
 
-    elements   of the buffer, padding included · dtype  of the gradients and of their sum
-    compute    type of the copies that forward passes read; "" where they read the weights
-    cuts       where each rank's share begins and ends under zero1 and zero2, ranks + 1 of them; ()
-               elsewhere
+    Attributes:
+        elements: of the buffer, padding included.
+        dtype: of the gradients and of their sum.
+        compute: type of the copies that forward passes read; "" where they read the weights.
+        cuts: where each rank's share begins and ends under zero1 and zero2, ranks + 1 of them; ()
+            elsewhere.
     """
 
     names: tuple[str, ...]
@@ -45,14 +47,17 @@ class Bucket:
 class Plan(Policies):
     """One run's program, as data: its layout, and every policy's key by its name in run.toml.
 
-    layout        degrees of every axis
-    batch         samples per optimizer step, all ranks · micro_batch  samples per forward pass on
-                  one data rank; 0 in a plan that is not settled: defaults of `shoal.parallelize`
-    accumulate    micro-batches per data rank in a full step; 0: derived
-    why           one line: which rule chose the layout and what else was possible
-    parameters    trainable elements
-    placements    who holds, sums and steps what: a row per parameter and buffer of the model, and
-    buckets       gradient buffers, in sending order; both are made at the start of a run
+    Attributes:
+        layout: degrees of every axis.
+        batch: samples per optimizer step, all ranks.
+        micro_batch: samples per forward pass on one data rank; 0 in a plan that is not settled:
+            defaults of `shoal.parallelize`.
+        accumulate: micro-batches per data rank in a full step; 0: derived.
+        why: one line: which rule chose the layout and what else was possible.
+        parameters: trainable elements.
+        placements: who holds, sums and steps what: a row per parameter and buffer of the model,
+            and.
+        buckets: gradient buffers, in sending order; both are made at the start of a run.
     """
 
     layout: Layout
@@ -85,7 +90,9 @@ class Plan(Policies):
     def to_json(self, beside: Mapping[str, Any] | None = None) -> str:
         """Write the plan as indented JSON; `from_json` gives it back equal.
 
-        beside   what the file also tells its readers of the run; of one name, the plan's key wins
+        Args:
+            beside: what the file also tells its readers of the run; of one name, the plan's key
+                wins.
 
         >>> json.loads(Plan(Layout(), 8).to_json({"batch": 4, "steps": 3}))["batch"]
         8

@@ -30,11 +30,12 @@ DTYPES = {
 class Shard:
     """The part of one named tensor that one rank holds, as places in the whole.
 
-    name          the parameter's or state's own name, e.g. `blocks.0.attention.q.weight`
-    global_shape  shape of the whole tensor
-    dtype         torch's name without the prefix: `float32`, `bfloat16`, `int64`, …
-    slices        the boxes held here, in the order in which their elements are stored; a box is
-                  (start, stop) per dim, () for a scalar
+    Attributes:
+        name: the parameter's or state's own name, e.g. `blocks.0.attention.q.weight`.
+        global_shape: shape of the whole tensor.
+        dtype: torch's name without the prefix: `float32`, `bfloat16`, `int64`, …
+        slices: the boxes held here, in the order in which their elements are stored; a box is
+            (start, stop) per dim, () for a scalar.
     """
 
     name: str
@@ -118,8 +119,12 @@ def flat_slices(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
 def check_savable(dtypes: Mapping[str, str], where: str) -> None:
     """Refuse tensors of a dtype that no checkpoint can hold.
 
-    dtypes   tensor's name → torch's name of its dtype, without "torch." · where  begins the message
-    Errors   ConfigError with the first such tensor's name
+    Args:
+        dtypes: tensor's name → torch's name of its dtype, without "torch.".
+        where: begins the message.
+
+    Raises:
+        ConfigError: with the first such tensor's name.
     """
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:
@@ -133,8 +138,10 @@ def check_savable(dtypes: Mapping[str, str], where: str) -> None:
 class Slicing:
     """In which ways ranks may share an optimizer's step: "" for yes, or a line saying why not.
 
-    flat    a rank steps a 1-D piece of a parameter · rows  … some rows of it
-    apart   a rank steps some parameters whole, without seeing the others
+    Attributes:
+        flat: a rank steps a 1-D piece of a parameter.
+        rows: … some rows of it.
+        apart: a rank steps some parameters whole, without seeing the others.
     """
 
     flat: str

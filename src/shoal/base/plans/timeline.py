@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 class Span:
     """One interval of time on one lane of one rank, as a timeline draws it.
 
-    kind    what colours it: forward, backward, input, weight, update, compute, all-reduce,
-            reduce-scatter, all-gather, broadcast, send, receive, wait, copy, checkpoint, failure
-    label   short text drawn inside · lane  "compute" or "link": they may overlap
-    note    a longer text for views that show one
+    Attributes:
+        kind: what colours it: forward, backward, input, weight, update, compute, all-reduce,
+            reduce-scatter, all-gather, broadcast, send, receive, wait, copy, checkpoint, failure.
+        label: short text drawn inside.
+        lane: "compute" or "link": they may overlap.
+        note: a longer text for views that show one.
     """
 
     rank: int
@@ -31,7 +33,9 @@ class Span:
 class Held:
     """What a rank holds from `time_s` until its next `Held`.
 
-    held_bytes   in all, in the timeline's `held_unit` · parts  name → how much of it
+    Attributes:
+        held_bytes: in all, in the timeline's `held_unit`.
+        parts: name → how much of it.
     """
 
     rank: int
@@ -44,8 +48,9 @@ class Held:
 class Timeline:
     """Spans and memory of all ranks. `unit` names the time axis: "s", or "steps" for puzzles.
 
-    facts   name → figure, printed under a drawing: makespan, bubble, peak
-    held_unit  what `memory` counts: "bytes", or a word (micro-batches, numbers)
+    Attributes:
+        facts: name → figure, printed under a drawing: makespan, bubble, peak.
+        held_unit: what `memory` counts: "bytes", or a word (micro-batches, numbers).
     """
 
     title: str

@@ -105,7 +105,8 @@ def replace_compiler_caches(make: Callable[[], Path] = temporary_cache) -> list[
 def write_whole(path: Path, text: str) -> None:
     """Write a text file whole or not at all: into a new file beside `path`, renamed over it.
 
-    Errors   OSError, also where the folder is missing; what was at `path` then stays
+    Raises:
+        OSError: also where the folder is missing; what was at `path` then stays.
     """
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -121,7 +121,9 @@ def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def newest_steps(path: Path, most: int, after: int = 0) -> list[Record]:
     """Read the newest readable lines of a metrics.jsonl, oldest of them first.
 
-    most   lines, at most · after   the step whose line, and all before it, are not wanted
+    Args:
+        most: lines, at most.
+        after: the step whose line, and all before it, are not wanted.
     """
     found: list[Record] = []
     try:

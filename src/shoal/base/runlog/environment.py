@@ -34,7 +34,8 @@ _TOKENS = re.compile(
 def versions(then: Iterable[str] = ()) -> dict[str, str]:
     """Find the versions of Python and of the libraries that count here, by name.
 
-    then   further names: those that a checkpoint tells, whether they are loaded now or not
+    Args:
+        then: further names: those that a checkpoint tells, whether they are loaded now or not.
     """
     found = {"python": platform.python_version()}
     loaded = [name for name in IF_LOADED if name in sys.modules]
@@ -55,7 +56,8 @@ def _installed(name: str) -> str:
 def user_code() -> Code:
     """Find the loaded modules that belong to the user: no library's, Python's or Shoal's.
 
-    Gives   the file and digest of each; the script itself is `__main__`
+    Returns:
+        the file and digest of each; the script itself is `__main__`.
     """
     here = Path(__file__).resolve().parents[2]
     theirs = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")]
@@ -103,7 +105,9 @@ def source_digest(path: Path) -> str:
 def changed_code(then: Mapping[str, list[str]], now: Mapping[str, list[str]] | None) -> list[str]:
     """List the files that say something else than they did; modules of one time only do not count.
 
-    then   what a checkpoint tells · now  `user_code()`; None: the files are read where they were
+    Args:
+        then: what a checkpoint tells.
+        now: `user_code()`; None: the files are read where they were.
     """
     changed = []
     for name, (path, digest) in then.items():

@@ -62,7 +62,9 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
     So lines of several processes do not mix. The file is made where there is none; a value that is
     not JSON is written as its `str`.
-    Errors   OSError, also where the disk took a part of the line, which is then taken back
+
+    Raises:
+        OSError: also where the disk took a part of the line, which is then taken back.
     """
     line = json.dumps(record, separators=(",", ":"), default=str) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -81,12 +83,14 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 class EventLog:
     """The events of one process: `EventLog(path, rank)` appends them to `path`, events.jsonl.
 
-    path        None: nothing is written · rank  None for the supervisor
-    owner       keeps lines out of a folder that another run's lies in the place of
-    emit        (event, *, step=None, **fields) writes one line now; KeyError for a name that is
-                not in EVENTS. A line that the disk refuses is dropped and counted in `dropped`: a
-                full disk must not kill training
-    listeners   functions that `emit` calls with every record, written or not
+    Attributes:
+        path: None: nothing is written.
+        rank: None for the supervisor.
+        owner: keeps lines out of a folder that another run's lies in the place of.
+        emit: (event, *, step=None, **fields) writes one line now; KeyError for a name that is not
+            in EVENTS. A line that the disk refuses is dropped and counted in `dropped`: a full disk
+            must not kill training.
+        listeners: functions that `emit` calls with every record, written or not.
     """
 
     def __init__(self, path: Path | None, rank: int | None) -> None:

@@ -37,7 +37,8 @@ def cut_lines(path: Path, step: int) -> str:
 def mend_folder(folder: Path) -> list[str]:
     """Put aside what of events.jsonl and plan.json cannot be read, before a run goes on there.
 
-    Gives   lines to tell. Half a line at the end of events.jsonl goes: it would spoil the next one
+    Returns:
+        lines to tell. Half a line at the end of events.jsonl goes: it would spoil the next one.
     """
     events, plan = folder / "events.jsonl", folder / "plan.json"
     told = [_told(events, lambda line: UNREADABLE if parse_event(line) is None else 0, 0, "")]

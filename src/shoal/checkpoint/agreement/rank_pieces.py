@@ -40,7 +40,8 @@ class Piece:
 class Block:
     """One slice that this rank holds; `data` has any shape, and is flat once in host memory.
 
-    piece, patch   which piece it was cut from, and where it lies there; None: it is all of it
+    Attributes:
+        piece, patch: which piece it was cut from, and where it lies there; None: it is all of it.
     """
 
     name: str
@@ -86,9 +87,12 @@ class Block:
 class Agreement:
     """Who writes what, as all ranks agreed it.
 
-    share         what this rank writes · total_bytes, slices  what all ranks write together
-    aliases       tied names of all ranks
-    offers, tied  what this rank had offered: the agreement holds while every rank offers the same
+    Attributes:
+        share: what this rank writes.
+        total_bytes, slices: what all ranks write together.
+        aliases: tied names of all ranks.
+        offers, tied: what this rank had offered: the agreement holds while every rank offers the
+            same.
     """
 
     share: list[Key]

@@ -34,10 +34,14 @@ from shoal.wire.phases import phase
 def export_adapter(path: Path, out: Path, *, average: bool = False) -> Exported:
     """Write the adapter of a checkpoint as a folder for `PeftModel.from_pretrained`.
 
-    path     a checkpoint folder, `RUN/checkpoints/step-N` · out  replaced once the new is complete
-    average  averaged weights, as `outgoing` takes it
-    Errors   CheckpointError for a model without adapters; ConfigError for an `out` that holds
-             anything but an earlier export; as `export`
+    Args:
+        path: a checkpoint folder, `RUN/checkpoints/step-N`.
+        out: replaced once the new is complete.
+        average: averaged weights, as `outgoing` takes it.
+
+    Raises:
+        CheckpointError: for a model without adapters; ConfigError for an `out` that holds anything
+            but an earlier export; as `export`.
     """
     out = Path(os.path.realpath(out))
     check_target(out)

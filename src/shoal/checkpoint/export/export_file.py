@@ -31,8 +31,11 @@ AVERAGE = "average."
 class Outgoing:
     """The tensors of a checkpoint that leave it.
 
-    names     name outside → name in the checkpoint · aliases  tied name → name outside, both short
-    entries   of `names`, as a safetensors file wants them, in the checkpoint's order
+    Attributes:
+        names: name outside → name in the checkpoint.
+        aliases: tied name → name outside, both short.
+        entries: of `names`, as a safetensors file wants them, in the checkpoint's order.
+
     `reader(told)` gives a function that reads a tensor's verified bytes, one step of `told` each
     """
 
@@ -64,10 +67,13 @@ class Outgoing:
 def outgoing(path: Path, prefix: str = "model.", *, average: bool = False) -> Outgoing:
     """Find the tensors of a checkpoint whose names start with `prefix`, to be written without it.
 
-    average  averaged weights in the place of those that were stepped; what is not averaged
-             (buffers, frozen weights) as it is
-    Errors   CheckpointError when no tensor has the prefix, there are no averages, or for a format
-             version of another Shoal; Damaged for a manifest that is not as it was written
+    Args:
+        average: averaged weights in the place of those that were stepped; what is not averaged
+            (buffers, frozen weights) as it is.
+
+    Raises:
+        CheckpointError: when no tensor has the prefix, there are no averages, or for a format
+            version of another Shoal; Damaged for a manifest that is not as it was written.
     """
     manifest = read_manifest(path)
     names = {
@@ -102,10 +108,16 @@ def export(path: Path, out_file: Path, prefix: str = "model.", *, average: bool 
     Tensors are whole, verified, and named without the prefix; tied weights are written once, the
     file's metadata says alias → name.
 
-    path       a checkpoint folder · out_file  replaced only once the new file is complete
-    average    as `outgoing` takes it
-    Gives      the file's size in bytes
-    Errors     Damaged where bytes are not those that were saved; as `outgoing`; OSError
+    Args:
+        path: a checkpoint folder.
+        out_file: replaced only once the new file is complete.
+        average: as `outgoing` takes it.
+
+    Returns:
+        the file's size in bytes.
+
+    Raises:
+        Damaged where bytes are not those that were saved; as `outgoing`; OSError.
     """
     found = outgoing(path, prefix, average=average)
     half = out_file.with_name(f"{out_file.name}.tmp-{os.getpid()}")

@@ -45,7 +45,9 @@ SHARD_BYTES = 5 * 10**9
 class Translated:
     """What makes a model of Shoal's own one of transformers: names, and a config.json.
 
-    name_of   our name of a tensor → theirs · config  their configuration, as JSON
+    Attributes:
+        name_of: our name of a tensor → theirs.
+        config: their configuration, as JSON.
     """
 
     name_of: Callable[[str], str]
@@ -76,14 +78,17 @@ def export_folder(
 ) -> Exported:
     """Write the model of a checkpoint as a folder of safetensors and what the run keeps beside it.
 
-    path         a checkpoint folder, `RUN/checkpoints/step-N` · out  the folder, replaced only once
-                 the new one is complete
-    average      averaged weights, as `outgoing` takes it
-    merged       what leaves it, where adapters were merged into it
-    translated   for a model of Shoal's own that transformers has too
-    shard_bytes  the largest file of weights, unless a single tensor is larger
-    Errors       ConfigError for an `out` that holds anything but an earlier export; Damaged and
-                 CheckpointError as of `export`; OSError
+    Args:
+        path: a checkpoint folder, `RUN/checkpoints/step-N`.
+        out: the folder, replaced only once the new one is complete.
+        average: averaged weights, as `outgoing` takes it.
+        merged: what leaves it, where adapters were merged into it.
+        translated: for a model of Shoal's own that transformers has too.
+        shard_bytes: the largest file of weights, unless a single tensor is larger.
+
+    Raises:
+        ConfigError: for an `out` that holds anything but an earlier export; Damaged and
+            CheckpointError as of `export`; OSError.
     """
     out = Path(os.path.realpath(out))  # a link keeps its place
     check_target(out)

@@ -50,7 +50,8 @@ DEEP = 16
 class Foreign:
     """One tensor that another tool wrote; `read` gives its bytes, mapped or put together.
 
-    same   equal for two names of one tensor; None if it has no other name
+    Attributes:
+        same: equal for two names of one tensor; None if it has no other name.
     """
 
     dtype: str
@@ -68,8 +69,11 @@ class Foreign:
 class Found:
     """The weights of a model as another tool wrote them.
 
-    kind      for a person · files  that they lie in · aliases  tied name → the name that is there
-    said      lines on what was left out or renamed
+    Attributes:
+        kind: for a person.
+        files: that they lie in.
+        aliases: tied name → the name that is there.
+        said: lines on what was left out or renamed.
     """
 
     kind: str
@@ -212,8 +216,11 @@ def _leaves(file: TorchFile) -> Iterator[tuple[tuple[str, ...], Foreign]]:
 def model_part(leaves: Mapping[tuple[str, ...], Foreign], key: str, found: Found) -> Found:
     """Put the model's tensors of many into `found`, by name, and say what is left.
 
-    key      the part that is asked for, as `model` or `app.model`; without one it is looked for
-    Errors   CheckpointError where several parts could be the model, or none has tensors
+    Args:
+        key: the part that is asked for, as `model` or `app.model`; without one it is looked for.
+
+    Raises:
+        CheckpointError: where several parts could be the model, or none has tensors.
     """
     where = found.files[0]
     if not leaves:

@@ -55,8 +55,10 @@ BESIDE = (
 class Imported:
     """What an import wrote.
 
-    kind     of the source · said  lines on what was left out or renamed
-    beside   names of the files that were copied
+    Attributes:
+        kind: of the source.
+        said: lines on what was left out or renamed.
+        beside: names of the files that were copied.
     """
 
     file: Path
@@ -70,11 +72,14 @@ class Imported:
 def import_weights(source: Path, folder: Path, key: str = "") -> Imported:
     """Write the weights in `source` as `folder`/model.safetensors, and configuration beside it.
 
-    source   a folder of transformers, DCP or DeepSpeed, or a file of safetensors or torch.save
-    folder   made if it is not there; nothing in it is replaced
-    key      the part of `source` that is the model, where it holds several
-    Errors   CheckpointError for a source that is none, is damaged, or asks for more than there is;
-             ConfigError for a folder that has weights already; OSError
+    Args:
+        source: a folder of transformers, DCP or DeepSpeed, or a file of safetensors or torch.save.
+        folder: made if it is not there; nothing in it is replaced.
+        key: the part of `source` that is the model, where it holds several.
+
+    Raises:
+        CheckpointError: for a source that is none, is damaged, or asks for more than there is;
+            ConfigError for a folder that has weights already; OSError.
     """
     _check_folder(source, folder)
     found = untied(unwrapped(look(source, key)))
@@ -177,7 +182,8 @@ def _check_folder(source: Path, folder: Path) -> None:
 def _copy_beside(source: Path, folder: Path) -> list[str]:
     """Copy the configuration and the tokenizer, from the source or, of one save, the folder of all.
 
-    Gives the names that the folder has of them in the end.
+    Returns:
+        the names that the folder has of them in the end.
     """
     inside = source if source.is_dir() else source.parent
     for root in (inside, inside.parent) if tagged_folder(inside) == inside else (inside,):

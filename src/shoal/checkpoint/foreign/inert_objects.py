@@ -33,9 +33,12 @@ class Global:
 class Record:
     """An object that was not made: what a pickle would have called, and what it gave it.
 
-    of          a Global, or what another call would have returned
-    arguments   of the call · state  what it would have been set to
-    items       appended to it · pairs  set in it
+    Attributes:
+        of: a Global, or what another call would have returned.
+        arguments: of the call.
+        state: what it would have been set to.
+        items: appended to it.
+        pairs: set in it.
     """
 
     __slots__ = ("arguments", "items", "of", "pairs", "state")

@@ -48,8 +48,11 @@ ARGUMENTS = 8
 def read_pickle(data: bytes | memoryview, where: str) -> Any:
     """What a pickle says, with inert records for all that is no container and no tensor.
 
-    where    begins every message
-    Errors   Refused
+    Args:
+        where: begins every message.
+
+    Raises:
+        Refused.
     """
     if len(data) > LIMIT_BYTES:
         raise Refused(f"{where}: a pickle of {len(data)} bytes; at most {LIMIT_BYTES} are read")

@@ -65,10 +65,13 @@ class _Member:
 class TorchFile:
     """What one `torch.save` wrote: its `value`, tensors as places in it, and their bytes.
 
-    data     the file's bytes, or the part of a file that is one archive
-    where    begins messages
-    Errors   CheckpointError for another kind of file (the old format of torch before 1.6 too), one
-             that is cut, packed, or of the other byte order; Refused for its pickle
+    Args:
+        data: the file's bytes, or the part of a file that is one archive.
+        where: begins messages.
+
+    Raises:
+        CheckpointError: for another kind of file (the old format of torch before 1.6 too), one that
+            is cut, packed, or of the other byte order; Refused for its pickle.
     """
 
     def __init__(self, data: memoryview, where: str) -> None:

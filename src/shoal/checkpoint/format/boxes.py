@@ -19,7 +19,8 @@ from shoal.base.plans.tensor_shards import Box
 class Patch:
     """A box within flat memory: from which element on, and how far apart its neighbours lie there.
 
-    strides   in elements, per dim of the box
+    Attributes:
+        strides: in elements, per dim of the box.
     """
 
     box: Box

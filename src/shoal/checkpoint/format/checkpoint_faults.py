@@ -26,9 +26,10 @@ def shown(path: Path) -> str:
 class Damaged(CheckpointError):
     """CheckpointError for a file that is missing, cut short, or holds other bytes than written.
 
-    file      its path from the checkpoints folder on · tensor  name and slice, or "" when the whole
-              file is at fault
-    reason    what differs
+    Attributes:
+        file: its path from the checkpoints folder on.
+        tensor: name and slice, or "" when the whole file is at fault.
+        reason: what differs.
     """
 
     def __init__(self, path: Path, reason: str, tensor: str = "") -> None:

@@ -35,9 +35,10 @@ LOCK_FILE = "owner.lock"
 class Owner:
     """The process that has, or had, a run folder.
 
-    started_s   when it took the folder, seconds since 1970
-    boot, born  boot id of its machine, and its start time in clock ticks since then: with the pid
-                they name one process for ever, since pids are used again
+    Attributes:
+        started_s: when it took the folder, seconds since 1970.
+        boot, born: boot id of its machine, and its start time in clock ticks since then: with the
+            pid they name one process for ever, since pids are used again.
     """
 
     run: str
@@ -74,7 +75,9 @@ class RunLease:
     has the lock, or where the file system has none. The kernel frees it when the process ends; a
     forked child does not hold it.
 
-    folder   the run's folder · run_id  this run's name, which `acquire` writes to owner.json
+    Args:
+        folder: the run's folder.
+        run_id: this run's name, which `acquire` writes to owner.json.
     """
 
     def __init__(self, folder: Path, run_id: str) -> None:

@@ -57,9 +57,10 @@ def find(root: Path) -> list[Found]:
 def read_manifest(path: Path) -> Manifest:
     """Read and verify the manifest of the checkpoint folder `path`; other files are not opened.
 
-    Errors   Damaged if it is missing, unreadable or no regular file, if its bytes are not those
-             that were written, or if it is of another step than the folder's name says;
-             CheckpointError for a format version of another Shoal
+    Raises:
+        Damaged if it is missing, unreadable or no regular file, if its bytes are not those that
+            were written, or if it is of another step than the folder's name says; CheckpointError
+            for a format version of another Shoal.
     """
     file = path / FILE_NAME
     try:

@@ -67,11 +67,12 @@ class StoredFile:
 class Manifest:
     """A checkpoint's table of contents.
 
-    tensors   name → shape, dtype, and for each slice its file, key, box and sha256
-    files     name of a shard file → its size, and sha256 of its header
-    aliases   name of a tied weight → the name it is stored under
-    record    free JSON of the run: layout, data cursor, seeds, optimizer settings, versions
-    digest    sha256 of manifest.json without this key; "" before it is written
+    Attributes:
+        tensors: name → shape, dtype, and for each slice its file, key, box and sha256.
+        files: name of a shard file → its size, and sha256 of its header.
+        aliases: name of a tied weight → the name it is stored under.
+        record: free JSON of the run: layout, data cursor, seeds, optimizer settings, versions.
+        digest: sha256 of manifest.json without this key; "" before it is written.
     """
 
     step: int

@@ -137,8 +137,12 @@ def write_file(
 ) -> WrittenFile:
     """Write a new safetensors file and make it durable (fsync).
 
-    data_of   gives the bytes of a key, asked for once, in file order, so one tensor is in memory
-    Errors    OSError (full disk, file exists); CheckpointError as in `arrange`
+    Args:
+        data_of: gives the bytes of a key, asked for once, in file order, so one tensor is in
+            memory.
+
+    Raises:
+        OSError: (full disk, file exists); CheckpointError as in `arrange`.
     """
     header, placed = arrange(tensors, metadata)
     digests: dict[str, str] = {}

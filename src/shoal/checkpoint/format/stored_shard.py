@@ -80,8 +80,9 @@ class StoredReader:
     ) -> None:
         """Hash one slice of tensor `name`, and copy it to `into` unless that is None.
 
-        shape, dtype   of the whole tensor, from the manifest
-        into           bytes, exactly as many as the slice has
+        Args:
+            shape, dtype: of the whole tensor, from the manifest.
+            into: bytes, exactly as many as the slice has.
         """
         label = boxes.label(name, piece.box, shape)
         entry = self.entries.get(piece.key)

@@ -56,10 +56,15 @@ Plan = dict[Key, list[Target]]
 def load(path: Path, wanted: Sequence[Shard]) -> dict[str, torch.Tensor]:
     """This rank's part of the checkpoint folder `path`, on the CPU, by name.
 
-    wanted    any boxes of the stored tensors, under their own names or tied ones
-    Gives     one slice: a tensor of the slice's shape; several: flat, slices in order
-    Errors    Damaged when bytes are not those that were saved; CheckpointError when the checkpoint
-              has no such tensor, or one of another shape or dtype
+    Args:
+        wanted: any boxes of the stored tensors, under their own names or tied ones.
+
+    Returns:
+        one slice: a tensor of the slice's shape; several: flat, slices in order.
+
+    Raises:
+        Damaged when bytes are not those that were saved; CheckpointError when the checkpoint has no
+            such tensor, or one of another shape or dtype.
     """
     return load_from(path, read_manifest(path), wanted)
 
@@ -94,9 +99,12 @@ def open_newest(
 ) -> Loaded | None:
     """Load the newest checkpoint under `root` that all ranks can read; every rank calls it.
 
-    wanted_from   gives the shards that this rank wants of a manifest
-    only          the step whose checkpoint is wanted, and no other
-    Gives         this rank's tensors; None if there is no checkpoint, or none of step `only`
+    Args:
+        wanted_from: gives the shards that this rank wants of a manifest.
+        only: the step whose checkpoint is wanted, and no other.
+
+    Returns:
+        this rank's tensors; None if there is no checkpoint, or none of step `only`.
 
     Rank 0 deletes the temporary folders of dead saves, lists the candidates and tells the others
     (what exists may differ per rank on network file systems); each rank says what it wants and

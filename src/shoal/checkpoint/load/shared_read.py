@@ -57,7 +57,8 @@ def wanted_whole(manifest: Manifest, targets: Mapping[Key, Sequence[Target]]) ->
 def deal(manifest: Manifest, wanted: Sequence[Sequence[int]]) -> dict[Key, int]:
     """The rank that reads each slice which all ranks want whole, in the order of `keys_of`.
 
-    wanted   of every rank, what `wanted_whole` gave
+    Args:
+        wanted: of every rank, what `wanted_whole` gave.
     """
     if len(wanted) == 1:
         return {}

@@ -42,11 +42,15 @@ def fetch_newest(
 ) -> None:
     """Bring the newest whole step that is newer than all in `root`; every rank calls it.
 
-    below   as `RemoteFolder` has it · tell  one line for the user; of rank 0
-    only    the step that is wanted, and no other
-    Errors  ClusterError on all ranks where the store does not answer, and nothing is here instead,
-            and for a copy that fails; CheckpointError where all that is there is damaged, or a
-            checkpoint is of another Shoal
+    Args:
+        below: as `RemoteFolder` has it.
+        tell: one line for the user; of rank 0.
+        only: the step that is wanted, and no other.
+
+    Raises:
+        ClusterError: on all ranks where the store does not answer, and nothing is here instead, and
+            for a copy that fails; CheckpointError where all that is there is damaged, or a
+            checkpoint is of another Shoal.
     """
     try:
         steps = first_only(world, lambda: _candidates(root, remote, below, tell, only))

@@ -35,7 +35,8 @@ class RemoteFailed(ClusterError):
 def check_remote(address: Any) -> None:
     """Refuse an address that no library here serves; nothing is asked over a network.
 
-    Errors   ConfigError with the nearest address, or the library that lacks
+    Raises:
+        ConfigError: with the nearest address, or the library that lacks.
     """
     where = f"checkpoint.remote = {address}"
     if not isinstance(address, str) or "://" not in address:
@@ -61,7 +62,9 @@ class RemoteFolder:
     """A run's folder in a store: `RemoteFolder(address)`; nothing is asked before it is needed.
 
     below    of a method: the folder of a tag, `tags/TAG/`, or another one in the run's; "" its own
-    Errors   RemoteFailed, of every method, with the address and what the store's library said
+
+    Raises:
+        RemoteFailed, of every method, with the address and what the store's library said.
     """
 
     def __init__(self, address: str) -> None:
@@ -108,7 +111,8 @@ class RemoteFolder:
     def manifest(self, below: str, step: int) -> tuple[Manifest, bytes]:
         """Read a step's manifest, and its bytes as they are there.
 
-        Errors   also Damaged for one that was cut short, or whose files are not all there
+        Raises:
+            also Damaged for one that was cut short, or whose files are not all there.
         """
         with self._asking() as (store, path):
             data: bytes = store.cat_file(f"{path}/{below}checkpoints/step-{step}/{FILE_NAME}")
@@ -129,7 +133,9 @@ class RemoteFolder:
         """Copy a complete checkpoint there, unless it is; delete those beyond the `keep` newest.
 
         Those of later steps are neither counted nor touched, but of a tag, which has one only.
-        Errors   also CheckpointError for a local manifest that is damaged
+
+        Raises:
+            also CheckpointError for a local manifest that is damaged.
         """
         data = (checkpoint / FILE_NAME).read_bytes()
         manifest = decode(data, checkpoint / FILE_NAME)

@@ -33,8 +33,10 @@ DEADLINE_S, HEARD_S = 3600.0, 30.0
 class Uploader:
     """The copies of one run's checkpoints: `hear` takes its events, `ended` waits.
 
-    folder   of the run · keep  newest checkpoints that stay in the remote folder
-    tell     one line for the user; called in the thread that calls `hear`
+    Args:
+        folder: of the run.
+        keep: newest checkpoints that stay in the remote folder.
+        tell: one line for the user; called in the thread that calls `hear`.
     """
 
     def __init__(
@@ -113,10 +115,15 @@ def start_copies(
 ) -> Callable[[], None]:
     """Have a run's checkpoints copied to a remote folder; gives what waits for the last copy.
 
-    folder   of the run · keep  newest checkpoints that stay there · tell  one line for the user
-    hear     takes a function that is then called with every event of the run
-    Gives    a function that every rank calls at the end, which returns when the last copy is there,
-             has failed, or takes longer than an hour
+    Args:
+        folder: of the run.
+        keep: newest checkpoints that stay there.
+        tell: one line for the user.
+        hear: takes a function that is then called with every event of the run.
+
+    Returns:
+        a function that every rank calls at the end, which returns when the last copy is there, has
+        failed, or takes longer than an hour.
     """
     uploader = None
     if world.is_first:

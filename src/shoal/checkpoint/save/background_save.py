@@ -75,7 +75,8 @@ class Outcome:
 class _Copied:
     """What the training thread left: blocks in host memory, and whether they are still as agreed.
 
-    shards, offers   all that this rank holds, of which `blocks` are what it may have to write
+    Attributes:
+        shards, offers: all that this rank holds, of which `blocks` are what it may have to write.
     """
 
     blocks: dict[Key, Block]
@@ -109,11 +110,12 @@ class BackgroundSaver:
 
     Every rank has one and calls `start`, `wait` and `close` alike; `poll` asks this rank alone.
 
-    world        process group of its own (a `twin`): nobody else may use it; `close` leaves it
-    emit         called by `poll`, `wait`, `start` and `close` in their caller's thread: rank 0
-                 emits `checkpoint_saved` or `checkpoint_failed`
-    deadline_s   how long `start`, `wait` and `close` wait for a save in flight before they raise
-                 ClusterError
+    Args:
+        world: process group of its own (a `twin`): nobody else may use it; `close` leaves it.
+        emit: called by `poll`, `wait`, `start` and `close` in their caller's thread: rank 0 emits
+            `checkpoint_saved` or `checkpoint_failed`.
+        deadline_s: how long `start`, `wait` and `close` wait for a save in flight before they raise
+            ClusterError.
     """
 
     def __init__(self, world: World, emit: Emit, *, deadline_s: float = DEADLINE_S) -> None:
@@ -142,8 +144,12 @@ class BackgroundSaver:
         """Copy the pieces and begin to write them; they may change as soon as this returns.
 
         Arguments as of `write.save`. What is wrong with them is told by the outcome, on all ranks.
-        Gives    the outcome of the save before, which it waits for, if nobody asked for it yet
-        Errors   ClusterError as in `wait`; ConfigError for keep < 1
+
+        Returns:
+            the outcome of the save before, which it waits for, if nobody asked for it yet.
+
+        Raises:
+            ClusterError: as in `wait`; ConfigError for keep < 1.
         """
         earlier = self.wait()
         save = _Save(Target(root, step, {}, keep), None, None)

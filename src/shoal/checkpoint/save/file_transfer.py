@@ -71,8 +71,9 @@ def carry(
 ) -> None:
     """Carry files; every rank calls it with the same parcels, and asks for its own paths alone.
 
-    Errors   RankFailed, on all ranks, for a disk that does not give a file whole or take it;
-             ClusterError where a peer is gone
+    Raises:
+        RankFailed, on all ranks, for a disk that does not give a file whole or take it;
+            ClusterError where a peer is gone.
     """
     pieces = sum(-(-one.size_bytes // PIECE_BYTES) for one in parcels)
     with phase("fetch", of=pieces) as told:

@@ -50,8 +50,9 @@ _known: dict[Path, Keepers] = {}
 def find_keepers(folder: Path, world: World) -> Keepers:
     """Find who sees which disk at `folder`; every rank calls it.
 
-    Errors   ConfigError, the same on all ranks, where ranks of one machine see several;
-             RankFailed for a folder that cannot be made
+    Raises:
+        ConfigError: the same on all ranks, where ranks of one machine see several; RankFailed for a
+            folder that cannot be made.
     """
     word = world.broadcast_json(secrets.token_hex(8) if world.is_first else None)
     names = [folder / f".probe-{word}-{rank}" for rank in range(world.size)]
@@ -103,7 +104,8 @@ def save_on_each(
 ) -> tuple[int, bool]:
     """As `write.save_collected`, where `final` lies on several disks; keepers emit what it emits.
 
-    Gives    bytes of all shard files, and whether all disks had them before
+    Returns:
+        bytes of all shard files, and whether all disks had them before.
     """
     began_s, root = time.perf_counter(), final.parent
     keeper, made = keepers[world.rank], list[Path]()
@@ -153,8 +155,9 @@ def save_on_each(
 class Brought:
     """The checkpoint that all disks have now.
 
-    source   a keeper that had it
-    lacked   keepers that did not → the newest step before it that they have; 0 none
+    Attributes:
+        source: a keeper that had it.
+        lacked: keepers that did not → the newest step before it that they have; 0 none.
     """
 
     step: int
@@ -173,12 +176,17 @@ def bring_newest(
 ) -> Brought | None:
     """Have the newest checkpoint of all disks on each of them, verified; every rank calls it.
 
-    emit     keepers emit `checkpoint_damaged` for what does not verify
-    only     the step that is wanted, and no other
-    verify   False: what all have already is not read; who goes on from it does
-    Gives    None where nobody has any
-    Errors   CheckpointError, the same on all ranks, where all that there are are damaged, and for a
-             disk that does not take it, say a full one
+    Args:
+        emit: keepers emit `checkpoint_damaged` for what does not verify.
+        only: the step that is wanted, and no other.
+        verify: False: what all have already is not read; who goes on from it does.
+
+    Returns:
+        None where nobody has any.
+
+    Raises:
+        CheckpointError: the same on all ranks, where all that there are are damaged, and for a disk
+            that does not take it, say a full one.
     """
     told = exchange(world, partial(_held, root, only, emit, keeps=world.rank in keepers))
     held = [dict[str, str](one) for one, _ in told]  # equal messages are one object
@@ -221,7 +229,8 @@ def _fetch(
 ) -> None:
     """Bring one checkpoint from keepers that have it whole to those that lack it.
 
-    word    what this keeper has under its name is put aside as `.damaged`, or `.other`
+    Args:
+        word: what this keeper has under its name is put aside as `.damaged`, or `.other`.
     """
     root, keeper, made = final.parent, keepers[world.rank], list[Path]()
     try:

@@ -21,7 +21,9 @@ from shoal.wire.phases import phase
 def write(folder: Path, rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
     """Write, fsync, read back and compare this rank's file; talks to no other rank.
 
-    Gives this rank's part of the manifest, empty if there is nothing to write.
+    Returns:
+        this rank's part of the manifest, empty if there is nothing to write.
+
     Errors: OSError (disk full); Damaged when the disk gives back other bytes than were written.
     """
     if not blocks:

@@ -47,8 +47,10 @@ __all__ = ["Piece", "Saved", "Target", "save", "save_collected"]
 class Saved:
     """A complete checkpoint on disk, as a save left it.
 
-    size_bytes   of all shard files · save_s  seconds that the save took, or the verifying
-    existed      True if it was there before and verified, so that nothing was written
+    Attributes:
+        size_bytes: of all shard files.
+        save_s: seconds that the save took, or the verifying.
+        existed: True if it was there before and verified, so that nothing was written.
     """
 
     path: Path
@@ -62,10 +64,12 @@ class Saved:
 class Target:
     """What is to be saved besides tensors, and where; equal on all ranks but for the record.
 
-    root     the folder of all checkpoints · step  gives the name `step-N`
-    record   free JSON, kept in the manifest; rank 0's is taken
-    keep     newest complete checkpoints that stay, this one included; ConfigError below 1
-    owner    of the run folder, as it is when the save begins
+    Attributes:
+        root: the folder of all checkpoints.
+        step: gives the name `step-N`.
+        record: free JSON, kept in the manifest; rank 0's is taken.
+        keep: newest complete checkpoints that stay, this one included; ConfigError below 1.
+        owner: of the run folder, as it is when the save begins.
     """
 
     root: Path
@@ -111,13 +115,14 @@ def save(
 ) -> Saved:
     """Write the state of `step` as `root/step-N`; every rank calls it, with the pieces it holds.
 
-    pieces    equal (name, box) on several ranks are replicas: one of them is written
-    record    free JSON, kept in the manifest; rank 0's is taken
-    keep      newest complete checkpoints that stay, this one included, older ones being deleted;
-              those of later steps are neither counted nor touched
-    aliases   tied name → the name that is written; pieces of a tied name are left out
-    emit      rank 0 emits `checkpoint_saved` or `checkpoint_failed`, neither where `step-N` stays;
-              `checkpoint_damaged` for a damaged one, `notice` where old ones cannot be deleted
+    Args:
+        pieces: equal (name, box) on several ranks are replicas: one of them is written.
+        record: free JSON, kept in the manifest; rank 0's is taken.
+        keep: newest complete checkpoints that stay, this one included, older ones being deleted;
+            those of later steps are neither counted nor touched.
+        aliases: tied name → the name that is written; pieces of a tied name are left out.
+        emit: rank 0 emits `checkpoint_saved` or `checkpoint_failed`, neither where `step-N` stays;
+            `checkpoint_damaged` for a damaged one, `notice` where old ones cannot be deleted.
 
     A complete `step-N` that verifies is kept and returned; a damaged one becomes `step-N.damaged`.
     Errors: CheckpointError, the same on all ranks, when any rank failed (disk full, slices missing,
@@ -133,7 +138,8 @@ def save_collected(
 ) -> Saved:
     """`save` from any source of bytes in host memory. Every rank calls it.
 
-    collecting   gives this rank's share; may raise RankFailed, on all ranks alike
+    Args:
+        collecting: gives this rank's share; may raise RankFailed, on all ranks alike.
     """
     began_s = time.perf_counter()
     root, step, final = target.root, target.step, target.final

@@ -21,7 +21,9 @@ from shoal.wire.stack_dumps import be_watched
 def imports_of(model: str, layout: Layout | None = None) -> tuple[str, ...]:
     """What every worker of a command needs and what takes seconds, for `model.name = model`.
 
-    layout   its techniques are imported too; None where it is still open
+    Args:
+        layout: its techniques are imported too; None where it is still open.
+
     torch._dynamo: `Optimizer.step` and a model's first record on fake tensors import it.
 
     >>> imports_of("llama")

@@ -156,7 +156,9 @@ def spread(documents: Sequence[D], count: int, wanted: int) -> list[tuple[D, int
     """Places in documents, evenly spread over the bytes of all: (document, start, stop).
 
     Takes   count, the places · wanted, the bytes of all places together
-    Gives   in order; a place that lies in several files is one of each
+
+    Returns:
+        in order; a place that lies in several files is one of each.
     """
     ends = list(accumulate(document.size_bytes for document in documents))
     found = []

@@ -28,8 +28,9 @@ LEAST_EVIDENCE = 4
 class FileFormat:
     """A format that is known by bytes at a fixed place.
 
-    signature, offset   the bytes, and where they stand
-    command             unpacks or converts it, with FILE in the place of its path; "" none
+    Attributes:
+        signature, offset: the bytes, and where they stand.
+        command: unpacks or converts it, with FILE in the place of its path; "" none.
     """
 
     name: str

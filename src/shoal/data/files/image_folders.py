@@ -56,7 +56,9 @@ def decode(file: Any, size: int, name: str) -> torch.Tensor:
 class ImageFolder(Dataset[Any]):
     """Images of a folder, one part of them: dataset[i] is (image [3, size, size], class int).
 
-    names   paths below `folder` · classes  number of each image's class
+    Args:
+        names: paths below `folder`.
+        classes: number of each image's class.
     """
 
     draws_nothing = True
@@ -79,9 +81,12 @@ def open_images(
 ) -> dict[str, Any]:
     """What a `Source` is made of, but for `collate` and `kind`.
 
-    known    the classes of the training data, where this is the validation data
-    Errors   ConfigError for a folder without classes or images, one of parts such as train/ and
-             val/, a class that the training data has not
+    Args:
+        known: the classes of the training data, where this is the validation data.
+
+    Raises:
+        ConfigError: for a folder without classes or images, one of parts such as train/ and val/, a
+            class that the training data has not.
     """
     folder = str(Path(argument).expanduser())
     names = class_names(folder, argument, where)
@@ -158,7 +163,8 @@ def image_parts(
 ) -> dict[str, Any]:
     """What a `Source` of images with classes is made of, but for `collate` and `kind`.
 
-    told   what there is, for the run's first lines
+    Args:
+        told: what there is, for the run's first lines.
     """
     kept = f"{len(held)} held out" if len(held) else "none held out"
     return {
@@ -185,8 +191,12 @@ def class_entropy(train: Any, held: Any, classes: int) -> float:
 def check_model(name: str, wanted: dict[str, int], given: dict[str, Any]) -> None:
     """Refuse a model of ours that was not made for the images, before it meets one.
 
-    wanted   classes, image_channels, image_size of the data · given  the model's own arguments
-    Errors   ConfigError with the keys to be set
+    Args:
+        wanted: classes, image_channels, image_size of the data.
+        given: the model's own arguments.
+
+    Raises:
+        ConfigError: with the keys to be set.
     """
     differ = {key: n for key, n in wanted.items() if key in given and given[key] != n}
     if "classes" in differ and given["classes"] > wanted["classes"]:

@@ -35,8 +35,9 @@ STAMPS = ("size", "ETag", "etag", "LastModified", "mtime", "created", "md5Hash")
 def local_section(section: DataSection) -> DataSection:
     """The section with every remote source copied to this machine and named by its place here.
 
-    Errors   ConfigError for an address that no library serves, or where nothing is; ClusterError
-             for a connection that fails
+    Raises:
+        ConfigError: for an address that no library serves, or where nothing is; ClusterError for a
+            connection that fails.
     """
     second = validation_share(section)[1]
     return replace(

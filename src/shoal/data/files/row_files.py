@@ -25,7 +25,8 @@ AT_ONCE = 256
 def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`FILE:LINE`, object) of every line that is not empty.
 
-    Errors   ConfigError with file and line for what is not JSON, no object, or cannot be read
+    Raises:
+        ConfigError: with file and line for what is not JSON, no object, or cannot be read.
     """
     number = 0
     try:
@@ -46,7 +47,9 @@ def read_lines_at(
     """Yield (place, object) of the lines that begin at a byte of (start, stop), of each in turn.
 
     Of a packed file, which can only be read from its front, as many bytes there.
-    Errors   as `read_objects`
+
+    Raises:
+        as `read_objects`.
     """
     try:
         if path.endswith(".gz"):
@@ -101,9 +104,12 @@ def read_parquet(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`FILE: row N`, object) of every row, N from 1.
 
-    keys     columns to read; none, or one that the file has not: all of them
-    groups   row groups to read, page by page: whoever stops has not read the rest; none: all
-    Errors   ConfigError for a file that is no parquet, or is damaged
+    Args:
+        keys: columns to read; none, or one that the file has not: all of them.
+        groups: row groups to read, page by page: whoever stops has not read the rest; none: all.
+
+    Raises:
+        ConfigError: for a file that is no parquet, or is damaged.
     """
     import pyarrow.parquet  # of the extra `data`; check_data says so where it is missing
 
@@ -156,9 +162,13 @@ def read_row_groups(
     """Yield (place, object) of the first rows of some row groups, spread over the bytes of files.
 
     Takes   files, (path, bytes) · wanted, bytes at all places together
-    Does    takes up to MOST_GROUPS row groups whose first pages are a sixteenth of all bytes, as
-            the files' descriptions tell it; one in any case
-    Errors  as `read_parquet`
+
+    Note:
+        takes up to MOST_GROUPS row groups whose first pages are a sixteenth of all bytes, as the
+        files' descriptions tell it; one in any case.
+
+    Raises:
+        as `read_parquet`.
     """
     import pyarrow.parquet
 

@@ -47,7 +47,8 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 def content_key(*parts: object) -> str:
     """Hash everything a cache entry depends on, in order, to 24 hex digits.
 
-    Errors   TypeError for a part that has no JSON form
+    Raises:
+        TypeError: for a part that has no JSON form.
 
     >>> content_key("a", 1) == content_key("a", 1), content_key("a", 1) == content_key("a", 2)
     (True, False)
@@ -99,7 +100,9 @@ def open_cached(
 
     Takes   build: writes files into the folder of the entry it is given, returns a JSON object on
             them
-    Errors  ConfigError if the cache cannot be written
+
+    Raises:
+        ConfigError: if the cache cannot be written.
     """
     final = cache_folder() / f"{name}-{key}"
     about = _read(final)

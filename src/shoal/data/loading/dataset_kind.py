@@ -27,8 +27,9 @@ PERMANENT = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 def load_error(what: str, error: Exception) -> ShoalError:
     """The one line for an exception in the user's own data code, with its traceback as a note.
 
-    Gives   UserError; ClusterError where a disk, a mount or a connection is at fault, which may
-            work again after a restart
+    Returns:
+        UserError; ClusterError where a disk, a mount or a connection is at fault, which may work
+        again after a restart.
     """
     kind: type[ShoalError] = ClusterError if may_pass(error) else UserError
     wrapped = kind(f"{what}: {type(error).__name__}: {error}")
@@ -90,7 +91,8 @@ def identity_of(dataset: Any) -> list[Any] | None:
 def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
     """Join a list of samples to one batch; `collate` None is torch's default_collate.
 
-    Errors   UserError that names `where`; ClusterError where a disk or a connection failed
+    Raises:
+        UserError: that names `where`; ClusterError where a disk or a connection failed.
     """
     try:
         return default_collate(samples) if collate is None else collate(samples)

@@ -36,7 +36,8 @@ IN_BUFFER = "; its state leaves out what its shuffle buffer holds, so it is not 
 class ReadStep:
     """One step as read, with the iterable's state after it and whether the epoch ended there.
 
-    misread   samples that could not be read at once
+    Attributes:
+        misread: samples that could not be read at once.
     """
 
     batch: StepBatch
@@ -69,7 +70,9 @@ class StepReader(IterableDataset[Any]):
 
     Takes   epoch, and epoch_start, the position at which it began: samples are numbered from there
             batch, micro_batch, rank, degree, collate, seed: as for Loader · leaves_out: as there
-    Gives   ReadStep after ReadStep; or a Failure, the user's own error, as the last
+
+    Returns:
+        ReadStep after ReadStep; or a Failure, the user's own error, as the last.
     """
 
     end = END

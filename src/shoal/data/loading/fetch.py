@@ -40,7 +40,9 @@ def join_uniform(samples: Sequence[Any]) -> Any:
 
     So it is for tensors, arrays, numbers, texts, and tuples, lists and dicts of them, each of one
     kind and dtype in all samples: what differs torch promotes, by all that it sees.
-    Errors   NotUniform · what torch raises for shapes that differ
+
+    Raises:
+        NotUniform · what torch raises for shapes that differ.
     """
     first = samples[0]
     kind = type(first)
@@ -83,9 +85,10 @@ _dtype = attrgetter("dtype")
 class Joined:
     """Micro-batches on their way from who fetched them: one value for all, or a list of values.
 
-    sizes   samples of each micro-batch, where they are joined to one value; a process sends one
-            tensor in the place of many
-    misread   samples that could not be read at once; a micro-batch that lost all has some value
+    Attributes:
+        sizes: samples of each micro-batch, where they are joined to one value; a process sends one
+            tensor in the place of many.
+        misread: samples that could not be read at once; a micro-batch that lost all has some value.
     """
 
     value: Any

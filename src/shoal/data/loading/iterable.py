@@ -36,13 +36,17 @@ class IterableLoader:
             workers, above 0: one process that reads ahead, whatever the number · position, only 0
             leaves_out, an attribute: of a sample that a disk or a connection refused at every try
             nothing comes, where the iterable's state says where it goes on; on one rank
-    Gives   `position`, samples handed out so far over all ranks, can only be set by
-            `restore(state)` of a `state()`, together with the iterable's state; `len()` needs an
-            iterable with a length (TypeError)
-    Errors  ConfigError for impossible numbers, for an iterable that gives nothing in an epoch (a
+
+    Returns:
+        `position`, samples handed out so far over all ranks, can only be set by `restore(state)` of
+        a `state()`, together with the iterable's state; `len()` needs an iterable with a length
+        (TypeError).
+
+    Raises:
+        ConfigError: for impossible numbers, for an iterable that gives nothing in an epoch (a
             generator can be read once), for a state that is not JSON or cannot be taken back; while
             iterating UserError for an exception in the iterable or in collate, ClusterError for a
-            failed disk or connection or a dead worker process
+            failed disk or connection or a dead worker process.
     """
 
     def __init__(

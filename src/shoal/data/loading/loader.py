@@ -60,11 +60,15 @@ class Loader:
             workers, processes that fetch ahead, at least a step; 0 fetches between steps
             collate, list of samples -> batch; None: torch's default_collate
             shuffle, False: dataset order in every epoch
-    Errors  ConfigError for an empty dataset or impossible numbers; while iterating UserError for an
-            exception in the dataset or in collate, ClusterError for a disk or connection that
-            fails four times, and for worker processes that die or hang again and again
-    Limits  one thread in a worker, several in the main process: a dataset that sums large tensors
-            in `__getitem__` may differ between the two in the last bit
+
+    Raises:
+        ConfigError: for an empty dataset or impossible numbers; while iterating UserError for an
+            exception in the dataset or in collate, ClusterError for a disk or connection that fails
+            four times, and for worker processes that die or hang again and again.
+
+    Note:
+        one thread in a worker, several in the main process: a dataset that sums large tensors in
+        `__getitem__` may differ between the two in the last bit.
     """
 
     def __init__(

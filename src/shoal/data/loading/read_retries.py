@@ -28,9 +28,13 @@ LEFT_OUT = object()
 class Misread:
     """A sample that could not be read at the first try.
 
-    sample     its index, as a person knows it · position  in the stream · epoch  of it, from 0
-    failures   tries that did not go well · error  the last one's, in words
-    left_out   none did: nothing of it is in the micro-batch
+    Attributes:
+        sample: its index, as a person knows it.
+        position: in the stream.
+        epoch: of it, from 0.
+        failures: tries that did not go well.
+        error: the last one's, in words.
+        left_out: none did: nothing of it is in the micro-batch.
     """
 
     sample: int
@@ -69,8 +73,12 @@ def read_patiently(read: Callable[[], T], failed: Callable[[Exception], None]) -
     """Give what `read` gives, at one of up to four tries with pauses between.
 
     A file system that answers late must not end a run of days.
-    failed   hears of each try that did not go well, the last one included
-    Errors   those that no further try can mend, at once; else those of the last try
+
+    Args:
+        failed: hears of each try that did not go well, the last one included.
+
+    Raises:
+        those that no further try can mend, at once; else those of the last try.
     """
     for pause_s in PAUSES_S:
         try:
@@ -90,8 +98,11 @@ def read_patiently(read: Callable[[], T], failed: Callable[[Exception], None]) -
 def read_again(fetcher: Reads, start: int, stop: int, at: int, first: Exception) -> list[Any]:
     """Read positions start … stop − 1 one by one, each with its own seed, some at a further try.
 
-    at, first   what failed until now, and how
-    Errors      as of the fetcher, whose `misread` are noted
+    Args:
+        at, first: what failed until now, and how.
+
+    Raises:
+        as of the fetcher, whose `misread` are noted.
     """
     if not may_pass(first):
         raise _failed(fetcher, at, first) from first
@@ -132,8 +143,10 @@ def without_lost(samples: list[Any], sizes: list[int]) -> tuple[list[Any], list[
 class Late:
     """In the place of a stream's sample that could not be read at once.
 
-    sample     as it was read at a further try, or LEFT_OUT
-    failures   tries that did not go well · error  the last one's, in words, and where it was
+    Attributes:
+        sample: as it was read at a further try, or LEFT_OUT.
+        failures: tries that did not go well.
+        error: the last one's, in words, and where it was.
     """
 
     sample: Any
@@ -172,9 +185,15 @@ def pull_again(reader: ReadsStream, where: str, first: Exception) -> Any:
 
     A stream has no index: it is begun anew from its last known place and read up to the sample.
     Where its state says another place after the failure than before, that is behind the sample.
-    where    of the sample, in words
-    Gives    Late, or END
-    Errors   as of the reader, for what no try can mend, and for what cannot be stepped over
+
+    Args:
+        where: of the sample, in words.
+
+    Returns:
+        Late, or END.
+
+    Raises:
+        as of the reader, for what no try can mend, and for what cannot be stepped over.
     """
     at, failed, before = reader.stands(), [first], [None]
 
@@ -214,7 +233,8 @@ def told_and_lost(
 ) -> tuple[Misread, ...]:
     """Tell of samples that were read at a further try, and give those that never were.
 
-    before   how many were told or passed over until now: the 1st, 2nd, 4th, 8th … is told
+    Args:
+        before: how many were told or passed over until now: the 1st, 2nd, 4th, 8th … is told.
     """
     again = [one for one in misread if not one.left_out]
     for number, one in enumerate(again, before + 1):
@@ -234,7 +254,8 @@ def what_is_left(
 ) -> tuple[list[T], tuple[tuple[int, ...], ...]]:
     """Micro-batches that hold a sample, and the indices of what they hold.
 
-    positions   of the samples of each micro-batch in the stream, the lost ones too
+    Args:
+        positions: of the samples of each micro-batch in the stream, the lost ones too.
     """
     gone = {one.position for one in lost}
     places = [[position not in gone for position in each] for each in positions]

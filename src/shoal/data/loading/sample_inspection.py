@@ -41,8 +41,11 @@ def sample_kind(dataset: Any) -> str:
 def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
     """Join the first `count` samples to a batch; data and generators stay as they were.
 
-    data     map-style, or an iterable with `state_dict()`
-    Errors   ConfigError for an iterable that could not be put back; as `join`; the dataset's own
+    Args:
+        data: map-style, or an iterable with `state_dict()`.
+
+    Raises:
+        ConfigError: for an iterable that could not be put back; as `join`; the dataset's own.
     """
     with kept_draws():
         if is_indexed(data):

@@ -82,7 +82,9 @@ def permute(offsets: npt.ArrayLike, samples: int, seed: int, epoch: int) -> Indi
     """Where a shuffle of 0 … samples − 1 sends each offset; int64, same shape [k].
 
     Takes   offsets, each in 0 … samples − 1; the shuffle is chosen by (seed, epoch, samples)
-    Limits  samples ≤ 2^62
+
+    Note:
+        samples ≤ 2^62.
 
     >>> sorted(permute(range(5), 5, seed=0, epoch=0).tolist())
     [0, 1, 2, 3, 4]
@@ -106,7 +108,9 @@ def samples_at(
     """Epoch and dataset indices [stop − start] of stream positions start … stop − 1 of one epoch.
 
     Takes   samples n ≥ 1, the dataset's length · shuffle False: index p mod n, in file order
-    Errors  ValueError if the range lies in two epochs (no step and no micro-batch does)
+
+    Raises:
+        ValueError: if the range lies in two epochs (no step and no micro-batch does).
 
     >>> epoch, indices = samples_at(8, 10, 5, seed=1)
     >>> epoch, indices.tolist() == permute([3, 4], 5, seed=1, epoch=1).tolist()

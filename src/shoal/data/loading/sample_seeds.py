@@ -197,8 +197,10 @@ class Draws:
 
     One that moved without being seeded is seeded from then on, and the work is done again: what
     draws in every sample is found after the first one. So all values are those of always seeding.
-    Limits    a sample that draws and puts the generator back itself (`fork_rng` without a seed) is
-              not seen to draw
+
+    Note:
+        a sample that draws and puts the generator back itself (`fork_rng` without a seed) is not
+        seen to draw.
     """
 
     def __init__(self) -> None:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 class LoadedMicroBatch:
     """One micro-batch with its samples joined, ready for one forward pass.
 
-    index        its number in the step, over all ranks
-    start, stop  its positions in the stream: start … stop − 1
-    value        what collate made of the samples, e.g. (inputs, targets), samples along dim 0
-    apart        its positions where they lie apart, in turns of several streams; (): none between
+    Attributes:
+        index: its number in the step, over all ranks.
+        start, stop: its positions in the stream: start … stop − 1.
+        value: what collate made of the samples, e.g. (inputs, targets), samples along dim 0.
+        apart: its positions where they lie apart, in turns of several streams; (): none between.
     """
 
     index: int
@@ -42,18 +43,20 @@ class LoadedMicroBatch:
 class StepBatch:
     """One optimizer step's share of one rank, to be given to `run.step` whole.
 
-    micro_batches            those this rank runs, in order; empty if the short last step of an
-                             epoch leaves it none (it still joins the collectives, weight 0)
-    position, next_position  where the step starts and ends in the stream, samples over all ranks
-    total                    micro-batches of the whole step, over all ranks
-    epoch                    pass over the data, from 0
-    by_rank                  micro-batches of each data rank; (): dealt in turn, rank 0 first
-    after                    the loader's state once this step is committed; JSON values
-    stream                   which loader made it: the loader's identity
-    probe                    texts on the data that ranks compare, with a loader's first step; else
-                             ()
-    sample_ids               dataset indices of each micro-batch (iterables: numbers in the epoch)
-    left_out                 samples of this rank that could not be read and are in none of them
+    Attributes:
+        micro_batches: those this rank runs, in order; empty if the short last step of an epoch
+            leaves it none (it still joins the collectives, weight 0).
+        position, next_position: where the step starts and ends in the stream, samples over all
+            ranks.
+        total: micro-batches of the whole step, over all ranks.
+        epoch: pass over the data, from 0.
+        by_rank: micro-batches of each data rank; (): dealt in turn, rank 0 first.
+        after: the loader's state once this step is committed; JSON values.
+        stream: which loader made it: the loader's identity.
+        probe: texts on the data that ranks compare, with a loader's first step; else ().
+        sample_ids: dataset indices of each micro-batch (iterables: numbers in the epoch).
+        left_out: samples of this rank that could not be read and are in none of them.
+
     `values` are the joined samples, one per micro-batch, and `len()` their number; iterating or
     indexing it raises ConfigError
     """

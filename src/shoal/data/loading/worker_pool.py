@@ -46,7 +46,8 @@ Tell = Callable[[str], None]
 class Failure:
     """An error on its way from a worker process: its one line, and the traceback there.
 
-    transient   a ClusterError, worth a restart; else a UserError
+    Attributes:
+        transient: a ClusterError, worth a restart; else a UserError.
     """
 
     line: str
@@ -71,7 +72,8 @@ class Failure:
 class FetcherView(Dataset[Any]):
     """A fetcher as torch's DataLoader wants it: `view[spans]`, failures as values.
 
-    reads   the stream position that each worker reads now, or NOTHING
+    Attributes:
+        reads: the stream position that each worker reads now, or NOTHING.
     """
 
     def __init__(self, fetcher: Fetcher, workers: int) -> None:
@@ -267,10 +269,13 @@ def from_workers(
 ) -> Generator[Any, None, None]:
     """What `dataset` gives, in order, fetched by `workers` processes, `ahead` results each.
 
-    spans   keys for dataset[key]; None for an iterable dataset, which is not begun again
-    tell    hears of workers that are made again, and of those that do not answer
-    Errors  those of a Failure among the results · ClusterError if worker processes die or hang
-            again and again
+    Args:
+        spans: keys for dataset[key]; None for an iterable dataset, which is not begun again.
+        tell: hears of workers that are made again, and of those that do not answer.
+
+    Raises:
+        those of a Failure among the results · ClusterError if worker processes die or hang again
+            and again.
     """
     pending, lost = deque[Any](), 0
     spans = None if spans is None else iter(spans)  # what is taken of it is taken

@@ -63,10 +63,13 @@ def _undealt(dataset: Any) -> str:
 class Shards:
     """The shards of a streaming dataset, `count` of them; `open` reads one from its front.
 
-    why         what forbids to read it shard by shard; "" if nothing does
-    digest      of the files' names: the same on every rank, and after a resume
-    has_places  a shard's own state tells exactly where it stands
-    Errors      ConfigError for a dataset that is one rank's share already
+    Attributes:
+        why: what forbids to read it shard by shard; "" if nothing does.
+        digest: of the files' names: the same on every rank, and after a resume.
+        has_places: a shard's own state tells exactly where it stands.
+
+    Raises:
+        ConfigError: for a dataset that is one rank's share already.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -119,8 +122,9 @@ def open_dealt(
 ) -> DealtLoader | None:
     """The loader of a streaming dataset whose shards are dealt to ranks; None for all others.
 
-    notice     is told in a line where every rank reads all of a stream
-    settings   keyword arguments of a loader
+    Args:
+        notice: is told in a line where every rank reads all of a stream.
+        settings: keyword arguments of a loader.
     """
     if not is_streaming(dataset):
         return None

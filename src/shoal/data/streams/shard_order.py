@@ -83,7 +83,8 @@ class Deal:
     ) -> None:
         """A step is over: what its turns gave, and the streams in which a shard ended.
 
-        turns   none: every stream was asked whether it has a sample
+        Args:
+            turns: none: every stream was asked whether it has a sample.
         """
         for (stream, _), size in zip(turns, sizes, strict=True):
             self.taken[stream] += size

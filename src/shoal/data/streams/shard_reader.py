@@ -32,10 +32,12 @@ NOTHING = object()
 class Answer:
     """What one rank read of a step.
 
-    sizes     samples that each of its turns gave, by the turn's number
-    values    its micro-batches, joined, in their order
-    late      samples that could not be read at once: turn, place in it, and what `Late` says
-    ended     streams in which a shard ended · places  the state of each stream's shard, or None
+    Attributes:
+        sizes: samples that each of its turns gave, by the turn's number.
+        values: its micro-batches, joined, in their order.
+        late: samples that could not be read at once: turn, place in it, and what `Late` says.
+        ended: streams in which a shard ended.
+        places: the state of each stream's shard, or None.
     """
 
     sizes: dict[int, int] = field(default_factory=dict)
@@ -48,8 +50,9 @@ class Answer:
 class _Opened:
     """A shard that is being read, from a place in it that is known to its sample `taken`.
 
-    known   a place that its own state said, behind how many samples; (0, None): its front
-    ahead   the sample that was read ahead
+    Attributes:
+        known: a place that its own state said, behind how many samples; (0, None): its front.
+        ahead: the sample that was read ahead.
     """
 
     end = END
@@ -125,11 +128,12 @@ class _Opened:
 class ShardReader:
     """Reads the streams of one epoch that a rank owns.
 
-    shards   has `open(number, seed, epoch, streams)` and `has_places`
-    rank, degree   this rank's place among those with other micro-batches
-    whole    every rank reads all streams, and keeps micro-batches rank, rank + degree, …
-    micro_batch   samples that are joined, of as many turns as hold them; 0: each turn's own
-    leaves_out   a sample that a disk or a connection refuses at every try is left out
+    Args:
+        shards: has `open(number, seed, epoch, streams)` and `has_places`.
+        rank, degree: this rank's place among those with other micro-batches.
+        whole: every rank reads all streams, and keeps micro-batches rank, rank + degree, …
+        micro_batch: samples that are joined, of as many turns as hold them; 0: each turn's own.
+        leaves_out: a sample that a disk or a connection refuses at every try is left out.
     """
 
     def __init__(
@@ -169,10 +173,12 @@ class ShardReader:
     ) -> Answer:
         """This rank's part of a step; without turns: whether its streams have a sample.
 
-        held, taken   as in `Deal`, before the step
+        Args:
+            held, taken: as in `Deal`, before the step.
 
-        Errors   UserError or ClusterError for what the dataset or collate raises, ConfigError for
-                 a shard that is shorter than it was
+        Raises:
+            UserError or ClusterError: for what the dataset or collate raises, ConfigError for a
+                shard that is shorter than it was.
         """
         self._held, self._taken, self._finished = held, taken, {}
         self.streams = len(held)
@@ -308,7 +314,8 @@ class _Served(IterableDataset[Any]):
 class Asked:
     """A reader that is asked for a step and answers later; where there are workers, from one.
 
-    Errors of `answer()`: those of ShardReader.read; ClusterError if the worker process dies
+    Raises:
+        of `answer()`: those of ShardReader.read; ClusterError if the worker process dies.
     """
 
     def __init__(self, reader: ShardReader, workers: int) -> None:

@@ -49,7 +49,9 @@ class DealtLoader(IterableLoader):
             gather: tells the data ranks' words to all of them
             turn: samples that a stream gives at a time (0: a micro-batch); a restored state has its
             own · the rest as IterableLoader
-    Errors  as IterableLoader; ConfigError for a state of other shards
+
+    Raises:
+        as IterableLoader; ConfigError for a state of other shards.
     """
 
     def __init__(self, shards: Any, *, gather: Gather, turn: int = 0, **settings: Any) -> None:
@@ -128,8 +130,10 @@ def _steps(
 ) -> Iterator[ReadStep]:
     """The steps to the end of the epoch. Holds no loader: see `iterable.py`.
 
-    gather   None: every rank reads all · cut   batch, samples of a turn
-    before   a step to begin behind, with what ranks compare in the first one
+    Args:
+        gather: None: every rank reads all.
+        cut: batch, samples of a turn.
+        before: a step to begin behind, with what ranks compare in the first one.
     """
     reader = asked.reader
     places = {key: one for key, one in reader.places.items() if reader.owns(int(key))}
@@ -194,8 +198,10 @@ def _step(
 ) -> StepBatch:
     """The step behind another one, of turns that gave so many samples.
 
-    owners   whose each turn is; None: all are read by every rank, which has micro-batches in turn
-    values   this rank's micro-batches
+    Args:
+        owners: whose each turn is; None: all are read by every rank, which has micro-batches in
+            turn.
+        values: this rank's micro-batches.
     """
     starts = list(accumulate(sizes, initial=before.next_position))
     cut, whose = _micro_batches(starts, owners, reader.micro_batch, reader.degree)
@@ -224,8 +230,10 @@ def _micro_batches(
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """List the stream positions of each micro-batch of a step, and which rank has it.
 
-    starts   where each turn begins in the stream, and where the last one ends
-    owners   as of `_step` · size  samples of a micro-batch; 0: each turn is one
+    Args:
+        starts: where each turn begins in the stream, and where the last one ends.
+        owners: as of `_step`.
+        size: samples of a micro-batch; 0: each turn is one.
     """
     turns = [tuple(range(*span)) for span in pairwise(starts)]
     given = [turn for turn, places in enumerate(turns) if places]

@@ -51,8 +51,9 @@ def check_degree(degree: int) -> None:
 class StreamOrder:
     """Which sample of sharded data is at a position: `order(start, stop, seed)` gives indices.
 
-    sizes   samples of each shard; sample numbers run over the shards, one after another
-    turn    samples of one turn
+    Args:
+        sizes: samples of each shard; sample numbers run over the shards, one after another.
+        turn: samples of one turn.
     """
 
     def __init__(self, sizes: Sequence[int], turn: int) -> None:
@@ -71,7 +72,8 @@ class StreamOrder:
     def _last_turns(self, left: Indices) -> tuple[Indices, Indices]:
         """(stream, place in it) of the samples after the even rounds, one stream's after another's.
 
-        left   samples of each stream, at most one turn
+        Args:
+            left: samples of each stream, at most one turn.
         """
         streams = np.repeat(np.arange(STREAMS), left)
         before = np.repeat(np.cumsum(left) - left, left)

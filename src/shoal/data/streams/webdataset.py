@@ -39,9 +39,13 @@ Ints = npt.NDArray[np.int64]
 class TarSamples(Dataset[Any]):
     """Samples of tar shards: dataset[i] is `decode` of {"__key__": name, "jpg": bytes, …}.
 
-    pattern   of the shards' paths · decode  None: the dict itself
-    only      sample numbers, ascending, that this part has; None: all
-    Errors    ConfigError for no shard, a compressed or damaged one
+    Args:
+        pattern: of the shards' paths.
+        decode: None: the dict itself.
+        only: sample numbers, ascending, that this part has; None: all.
+
+    Raises:
+        ConfigError: for no shard, a compressed or damaged one.
     """
 
     def __init__(
@@ -141,9 +145,12 @@ class TarImages(TarSamples):
 def open_index(pattern: str, where: str) -> dict[str, Any]:
     """Where every file of every sample of some shards lies; from the cache, or found now.
 
-    Gives   files [files, 4] shard, ending, place, size · ends [samples] of a sample's files ·
-            classes [samples], −1 without .cls · keys, key_ends · shard_samples · endings
-    Errors  ConfigError for a shard that is no plain tar
+    Returns:
+        files [files, 4] shard, ending, place, size · ends [samples] of a sample's files · classes
+        [samples], −1 without .cls · keys, key_ends · shard_samples · endings.
+
+    Raises:
+        ConfigError: for a shard that is no plain tar.
     """
     paths = glob_files(pattern, where, "wds")
     folder = fixed_folder(pattern)
@@ -233,7 +240,8 @@ def _members(path: Path) -> list[tuple[str, int, int, int]]:
 def open_shards(argument: str, size: int, share: float, where: str) -> dict[str, Any]:
     """What a `Source` is made of, but for `collate` and `kind`: images with classes.
 
-    Errors   ConfigError for samples without .cls, and as open_index
+    Raises:
+        ConfigError: for samples without .cls, and as open_index.
     """
     index = open_index(argument, where)
     whole = TarSamples(argument, where=where)

@@ -89,9 +89,14 @@ def examples(
 ) -> Iterator[Example]:
     """Every row as an example.
 
-    rows   (place, object) · form   PAIR or CHAT
-    end    text of the end-of-text token, "" none · render  a chat template
-    Errors ConfigError with file and line
+    Args:
+        rows: (place, object).
+        form: PAIR or CHAT.
+        end: text of the end-of-text token, "" none.
+        render: a chat template.
+
+    Raises:
+        ConfigError: with file and line.
     """
     writer: Callable[[dict[str, Any], str], Example]
     if form == PAIR:

@@ -84,9 +84,14 @@ def open_examples(
 ) -> Encoded:
     """The examples of JSON lines, from the cache or encoded now; `share` of them held out.
 
-    template   folder of a chat template, "" for the plain one; `find_template` finds it
-    Errors  ConfigError for a line of another form, by file and number
-    Limits  while they are encoded all of them are in memory as text
+    Args:
+        template: folder of a chat template, "" for the plain one; `find_template` finds it.
+
+    Raises:
+        ConfigError: for a line of another form, by file and number.
+
+    Note:
+        while they are encoded all of them are in memory as text.
     """
     folder = template if form == CHAT else ""
     recipe = [tokenizer_recipe(tokenizer), form, share, _template_recipe(folder), MASKED_BY]
@@ -179,7 +184,8 @@ def _held_out(found: list[Example], share: float) -> npt.NDArray[np.bool_]:
 def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
     """Deal things of some sizes, none above `room`, to rows: longest first, each where it fits.
 
-    Gives   numbers of things, row by row
+    Returns:
+        numbers of things, row by row.
 
     >>> best_fit([3, 5, 2, 4, 1], 6)
     [[1, 4], [3, 2], [0]]
@@ -210,9 +216,13 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
 
     dataset[i] is (inputs, targets): inputs int64 [sequence], or if packed the model's keywords
     {"input_ids", "position_ids"}, each [sequence]; targets int64 [sequence], −100 where no loss is.
-    `cut`       examples longer than sequence + 1, of which the end is left out
-    `left_out`  examples without an answer among their first sequence + 1 tokens
-    Errors      ConfigError if no example is left; `part` names it
+
+    Attributes:
+        `cut`: examples longer than sequence + 1, of which the end is left out.
+        `left_out`: examples without an answer among their first sequence + 1 tokens.
+
+    Raises:
+        ConfigError: if no example is left; `part` names it.
     """
 
     draws_nothing = True

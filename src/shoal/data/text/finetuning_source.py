@@ -19,9 +19,12 @@ from shoal.data.text.text_rows import CHAT, PAIR, find_form, row_documents
 def open_finetuning(section: DataSection, share: float, second: str) -> dict[str, Any] | None:
     """What a `Source` is made of, but for `collate` and `kind`; None where lines are text.
 
-    second   another source for validation, which must be rows with answers too; "" none
-    Errors   ConfigError for a line of another form by file and number, for examples without an
-             answer within data.sequence, for a second source of another kind
+    Args:
+        second: another source for validation, which must be rows with answers too; "" none.
+
+    Raises:
+        ConfigError: for a line of another form by file and number, for examples without an answer
+            within data.sequence, for a second source of another kind.
     """
     documents, form = _lines(section, section.source, "data.source")
     if form not in (PAIR, CHAT):

@@ -26,8 +26,9 @@ from shoal.base.runlog.atomic_files import cache_folder
 def open_split(argument: str, where: str) -> Any:
     """The `datasets.Dataset` that FOLDER or FOLDER#SPLIT names.
 
-    Errors   ConfigError for a folder that the library cannot read, an unknown split, or several
-             of which none is `train`
+    Raises:
+        ConfigError: for a folder that the library cannot read, an unknown split, or several of
+            which none is `train`.
     """
     import datasets  # of the extra `data`; check_data says so where it is missing
 
@@ -78,7 +79,8 @@ def document_fields(argument: str, where: str) -> dict[str, Any]:
 def read_hf(argument: str, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`FOLDER: row N`, object) of every row, N from 1.
 
-    keys   columns to read; none, or one that the dataset has not: all of them
+    Args:
+        keys: columns to read; none, or one that the dataset has not: all of them.
     """
     data = open_split(argument, "data.source")
     if keys and set(keys) <= set(data.column_names):
@@ -128,7 +130,8 @@ def open_hf_images(argument: str, size: int, share: float, where: str) -> dict[s
 class HfImages(Dataset[Any]):
     """Rows with an image and a class as (image [3, size, size] float32 in 0 … 1, class int).
 
-    numbers   rows that this part has
+    Args:
+        numbers: rows that this part has.
     """
 
     draws_nothing = True

@@ -47,7 +47,8 @@ def by_places(
 ) -> Iterator[str]:
     """The text of some places in documents, TRAIN_CHARACTERS in all; each kind has its share.
 
-    of_rows   gives the texts of (documents of one kind, places, bytes)
+    Args:
+        of_rows: gives the texts of (documents of one kind, places, bytes).
     """
     share = share_of(documents)
     for kind, some in groupby(documents, _kind):

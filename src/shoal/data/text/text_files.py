@@ -64,7 +64,9 @@ def open_corpus(
 
     Takes   tokenizer, `bpe:VOCABULARY` (trained on train) or the path of a tokenizer.json
             tail, the share of train's last tokens to hold out where validation has no text
-    Errors  ConfigError for a tokenizer that is not there, or text without a single token
+
+    Raises:
+        ConfigError: for a tokenizer that is not there, or text without a single token.
     """
     recipe = tokenizer_recipe(tokenizer)
     groups = [[d.recipe() for d in g] for g in (train, validation)]
@@ -177,9 +179,12 @@ def _pieces(text: str) -> Iterator[str]:
 def encode(tokenizer: Any, texts: Texts) -> list[np.ndarray[Any, Any] | None]:
     """Tokens of all texts, each followed by the end-of-text token if there is one, by side.
 
-    Gives   ids [tokens] of each side, uint16 where the vocabulary allows, else uint32; None for a
-            side without documents
-    Limits  the result must fit in memory: 2 bytes per token, about half a byte per byte of text
+    Returns:
+        ids [tokens] of each side, uint16 where the vocabulary allows, else uint32; None for a side
+        without documents.
+
+    Note:
+        the result must fit in memory: 2 bytes per token, about half a byte per byte of text.
     """
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
     ends = [tokenizer.token_to_id(name) for name in END_NAMES]

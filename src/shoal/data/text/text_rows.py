@@ -47,7 +47,8 @@ def _reader(kind: str) -> Reader:
 def text_of(row: dict[str, Any], key: str, place: str) -> str:
     """The text that one object has under `key`.
 
-    Errors   ConfigError with `place` and the nearest key where there is none, or it is no text
+    Raises:
+        ConfigError: with `place` and the nearest key where there is none, or it is no text.
     """
     if key not in row:
         close = nearest(key, row)
@@ -62,7 +63,8 @@ def text_of(row: dict[str, Any], key: str, place: str) -> str:
 def find_form(documents: Sequence[Document], field: str) -> tuple[str, ...]:
     """The keys that the rows of a source are read by: TEXT, PAIR, CHAT, or (data.field,).
 
-    Errors   ConfigError for files without a row, or a first row of none of these forms
+    Raises:
+        ConfigError: for files without a row, or a first row of none of these forms.
     """
     if field:
         return (field,)
@@ -85,7 +87,8 @@ def find_form(documents: Sequence[Document], field: str) -> tuple[str, ...]:
 class Rows(Document):
     """One side of a file of rows: its texts under `field`, held out or not by `share`.
 
-    kind   jsonl, parquet or hf
+    Attributes:
+        kind: jsonl, parquet or hf.
     """
 
     kind: str = "jsonl"
@@ -154,8 +157,12 @@ def rows_at(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, object) of rows of documents of one kind, at places spread over their bytes.
 
-    count    places · wanted  bytes at all of them together, about
-    Errors   as the readers
+    Args:
+        count: places.
+        wanted: bytes at all of them together, about.
+
+    Raises:
+        as the readers.
     """
     kind = documents[0].kind
     if kind == "hf":
@@ -191,8 +198,11 @@ def row_documents(
 ) -> tuple[list[Document], list[Document]]:
     """Both sides of the rows that KIND:ARGUMENT names: for training, and held out (share 0: none).
 
-    field    key of the text; "" where examples are read, or before `find_form` has found it
-    Errors   ConfigError if no file matches, with the nearest path
+    Args:
+        field: key of the text; "" where examples are read, or before `find_form` has found it.
+
+    Raises:
+        ConfigError: if no file matches, with the nearest path.
     """
     if kind == "hf":
         from shoal.data.text.hf_rows import document_fields

@@ -51,7 +51,9 @@ ROOTED = {"broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "sca
 class Fingerprints:
     """Keeps the calls of this process's training thread in its page; made by that thread.
 
-    step   the one that begins
+    Args:
+        step: the one that begins.
+
     They are kept under the step's number, or the next one that is free: a step that is taken again,
     or that of another run of this process, is not compared with the one before.
     """

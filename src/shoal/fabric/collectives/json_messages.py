@@ -129,7 +129,8 @@ def differing(world: Talker, message: Any) -> tuple[int, Any, Any] | None:
 def differing_places(world: Talker, numbers: Sequence[int]) -> list[int]:
     """Places at which some rank's number is another than other ranks'; as many numbers on each.
 
-    numbers   of 63 bits and a sign; costs 72 bytes where all agree, else 16 bytes a number
+    Args:
+        numbers: of 63 bits and a sign; costs 72 bytes where all agree, else 16 bytes a number.
     """
     if _compared(world, json.dumps(list(numbers)).encode())[0]:
         return []
@@ -239,8 +240,12 @@ def key_of(token: bytes, word: bytes) -> bytes:
 def prove_peers(group: dist.ProcessGroup | None, ranks: Sequence[int], key: bytes) -> None:
     """Have every member of a new group prove itself to every other; all of them call it.
 
-    ranks    the members, by their numbers among all processes · key  of `key_of`; empty: no proof
-    Errors   ClusterError naming the pair, after PROOF_S
+    Args:
+        ranks: the members, by their numbers among all processes.
+        key: of `key_of`; empty: no proof.
+
+    Raises:
+        ClusterError: naming the pair, after PROOF_S.
     """
     if group is None or not key or not carries_host_tensors(group):
         return  # NCCL's connections ask for a random word of their own, which the store carries

@@ -97,9 +97,12 @@ def swap(
 ) -> None:
     """Send bytes to a rank and take bytes of a rank, both at once: a ring does not wait in turn.
 
-    group       of all ranks, which carries what lies in host memory
-    out, into   (rank, [bytes] uint8 in host memory); None: nothing that way
-    Errors      ClusterError naming the rank that did not take, or send, within the time
+    Args:
+        group: of all ranks, which carries what lies in host memory.
+        out, into: (rank, [bytes] uint8 in host memory); None: nothing that way.
+
+    Raises:
+        ClusterError: naming the rank that did not take, or send, within the time.
     """
     works = []
     if out is not None:

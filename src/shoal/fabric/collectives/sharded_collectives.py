@@ -113,10 +113,13 @@ class ScatterGradients:
 
     Takes      traffic, where its bytes and waits are added · replicas, ranks over which
                `fully_shard` sums each part afterwards (hsdp), to count that all-reduce too
-    norms      of what this rank put in, one per call; the reducer empties it as a step begins
-    Limits     its `op` is not looked at. On the CPU it waits for the sum, adds up in the order of
-               the ranks, and keeps the input's memory for a next unit of its size; on CUDA it is
-               NCCL's own
+
+    Attributes:
+        norms: of what this rank put in, one per call; the reducer empties it as a step begins.
+
+    Note:
+        its `op` is not looked at. On the CPU it waits for the sum, adds up in the order of the
+        ranks, and keeps the input's memory for a next unit of its size; on CUDA it is NCCL's own.
     """
 
     def __init__(self, traffic: Traffic, replicas: int) -> None:

@@ -40,9 +40,12 @@ def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
 class Traffic:
     """What one rank sent and how long it waited for it, counted.
 
-    sent_bytes   by kind of collective · exposed_s  seconds spent waiting; `take()` returns both
-                 since the last call, and sets them to zero
-    calls        collectives that were begun, ever
+    Attributes:
+        sent_bytes: by kind of collective.
+        exposed_s: seconds spent waiting; `take()` returns both since the last call, and sets them
+            to zero.
+        calls: collectives that were begun, ever.
+
     `count(kind, payload_bytes, degree)` adds one; `with waiting():` adds the time inside
     """
 

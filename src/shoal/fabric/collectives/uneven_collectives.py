@@ -32,9 +32,11 @@ class PendingSum:
     """A reduce-scatter under way; `result(out=None)` waits and gives this rank's part of the sum.
 
     With `out` that is overwritten with it and returned. To be called once: it may free what came.
-    received   [ranks, own part], or [1, own part] where the backend has summed already
-    source     what is being sent; held until the work is done
-    give_back  takes `received` when it was read; default: its memory is freed
+
+    Attributes:
+        received: [ranks, own part], or [1, own part] where the backend has summed already.
+        source: what is being sent; held until the work is done.
+        give_back: takes `received` when it was read; default: its memory is freed.
     """
 
     work: dist.Work | None
@@ -69,9 +71,10 @@ def reduce_scatter(
 ) -> PendingSum:
     """Begin a reduce-scatter; rank r gets the elements from cuts[r] to cuts[r + 1].
 
-    into       on a CPU: memory for what arrives, as many elements as all ranks want of this one's
-               part; default: new memory
-    give_back  takes it when the sum was read
+    Args:
+        into: on a CPU: memory for what arrives, as many elements as all ranks want of this one's
+            part; default: new memory.
+        give_back: takes it when the sum was read.
 
     Source: measured in docs/lab-log.md; pairwise all-to-all, Thakur et al. 2005
     """

@@ -66,7 +66,9 @@ class PendingRows:
 def exchange(world: World, packed: Tensor, sizes: Sequence[int]) -> PendingRows:
     """Begin to give every rank its part of everybody's bytes: the sending half of a sum.
 
-    packed   [bytes], the parts for rank 0, 1, … one after another, each `sizes[rank]` long
+    Args:
+        packed: [bytes], the parts for rank 0, 1, … one after another, each `sizes[rank]` long.
+
     Counted as a reduce-scatter, which it is for those who then add up what they decode.
     """
     if world.group is None:
@@ -83,8 +85,9 @@ def exchange(world: World, packed: Tensor, sizes: Sequence[int]) -> PendingRows:
 class Flight(Protocol):
     """A sum under way, as `Sender.send` gives it; every rank calls `turn` once, then `result(out)`.
 
-    turn      wait for the first half and send the second, if the code has one
-    result    wait, and overwrite `out` with the sum, or with this rank's part of it
+    Attributes:
+        turn: wait for the first half and send the second, if the code has one.
+        result: wait, and overwrite `out` with the sum, or with this rank's part of it.
     """
 
     def turn(self) -> None:
@@ -129,7 +132,8 @@ class Sender(Protocol):
 class Keeping:
     """The moments of a Sender whose memory is residuals only: `rests`, by name.
 
-    starts   of each rank's part the places where blocks begin anew (`Pieces`); (): none
+    Attributes:
+        starts: of each rank's part the places where blocks begin anew (`Pieces`); (): none.
     """
 
     rests: Mapping[str, Residual]
@@ -282,8 +286,12 @@ class _ScatteredFlight:
 class CodedScatter:
     """A reduce-scatter in codes for one unit of `fully_shard`; made of a `ScatterGradients`.
 
-    plain   its traffic and norms are used, and its buffers · code  one of CODES
-    world   the ranks of the unit · sizes  of a rank's rows of each parameter, one after another
+    Args:
+        plain: its traffic and norms are used, and its buffers.
+        code: one of CODES.
+        world: the ranks of the unit.
+        sizes: of a rank's rows of each parameter, one after another.
+
     It is a Sender's memory too: what there is to keep it knows from its first call on.
     """
 
@@ -393,7 +401,9 @@ class LargestSum(Keeping):
 
     Takes   elements, dtype, world · share  of the elements that a rank sends, at least one of them;
             it keeps the others for the next message
-    Gives   every rank the same sum, 0 where no rank sent anything
+
+    Returns:
+        every rank the same sum, 0 where no rank sent anything.
     """
 
     def __init__(self, elements: int, dtype: torch.dtype, world: World, share: float) -> None:

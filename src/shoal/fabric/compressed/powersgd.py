@@ -32,7 +32,9 @@ FIRST_SEED = 0x5A0A1
 class Matrix:
     """The elements start … stop − 1 of a flat tensor, summed as a matrix [rows, columns].
 
-    stride          of the matrix in memory, in elements
+    Attributes:
+        stride: of the matrix in memory, in elements.
+
     `of(flat)` gives the matrix as a view; `rank(asked)` the rank it can have; `pays(asked)` whether
     its two thin matrices of that rank are smaller than it
     """
@@ -67,8 +69,10 @@ class LowRankSum(Keeping):
     Takes   elements, dtype, world · rank  columns of the thin matrices, at most
             matrices  parts of [elements]; those worth it are sent as two thin ones, and all other
             elements as they are
-    Gives   every rank the same sum; what a rank's thin matrices left out comes with its next
-            message, once `commit` said that this one counts
+
+    Returns:
+        every rank the same sum; what a rank's thin matrices left out comes with its next message,
+        once `commit` said that this one counts.
     """
 
     def __init__(

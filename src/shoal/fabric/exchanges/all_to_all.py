@@ -21,8 +21,12 @@ def counts_for(world: World, counts: torch.Tensor) -> torch.Tensor:
     """Exchange integers all-to-all: row r of `counts` goes to rank r; gives the rows that came.
 
     Every rank must call it.
-    counts   [size, …] integers, one row for each rank
-    Gives    [size, …], row r as rank r sent it here; of one process a copy of `counts`
+
+    Args:
+        counts: [size, …] integers, one row for each rank.
+
+    Returns:
+        [size, …], row r as rank r sent it here; of one process a copy of `counts`.
     """
     if world.group is None:
         return counts.clone()
@@ -39,9 +43,13 @@ def to_each(
     """Exchange rows all-to-all: send `sent[r]` rows to each rank r; gives [sum of received, …].
 
     Every rank must call it, and waits until its rows have come.
-    rows       [sum of sent, …]: those for rank 0 first, then rank 1, …
-    received   how many come from each rank (`counts_for` tells)
-    Gives      what came, rank 0's first; of one process `rows` itself
+
+    Args:
+        rows: [sum of sent, …]: those for rank 0 first, then rank 1, …
+        received: how many come from each rank (`counts_for` tells).
+
+    Returns:
+        what came, rank 0's first; of one process `rows` itself.
     """
     if world.group is None:
         return rows

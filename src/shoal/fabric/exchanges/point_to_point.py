@@ -26,10 +26,13 @@ from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 class Transfer:
     """A message under way between two ranks; `wait()` returns its tensor once it is there.
 
-    tensor   what arrives, filled once `wait` has returned; or what is sent, to be left as it is
-             until then
-    work     torch's handle; None: nothing had to travel, or it was waited for
-    Errors   RuntimeError of `wait` where the peer is gone or the deadline has passed
+    Attributes:
+        tensor: what arrives, filled once `wait` has returned; or what is sent, to be left as it is
+            until then.
+        work: torch's handle; None: nothing had to travel, or it was waited for.
+
+    Raises:
+        RuntimeError: of `wait` where the peer is gone or the deadline has passed.
     """
 
     tensor: torch.Tensor

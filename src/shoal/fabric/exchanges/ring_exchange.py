@@ -41,7 +41,9 @@ class Ring:
                        before; gives a Turn, whose `result()` waits and returns what came. Shapes
                        and formats are the same on every rank, and what is sent must not change
                        until then
-    all_reduce, all_gather, reduce_scatter, to_each   the world's, and `all_to_all.to_each`
+
+    Attributes:
+        all_reduce, all_gather, reduce_scatter, to_each: the world's, and `all_to_all.to_each`.
     """
 
     def __init__(self, world: World) -> None:
@@ -63,7 +65,8 @@ class Ring:
     def pass_on(self, tensors: Sequence[torch.Tensor]) -> Turn:
         """Begin a turn; the tensors must stay as they are until it is waited for.
 
-        tensors   of the same shapes and formats on every rank
+        Args:
+            tensors: of the same shapes and formats on every rank.
         """
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         return Turn(

@@ -24,9 +24,11 @@ def bare_call(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
     """Make the buffers of one collective; gives the function that runs it once, and waits.
 
     Every rank of the group must make and run it. Messages are float32, all 0.
-    kind         one of EVERY; on gloo a reduce-scatter is an all-to-all and a sum, as in runs
-    size_bytes   what is summed, gathered, broadcast, or what a rank holds for all others; at least
-                 one element for each rank
+
+    Args:
+        kind: one of EVERY; on gloo a reduce-scatter is an all-to-all and a sum, as in runs.
+        size_bytes: what is summed, gathered, broadcast, or what a rank holds for all others; at
+            least one element for each rank.
     """
     each = max(1, size_bytes // 4 // group.size)
     whole = torch.zeros(group.size * each, device=group.device)

@@ -63,7 +63,8 @@ def chunk_elements(codec: Codec) -> int:
 class Cut:
     """How a vector is dealt to owners, and each part is cut into chunks.
 
-    chunk   elements of a chunk
+    Args:
+        chunk: elements of a chunk.
 
     >>> cut = Cut(100_001, 4)
     >>> [cut.piece(owner, 0) for owner in range(4)], cut.chunks
@@ -88,10 +89,11 @@ class Cut:
 class Arrived:
     """The first half is over: what this island knows of everybody's numbers, and the second half.
 
-    finite   [R]: whether no NaN or infinity (nor a number whose square is one) is among what this
-             island decoded of each island's message
-    gram     [R][R]: inner products of the decoded messages over the same numbers, summed up in
-             float64 in a fixed order. The sum of all islands' matrices is that of whole messages
+    Attributes:
+        finite: [R]: whether no NaN or infinity (nor a number whose square is one) is among what
+            this island decoded of each island's message.
+        gram: [R][R]: inner products of the decoded messages over the same numbers, summed up in
+            float64 in a fixed order. The sum of all islands' matrices is that of whole messages.
     """
 
     def __init__(
@@ -139,11 +141,15 @@ class Arrived:
     def finish(self, weights: Sequence[float], divisor: float, *, deadline_s: float) -> Tensor:
         """The second half: Σ weights[i] · decoded message i / divisor, the same bits everywhere.
 
-        weights   [R], the same on every island; of weight 0 nothing is touched, NaN neither
-        divisor   not 0, the same on every island
+        Args:
+            weights: [R], the same on every island; of weight 0 nothing is touched, NaN neither.
+            divisor: not 0, the same on every island.
 
-        Gives   [elements] in the codec's dtype
-        Errors  IslandLost
+        Returns:
+            [elements] in the codec's dtype.
+
+        Raises:
+            IslandLost.
         """
         if len(weights) != self.links.count or not divisor:
             raise BugError(f"weights {list(weights)} / {divisor} for {self.links.count} islands")

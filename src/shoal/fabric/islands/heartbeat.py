@@ -42,8 +42,9 @@ MOST_WORDS = 200
 class IslandLost(ClusterError):
     """An exchange between islands failed.
 
-    islands   who is to blame, in order; this island itself where the others gave up on it
-    after_s   seconds from the beginning of the exchange until it was given up
+    Args:
+        islands: who is to blame, in order; this island itself where the others gave up on it.
+        after_s: seconds from the beginning of the exchange until it was given up.
     """
 
     def __init__(self, message: str, islands: tuple[int, ...], after_s: float) -> None:
@@ -61,8 +62,11 @@ class Beat(NamedTuple):
 def read_beat(raw: bytes, count: int) -> Beat:
     """A beat out of bytes that anybody may have written.
 
-    count    how many islands there are
-    Errors   ValueError that says what is wrong
+    Args:
+        count: how many islands there are.
+
+    Raises:
+        ValueError: that says what is wrong.
 
     >>> read_beat(b'[7, {"all": 3}, [1], "silent"]', 2)
     Beat(begun={'all': 3}, given_up=((1,), 'silent'))
@@ -92,8 +96,9 @@ def _is_count(value: object) -> bool:
 class Pulse:
     """This island's beat and what it heard of the others'.
 
-    begun   how many calls this island has begun, by the name of the plane
-    tell    is given one line of the first beat of each island that is none
+    Attributes:
+        begun: how many calls this island has begun, by the name of the plane.
+        tell: is given one line of the first beat of each island that is none.
     """
 
     def __init__(
@@ -122,8 +127,9 @@ class Pulse:
     def start(self, deadline_s: float) -> None:
         """Wait for everybody's first beat, then beat and listen in the background.
 
-        Errors  ClusterError where one does not come; those who met (`island_rendezvous.py`) have
-                set out
+        Raises:
+            ClusterError: where one does not come; those who met (`island_rendezvous.py`) have set
+                out.
         """
         keys = [f"beat/{index}" for index in range(self.count)]
         try:
@@ -158,7 +164,8 @@ class Pulse:
     def blame(self, members: Sequence[int], plane: str) -> tuple[tuple[int, ...], str]:
         """Who is to blame for a failure just now, and in what words; takes up to SILENT_S + 1 s.
 
-        members   the islands of the plane that failed, this one among them
+        Args:
+            members: the islands of the plane that failed, this one among them.
         """
         failed_s = time.monotonic()
         others = [member for member in members if member != self.index]

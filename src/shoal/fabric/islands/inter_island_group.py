@@ -56,15 +56,20 @@ def open_plane(
 ) -> Plane:
     """Connect this process with the same lane of all other islands; every one of them calls it.
 
-    lane          the inner rank · store  of `meet` · host  that of the address where islands meet
-    index, count  this island's number, and how many there are
-    connections   TCP connections to each other island: one alone may not fill a long link
-    deadline_s    for connecting; also of sub-planes (`Plane.among`)
-    tell          is called with a line on what somebody else wrote into the store, in another
-                  thread
+    Args:
+        lane: the inner rank.
+        store: of `meet`.
+        host: that of the address where islands meet.
+        index, count: this island's number, and how many there are.
+        connections: TCP connections to each other island: one alone may not fill a long link.
+        deadline_s: for connecting; also of sub-planes (`Plane.among`).
+        tell: is called with a line on what somebody else wrote into the store, in another thread.
 
-    Gives   the Plane; of one island one without connections
-    Errors  ClusterError where an island does not come, IslandLost where one is lost meanwhile
+    Returns:
+        the Plane; of one island one without connections.
+
+    Raises:
+        ClusterError: where an island does not come, IslandLost where one is lost meanwhile.
     """
     own = dist.PrefixStore(f"lane/{lane}", store)
     address = local_address(host) if count > 1 else ""
@@ -87,8 +92,12 @@ class Plane:
 
     Members call the same methods in the same order; any failure is IslandLost, and the plane is
     broken then. Made by `open_plane`.
-    index, count    this island's place among the members, and how many there are
-    sent_bytes, received_bytes   payload handed to and got from the groups so far, sub-planes too
+
+    Attributes:
+        index, count: this island's place among the members, and how many there are.
+        sent_bytes, received_bytes: payload handed to and got from the groups so far, sub-planes
+            too.
+
     gather(message, *, deadline_s)   every member's bytes, in order, on every member
     begin(flat, codec, *, feedback, tag, deadline_s)   first half of a coded sum: an Arrived, whose
                     `finish(weights, divisor, deadline_s=…)` is the second
@@ -114,7 +123,8 @@ class Plane:
     def gather(self, message: bytes, *, deadline_s: float) -> list[bytes]:
         """Every member's message, in their order, on every member. For small ones.
 
-        Errors  IslandLost
+        Raises:
+            IslandLost.
         """
         own = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else _nothing()
         size = torch.tensor([own.numel()]).view(torch.uint8)
@@ -130,12 +140,14 @@ class Plane:
     ) -> Arrived:
         """The first half of a sum: everybody's coded part of the numbers that this island owns.
 
-        flat       [elements] in the codec's dtype, on the CPU, without gaps; as many on each
-                   island; left as it is
-        feedback   keeps what codes leave out, of messages as TAG/OWNER/CHUNK, of sums as
-                   TAG/sum/CHUNK
+        Args:
+            flat: [elements] in the codec's dtype, on the CPU, without gaps; as many on each island;
+                left as it is.
+            feedback: keeps what codes leave out, of messages as TAG/OWNER/CHUNK, of sums as
+                TAG/sum/CHUNK.
 
-        Errors  IslandLost; BugError for numbers of another format
+        Raises:
+            IslandLost; BugError for numbers of another format.
         """
         if flat.dtype != codec.dtype or flat.dim() != 1 or not flat.is_contiguous():
             raise BugError(
@@ -150,8 +162,11 @@ class Plane:
     def among(self, indices: tuple[int, ...]) -> Plane:
         """The plane of some members, which all of them ask for; made once and kept.
 
-        indices   places in this plane, rising, this island's among them
-        Errors    IslandLost where one of them does not come
+        Args:
+            indices: places in this plane, rising, this island's among them.
+
+        Raises:
+            IslandLost where one of them does not come.
         """
         if self.index not in indices or list(indices) != sorted(set(indices)):
             raise BugError(f"island {self.index} asks for a plane among {indices}")

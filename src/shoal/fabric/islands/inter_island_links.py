@@ -98,9 +98,11 @@ class _Failed(Exception):
 class Links:
     """The connections of one plane, or of none if it has one member.
 
-    members          the islands that they join, in order · index  this one's place among them
-    sent_bytes       handed to the groups for other islands so far; what is told, not coded, too
-    received_bytes   got from them
+    Attributes:
+        members: the islands that they join, in order.
+        index: this one's place among them.
+        sent_bytes: handed to the groups for other islands so far; what is told, not coded, too.
+        received_bytes: got from them.
     """
 
     def __init__(
@@ -121,7 +123,8 @@ class Links:
     def open(self, address: str, connections: int, deadline_s: float) -> None:
         """Connect all members; every one of them calls it.
 
-        address   of this machine, where the groups listen
+        Args:
+            address: of this machine, where the groups listen.
         """
         if self.count == 1:
             return
@@ -137,7 +140,8 @@ class Links:
     def _prove(self, deadline: Deadline) -> None:
         """Have every member show over each connection that it was at the store (json_messages.py).
 
-        Errors   IslandLost naming the one whose place somebody else has
+        Raises:
+            IslandLost naming the one whose place somebody else has.
         """
         if self.index == 0:
             self.store.set(f"{self.name}/word", secrets.token_hex(16))
@@ -162,8 +166,10 @@ class Links:
     ) -> Flight:
         """Begin to give every member its bytes.
 
-        packed   [sum(to)] uint8: the bytes for member 0, 1, … one after another, its own included
-        to, of   how many bytes go to each member, and come from each
+        Args:
+            packed: [sum(to)] uint8: the bytes for member 0, 1, … one after another, its own
+                included.
+            to, of: how many bytes go to each member, and come from each.
         """
         if not self.groups:
             return Flight(None, packed, packed)
@@ -215,7 +221,9 @@ class Links:
     ) -> None:
         """Many exchanges, as many under way as the groups can carry: the line never empties.
 
-        start   codes step k and begins its exchange · end  is given what came of it, in order
+        Args:
+            start: codes step k and begins its exchange.
+            end: is given what came of it, in order.
         """
         under_way: deque[tuple[int, Flight]] = deque()
         for step in range(steps):

@@ -45,14 +45,16 @@ def meet(
 ) -> dist.Store:
     """Join the store of all islands; gives it once every island has joined this lane.
 
-    at      HOST:PORT, the same on every island; HOST is an address of island 0's machine
-    index, count   this island's number, and how many there are; of one island `at` is not used
-    lane    the inner rank whose processes meet: that of island 0's lane "0" serves the store
-    deadline_s     how long island 0 is waited for, and then the others
-    token          by which islands know each other; empty: they do not, and `tell` is given a line
+    Args:
+        at: HOST:PORT, the same on every island; HOST is an address of island 0's machine.
+        index, count: this island's number, and how many there are; of one island `at` is not used.
+        lane: the inner rank whose processes meet: that of island 0's lane "0" serves the store.
+        deadline_s: how long island 0 is waited for, and then the others.
+        token: by which islands know each other; empty: they do not, and `tell` is given a line.
 
-    Errors  ConfigError for an address that is none, or where the islands were told different things
-            ClusterError when island 0 cannot listen, is not reached, or an island stays away
+    Raises:
+        ConfigError: for an address that is none, or where the islands were told different things
+            ClusterError when island 0 cannot listen, is not reached, or an island stays away.
     """
     if count == 1:
         return dist.HashStore()
@@ -131,8 +133,11 @@ def address_of(at: str) -> tuple[str, int]:
 def local_address(host: str) -> str:
     """The address of this machine from which `host` is reached, in digits.
 
-    host    as in HOST:PORT; an IPv6 address may stand in brackets
-    Errors  ClusterError where no route leads there
+    Args:
+        host: as in HOST:PORT; an IPv6 address may stand in brackets.
+
+    Raises:
+        ClusterError: where no route leads there.
 
     >>> local_address("127.0.0.1")
     '127.0.0.1'

@@ -28,7 +28,8 @@ PR_SET_PDEATHSIG = 1
 def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a `Place` (process_info.py); none for a process that is alone.
 
-    Errors   ConfigError naming a variable that is no number
+    Raises:
+        ConfigError: naming a variable that is no number.
     """
     if env is os.environ:  # this process asks, not a test with variables of its own
         end_with_agent(env)

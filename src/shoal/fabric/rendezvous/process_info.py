@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 class Place:
     """Where a process stands among those started with it, and where they meet.
 
-    rank, size    its number among all processes, and how many there are
-    local_rank, local_size   the same on this machine · started_by  the launcher, for messages
-    file          where they meet on one machine: a file that no other user can open; "": elsewhere
-    host, port    address of the store where they meet
-    hosts_store   this process runs that store · agent_store  torchrun does
-    token         by which those who meet there know each other; empty: they do not
-    attempt       how many times this job was restarted before; names the meeting
+    Attributes:
+        rank, size: its number among all processes, and how many there are.
+        local_rank, local_size: the same on this machine.
+        started_by: the launcher, for messages.
+        file: where they meet on one machine: a file that no other user can open; "": elsewhere.
+        host, port: address of the store where they meet.
+        hosts_store: this process runs that store.
+        agent_store: torchrun does.
+        token: by which those who meet there know each other; empty: they do not.
+        attempt: how many times this job was restarted before; names the meeting.
     """
 
     rank: int = 0

@@ -36,8 +36,9 @@ LOOK_S = 0.05
 def open_store(place: Place, timeout: timedelta, tell_after_s: float) -> dist.Store:
     """The store of a place, served by its rank 0; who waits for that says so after a while.
 
-    Errors   ClusterError where rank 0 cannot listen, or nobody answers; ConfigError for another
-             token than rank 0's
+    Raises:
+        ClusterError: where rank 0 cannot listen, or nobody answers; ConfigError for another token
+            than rank 0's.
     """
     with _waiting_told(place, timeout, tell_after_s):
         return _opened(place, timeout)
@@ -91,7 +92,8 @@ def agreed_name(store: dist.Store, place: Place, timeout: timedelta) -> str:
     Nothing that ranks of an earlier round left in the store answers such a question, and no rank 0
     that has ended does.
 
-    Errors   ClusterError naming who did not ask
+    Raises:
+        ClusterError: naming who did not ask.
     """
     if place.rank:
         word = secrets.token_hex(8)
@@ -136,7 +138,8 @@ def _torchs(place: Place, listener: socket.socket | None, timeout: timedelta) ->
 def _listen(place: Place, *, quiet: bool = False) -> socket.socket:
     """Listen on the address that MASTER_ADDR names, on all where it names none of this machine's.
 
-    quiet   do not say which of both
+    Args:
+        quiet: do not say which of both.
     """
     why = ""
     try:

@@ -25,9 +25,11 @@ WORDS = ("fits", "tight", "no")
 class Verdict:
     """The word, the bytes left (below 0: missing) at the steps' predicted peak, and one line.
 
-    largest   name of the part that fills most, beside weights, gradients and optimizer
-    after     the word for the steps alone, on their device
-    instant, place   another instant whose word is worse, and where: "device" or "host"; "" without
+    Attributes:
+        largest: name of the part that fills most, beside weights, gradients and optimizer.
+        after: the word for the steps alone, on their device.
+        instant, place: another instant whose word is worse, and where: "device" or "host"; ""
+            without.
     """
 
     word: str
@@ -50,8 +52,11 @@ STAYING = ("weights", "gradients", "optimizer")
 def verdict(estimate: MemoryEstimate, capacity_bytes: float, node_bytes: float = 0.0) -> Verdict:
     """Whether a predicted run fits into devices of `capacity_bytes` and nodes of `node_bytes`.
 
-    node_bytes   0: not known, and not looked at
-    Errors       PlanError for a capacity that is not more than 0
+    Args:
+        node_bytes: 0: not known, and not looked at.
+
+    Raises:
+        PlanError: for a capacity that is not more than 0.
 
     >>> peak = MemoryEstimate({"weights": 40e9, "loss": 30e9}, 70e9, 70e9, "loss", 0, 64e9, 76e9)
     >>> [verdict(peak, size).word for size in (80e9, 72e9, 60e9)]

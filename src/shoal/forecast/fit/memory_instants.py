@@ -58,10 +58,15 @@ PROOF_RECORDS = 2 * (2 + 2)
 def predict_run(case: Case, habits: Framework | None = None) -> MemoryEstimate:
     """Predict the peak of the steps (`predict_memory`) and what every instant of the run holds.
 
-    habits   as of `predict_memory`
-    Errors   PlanError as of `predict_memory`
-    Gives    the step's estimate with `instants`, in the order in which a run meets them; without
-             them for peers
+    Args:
+        habits: as of `predict_memory`.
+
+    Raises:
+        PlanError: as of `predict_memory`.
+
+    Returns:
+        the step's estimate with `instants`, in the order in which a run meets them; without them
+        for peers.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.layouts.layout import Layout

@@ -80,14 +80,19 @@ def predict_memory(
 ) -> MemoryEstimate:
     """Predict the peak memory of the fullest rank in a step, or of pipeline rank `stage`.
 
-    stage    −1: the last; None: the fullest of first, second and last, and where blocks change
-    habits   what the framework's step keeps; None: as `frameworks` has it for case.framework
-    Errors   PlanError for a policy, schedule or framework that is not known, or more stages than
-             blocks
-    Gives    parts that sum to the peak, those of 0 left out; interval [low, high] of it. Weights,
-             gradients, optimizer, gathered, buckets, activations, loss and working are allocated;
-             allocator is what is reserved beside them, context what the device needs outside
-             torch's allocator. What a run holds at other instants: `instants.predict_run`
+    Args:
+        stage: −1: the last; None: the fullest of first, second and last, and where blocks change.
+        habits: what the framework's step keeps; None: as `frameworks` has it for case.framework.
+
+    Raises:
+        PlanError: for a policy, schedule or framework that is not known, or more stages than
+            blocks.
+
+    Returns:
+        parts that sum to the peak, those of 0 left out; interval [low, high] of it. Weights,
+        gradients, optimizer, gathered, buckets, activations, loss and working are allocated;
+        allocator is what is reserved beside them, context what the device needs outside torch's
+        allocator. What a run holds at other instants: `instants.predict_run`.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.layouts.layout import Layout
@@ -348,7 +353,8 @@ def validation_micro_batch(case: Case, estimate: MemoryEstimate) -> int:
     What a unit keeps for a backward is more than what its forward holds, and so errs to the safe
     side, as does counting it whole where tensor parallelism splits it.
 
-    estimate   `predict_memory(case)`
+    Args:
+        estimate: `predict_memory(case)`.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.layouts.layout import Layout

@@ -67,11 +67,13 @@ NETWORKS = {
 class Model:
     """One row of the catalogue: a device and the machine that it usually sits in.
 
-    inside     key of LINKS · per_node  devices of a usual node
-    network    (key of NETWORKS, cards per node, Gbit/s of each)
-    domain     devices that NVLink joins where that is more than a node
-    host_bytes_per_s  between a device and its host's memory
-    node_bytes  memory of a usual node of `per_node` devices; 0: they differ too much to say
+    Attributes:
+        inside: key of LINKS.
+        per_node: devices of a usual node.
+        network: (key of NETWORKS, cards per node, Gbit/s of each).
+        domain: devices that NVLink joins where that is more than a node.
+        host_bytes_per_s: between a device and its host's memory.
+        node_bytes: memory of a usual node of `per_node` devices; 0: they differ too much to say.
     """
 
     device: Device
@@ -234,7 +236,8 @@ _KNOWN = _spellings()
 def find_model(name: str, where: str = "--on") -> Model:
     """The row of the catalogue that a name means, in any usual spelling.
 
-    Errors   PlanError for an unknown device, with the nearest one
+    Raises:
+        PlanError: for an unknown device, with the nearest one.
 
     >>> find_model("h100").device.name, find_model("A100-SXM4-40GB").device.name
     ('H100-80GB', 'A100-40GB')
@@ -251,7 +254,10 @@ def find_model(name: str, where: str = "--on") -> Model:
 def network(kind: str, cards: int, gbit_per_s: float, per_node: int) -> Link:
     """What one of `per_node` ranks gets of a node's network cards when all use them.
 
-    kind     ib, roce or eth · cards  per node · gbit_per_s  line rate of each
+    Args:
+        kind: ib, roce or eth.
+        cards: per node.
+        gbit_per_s: line rate of each.
 
     >>> network("ib", 8, 400, 8).bytes_per_s / 1e9
     46.0

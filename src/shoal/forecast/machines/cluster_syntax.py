@@ -44,12 +44,17 @@ def parse_machines(
 ) -> Cluster:
     """Parse the cluster that `--on TEXT` names (grammar: head of this module).
 
-    machine   what `cpu` means: cores and memory, GPUs not counted; None: as the system tells
-    cache     folder of measured machines: for `cpu`, a measurement there wins over `machine`
-    Gives     the first part of a mixed cluster, the others in its `groups`; `devices` counts all
-              parts of one island
-    Errors    PlanError: what was read, up to where, and an example; an unknown device or link with
-              the nearest known one
+    Args:
+        machine: what `cpu` means: cores and memory, GPUs not counted; None: as the system tells.
+        cache: folder of measured machines: for `cpu`, a measurement there wins over `machine`.
+
+    Returns:
+        the first part of a mixed cluster, the others in its `groups`; `devices` counts all parts of
+        one island.
+
+    Raises:
+        PlanError: what was read, up to where, and an example; an unknown device or link with the
+            nearest known one.
 
     >>> cluster = parse_machines("32x8xA100-80GB,ib=4x200Gb")
     >>> cluster.devices, cluster.device.name, cluster.across.name

@@ -56,8 +56,10 @@ def machine_path(cache: Path, processes: int, kind: str, threads: int = 0) -> Pa
     Nothing is read or made. The name has host, usable cores, torch version, processes and kind, and
     threads where they are not an equal share of the cores.
 
-    kind     cpu or gpu: what the ranks compute on
-    threads  of a rank on a CPU; 0: as a run has it, which obeys OMP_NUM_THREADS where that is set
+    Args:
+        kind: cpu or gpu: what the ranks compute on.
+        threads: of a rank on a CPU; 0: as a run has it, which obeys OMP_NUM_THREADS where that is
+            set.
     """
     threads = threads or _asked_threads()
     try:
@@ -83,8 +85,10 @@ def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0)
     This machine is known by host name, usable cores and torch version. Its matrix rates are
     corrected by what later runs taught (`refit.learnt`).
 
-    cache    the cache folder · kind  cpu or gpu; "": of whichever a file is there, GPUs first
-    threads  of a rank on a CPU; 0: as a run has it (OMP_NUM_THREADS, else its share of cores)
+    Args:
+        cache: the cache folder.
+        kind: cpu or gpu; "": of whichever a file is there, GPUs first.
+        threads: of a rank on a CPU; 0: as a run has it (OMP_NUM_THREADS, else its share of cores).
     """
     for which in (kind,) if kind else ("gpu", "cpu"):
         try:
@@ -109,8 +113,10 @@ def cluster_of(document: dict[str, Any]) -> Cluster:
     """Build the `Cluster` that a stored measurement describes (keys: head of this module).
 
     On a CPU the link inside is made slower than measured, since ranks compute meanwhile.
-    Errors   KeyError, TypeError, ValueError, AttributeError, ArithmeticError for a document that
-             is not one
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError, ArithmeticError: for a document that is not
+            one.
     """
     device = _device(document)
     local = int(document["local"])
@@ -208,9 +214,12 @@ def _other_collectives(found: dict[str, Any]) -> dict[str, float]:
 def this_cluster(machine: MachineFacts, processes: int) -> Cluster:
     """Estimate this machine with `processes` ranks, nothing being measured: orders of magnitude.
 
-    machine   cores and memory, which the ranks share evenly. With GPUs cores are not read: one GPU
-              per rank, the catalogue's row of the kind that the driver names (else an A100-80GB)
-    Gives     a cluster of one node whose device's source says "not measured"
+    Args:
+        machine: cores and memory, which the ranks share evenly. With GPUs cores are not read: one
+            GPU per rank, the catalogue's row of the kind that the driver names (else an A100-80GB).
+
+    Returns:
+        a cluster of one node whose device's source says "not measured".
 
     >>> two = this_cluster(MachineFacts(cores=4, memory_bytes=2**34, gpus=0), 2)
     >>> two.devices, two.device.matrix_flops_per_s["fp32"], two.device.source

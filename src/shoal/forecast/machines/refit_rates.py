@@ -39,8 +39,10 @@ def share_of(parts: dict[str, float], step_s: float, known: float) -> float | No
     (step_s − all parts but "matrix") / "matrix" · known. None where that says nothing: products are
     less than half of the predicted step, or the share is outside 0.3 … 4 (a disturbed machine).
 
-    parts    predicted seconds of a step by name · step_s  measured
-    known    the share by which the prediction's rates were corrected already; 1: by none
+    Args:
+        parts: predicted seconds of a step by name.
+        step_s: measured.
+        known: the share by which the prediction's rates were corrected already; 1: by none.
 
     >>> round(share_of({"matrix": 0.5, "gradients": 0.1}, 0.7, 1.0), 3)
     1.2
@@ -56,7 +58,11 @@ def share_of(parts: dict[str, float], step_s: float, known: float) -> float | No
 def note_run(machine: Path, compute: str, share: float) -> None:
     """Append a run's share to the file of runs beside a machine's facts; the newest 120 stay.
 
-    machine   path of the facts (`machine_path`) · compute  number format · share  as `share_of`
+    Args:
+        machine: path of the facts (`machine_path`).
+        compute: number format.
+        share: as `share_of`.
+
     A file that cannot be read or written is left as it is, without an error.
     """
     try:
@@ -73,8 +79,11 @@ def learnt(machine: Path) -> dict[str, float]:
 
     A share is measured seconds by predicted ones.
 
-    machine   path of the machine's facts (`machine_path`), beside which runs are noted
-    Gives     {} where there are none or the file cannot be read; damaged lines are passed over
+    Args:
+        machine: path of the machine's facts (`machine_path`), beside which runs are noted.
+
+    Returns:
+        {} where there are none or the file cannot be read; damaged lines are passed over.
     """
     found: dict[str, list[float]] = {}
     try:

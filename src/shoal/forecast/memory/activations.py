@@ -40,7 +40,8 @@ class Shares(NamedTuple):
 class Activations(NamedTuple):
     """Bytes of a stage: kept in all · of its head · of its heaviest block, whole · beside it.
 
-    waiting   of a head and its loss while another stage of the rank runs backward
+    Attributes:
+        waiting: of a head and its loss while another stage of the rank runs backward.
     """
 
     kept: float

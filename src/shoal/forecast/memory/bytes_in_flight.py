@@ -49,9 +49,12 @@ GLOO_THREADS = 2
 class OnWay(NamedTuple):
     """Bytes at one moment each.
 
-    before      at the loss, of earlier micro-batches · first  in the backward of the last block
-    last        in the backward of the first block · sent  when the last bucket has left and no
-                activation is there any more · published  while stepped weights travel
+    Attributes:
+        before: at the loss, of earlier micro-batches.
+        first: in the backward of the last block.
+        last: in the backward of the first block.
+        sent: when the last bucket has left and no activation is there any more.
+        published: while stepped weights travel.
     """
 
     before: float = 0.0
@@ -64,7 +67,9 @@ class OnWay(NamedTuple):
 class Moment(NamedTuple):
     """Bytes of zero 3 on gloo while blocks are in their backward: weights gathered, gradients sent.
 
-    through   blocks whose backward is over · works  whether a block's backward runs meanwhile
+    Attributes:
+        through: blocks whose backward is over.
+        works: whether a block's backward runs meanwhile.
     """
 
     gathered: float
@@ -76,9 +81,12 @@ class Moment(NamedTuple):
 class Turn(NamedTuple):
     """Bytes of zero 3 on devices at a moment of a backward pass, which goes block by block.
 
-    gathered, sent   weights that are whole · gradients, and what is sent of them
-    freed     activations of this pass that are gone · made  share of the summed gradients
-    again     whether a block was computed again for what comes · works  whether a backward runs
+    Attributes:
+        gathered, sent: weights that are whole · gradients, and what is sent of them.
+        freed: activations of this pass that are gone.
+        made: share of the summed gradients.
+        again: whether a block was computed again for what comes.
+        works: whether a backward runs.
     """
 
     gathered: float
@@ -289,7 +297,9 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
 def _kept_on_gloo(case: Case, root: float, head: float, sizes: list[float]) -> OnGloo:
     """The same where blocks stay gathered until their backward pass has sent what it made.
 
-    root, sizes   elements, of the rest and of each block · head  bytes of its gradient
+    Args:
+        root, sizes: elements, of the rest and of each block.
+        head: bytes of its gradient.
     """
     width = WIDTHS[case.plan.compute]
     wide = max(4, width)

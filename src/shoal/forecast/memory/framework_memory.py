@@ -31,19 +31,21 @@ from shoal.forecast.models.block_parts import FUSED, Kernels
 class Framework:
     """One framework's step.
 
-    kernels         what its kernels keep, with torch.compile: `compiled`
+    Attributes:
+        kernels: what its kernels keep, with torch.compile: `compiled`.
+        split_loss_word_bytes: the same of a loss that tensor parallelism splits.
+        splits_loss: the loss is split by tensor parallelism whatever the case says.
+        gathers_again: with tensor and sequence parallelism, gathered inputs are gathered again for
+            the backward, into one buffer that lives for the whole run; else they are kept.
+        keeps_last: under fsdp the last block stays gathered from forward to backward.
+        update_bytes: per local parameter, what the optimizer's step holds for itself.
+        allocator: reserved / (allocated + idle pools).
+        imbalance: tokens of the fullest rank of an expert-parallel group / their mean.
+
     loss_word_bytes of a full loss at its peak, per token and word, in bf16; with a compiled
                     loss: compiled_loss_word_bytes (0: as it is)
     idle_word_bytes reserved after the forward of the loss and of no use at its peak
-    split_loss_word_bytes  the same of a loss that tensor parallelism splits
-    splits_loss     the loss is split by tensor parallelism whatever the case says
-    gathers_again   with tensor and sequence parallelism, gathered inputs are gathered again for the
-                    backward, into one buffer that lives for the whole run; else they are kept
-    keeps_last      under fsdp the last block stays gathered from forward to backward
-    update_bytes    per local parameter, what the optimizer's step holds for itself
     workspace_bytes for matrix products: 32 MiB of cuBLAS, as much again of Transformer Engine
-    allocator       reserved / (allocated + idle pools) · imbalance  tokens of the fullest rank of
-                    an expert-parallel group / their mean
     """
 
     kernels: Kernels = FUSED
@@ -115,7 +117,9 @@ def own_kernels(device_kind: str, sequence: int, element_bytes: int) -> Kernels:
     A GPU's (all that is not "cpu") are `OWN`, whatever the other arguments. On a CPU attention over
     up to 2048 tokens is matrix products on blocks of `score_rows` rows, longer is flash attention.
 
-    sequence   tokens per sample · element_bytes  of activations
+    Args:
+        sequence: tokens per sample.
+        element_bytes: of activations.
 
     >>> own_kernels("cpu", 512, 4).score_rows, own_kernels("gpu", 512, 2).flash
     (128, True)

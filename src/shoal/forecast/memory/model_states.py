@@ -46,7 +46,10 @@ class Elements(NamedTuple):
     """Parameter elements of a unit, a block or a stage on one rank.
 
     After tensor and expert parallelism, before the data-parallel split.
-    dense   all but the experts' · experts   those of mixture-of-experts layers
+
+    Attributes:
+        dense: all but the experts'.
+        experts: those of mixture-of-experts layers.
     """
 
     dense: float
@@ -90,8 +93,9 @@ def state_bytes(case: Case, elements: Elements, wide: float = 0.0) -> States:
     under offload = optimizer the moments; on a CPU only where they go to files
     (`offloaded_bytes.py`).
 
-    elements   of the stage before the data-parallel split, which is made here
-    wide       of the dense ones: those of which no narrow copy is made
+    Args:
+        elements: of the stage before the data-parallel split, which is made here.
+        wide: of the dense ones: those of which no narrow copy is made.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.estimates.estimate import ModelFacts

@@ -74,7 +74,8 @@ def streams_parameters(case: Case) -> bool:
 class Held(NamedTuple):
     """Bytes on a device that streams: in the whole step, in passes, in the optimizer's step.
 
-    staying   of the optimizer's state, in tensors too small to travel
+    Attributes:
+        staying: of the optimizer's state, in tensors too small to travel.
     """
 
     weights: float = 0.0
@@ -163,8 +164,10 @@ def copies(
 ) -> Copies:
     """Predict what offload makes a step wait for.
 
-    owned         elements that this rank steps · saved_bytes  of activations per micro-batch
-    update_s      of the optimizer's arithmetic on the device
+    Args:
+        owned: elements that this rank steps.
+        saved_bytes: of activations per micro-batch.
+        update_s: of the optimizer's arithmetic on the device.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.estimates.estimate import ModelFacts

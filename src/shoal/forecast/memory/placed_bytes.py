@@ -23,8 +23,9 @@ from shoal.planning.gradient_buckets import BUCKET_BYTES, plan_buckets
 class Collective(NamedTuple):
     """One collective of a step: all_reduce, reduce_scatter, all_gather.
 
-    payload_bytes   of the whole tensor that is reduced, or that is there after gathering
-    degree          ranks that take part
+    Attributes:
+        payload_bytes: of the whole tensor that is reduced, or that is there after gathering.
+        degree: ranks that take part.
     """
 
     kind: str
@@ -35,8 +36,9 @@ class Collective(NamedTuple):
 def states(plan: Plan, rank: int, optimizer_bytes: float) -> States:
     """Bytes that a rank keeps from step to step, by what they are.
 
-    plan              with its placements; nothing of it is offloaded
-    optimizer_bytes   state per fp32 element that is stepped: 8 for Adam
+    Args:
+        plan: with its placements; nothing of it is offloaded.
+        optimizer_bytes: state per fp32 element that is stepped: 8 for Adam.
 
     >>> from shoal.base.layouts.layout import Layout
     >>> rows = (Placement("w", (6, 4), "float32", True, data="states"),)
@@ -78,7 +80,8 @@ def states(plan: Plan, rank: int, optimizer_bytes: float) -> States:
 def gradient_sums(plan: Plan, rank: int) -> Iterator[Collective]:
     """Every collective that sums gradients in one step of a rank, in no order.
 
-    plan   with its placements, and `accumulate` micro-batches per rank
+    Args:
+        plan: with its placements, and `accumulate` micro-batches per rank.
     """
     here, layout = _Rank(plan, rank), plan.layout
     often = 1 if plan.defer_sync else plan.accumulate
@@ -106,7 +109,8 @@ def gradient_sums(plan: Plan, rank: int) -> Iterator[Collective]:
 def weight_gathers(plan: Plan, rank: int, per_node: int) -> Iterator[Collective]:
     """Every collective that gives ranks weights which others stepped, in one step of a rank.
 
-    per_node   ranks of a node, among which `fsdp.reshard = node` keeps blocks
+    Args:
+        per_node: ranks of a node, among which `fsdp.reshard = node` keeps blocks.
     """
     here, layout = _Rank(plan, rank), plan.layout
     for bucket in here.buckets:
@@ -171,7 +175,8 @@ def _gathered_bytes(unit: str, rows: Sequence[Placement]) -> int:
 def stepped_bytes(plan: Plan, rank: int) -> list[int]:
     """Bytes of each tensor that a rank's optimizer steps, in the order of the module.
 
-    plan   with its placements
+    Args:
+        plan: with its placements.
 
     >>> from shoal.base.layouts.layout import Layout
     >>> rows = [Placement(name, (6,), "float32", True, data="states") for name in "ab"]

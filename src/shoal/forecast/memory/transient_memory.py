@@ -46,8 +46,9 @@ SEGMENT_BYTES = 20 * 2**20
 class Sharded(NamedTuple):
     """Weights gathered at a time, and flat; gradients of a block, the head, the root on the way.
 
-    stays   of what is gathered: from forward to backward · last  the last block, while the loss is
-            made, where a framework keeps it
+    Attributes:
+        stays: of what is gathered: from forward to backward.
+        last: the last block, while the loss is made, where a framework keeps it.
     """
 
     gathered: float = 0.0

@@ -20,16 +20,19 @@ from shoal.base.estimates.transformer_shape import Transformer
 class Kernels:
     """What a framework's kernels keep for the backward pass, where kernels differ.
 
-    fused_norm     a norm keeps its input, not fp32 copies of it
-    fused_gate     SwiGLU keeps gate, up and product, not silu(gate) too
-    flash          attention keeps log-sum-exp, not the scores
-    score_rows     without flash: causal scores in blocks of that many rows, which skip the keys
-                   that come after; 0: all of them
-    wide_residual  what flows from block to block stays fp32 where products are narrow (autocast)
-    repeated_kv    keys and values are copied to every query head before attention
-    probs_inside   an expert's output is weighted before its last product, so that it is not kept
-    selective      what selective recompute keeps: "products", or "half" (every second product)
-    keeps_unused   recompute also keeps a block's last product, which nobody asks for
+    Attributes:
+        fused_norm: a norm keeps its input, not fp32 copies of it.
+        fused_gate: SwiGLU keeps gate, up and product, not silu(gate) too.
+        flash: attention keeps log-sum-exp, not the scores.
+        score_rows: without flash: causal scores in blocks of that many rows, which skip the keys
+            that come after; 0: all of them.
+        wide_residual: what flows from block to block stays fp32 where products are narrow
+            (autocast).
+        repeated_kv: keys and values are copied to every query head before attention.
+        probs_inside: an expert's output is weighted before its last product, so that it is not
+            kept.
+        selective: what selective recompute keeps: "products", or "half" (every second product).
+        keeps_unused: recompute also keeps a block's last product, which nobody asks for.
     """
 
     fused_norm: bool = True
@@ -87,7 +90,9 @@ class Cut:
     def norm_bytes(self, readers: int = 1) -> float:
         """Kept by one norm per token: input, output, and what kernels that are not fused add.
 
-        readers   products that read the output: where it is wide, autocast makes each a narrow copy
+        Args:
+            readers: products that read the output: where it is wide, autocast makes each a narrow
+                copy.
         """
         h, e = self.shape.hidden, self.e
         copies = readers if self.stream > e else 1

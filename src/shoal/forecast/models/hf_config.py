@@ -135,7 +135,8 @@ class _Keys(dict[str, Any]):
 class _Config:
     """A config.json whose keys are read by name, with clear errors.
 
-    usual   what its type takes for keys that the file leaves out
+    Args:
+        usual: what its type takes for keys that the file leaves out.
     """
 
     def __init__(self, where: str, found: Mapping[str, Any], usual: Mapping[str, Any]) -> None:

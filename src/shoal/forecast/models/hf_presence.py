@@ -47,9 +47,12 @@ def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tup
     Weights are loaded where PATH is a folder with safetensors in it, never where PATH is the .json
     itself. transformers is searched for and not imported.
 
-    arguments   keys of [model]; there may be none, since the file has the model's own
-    Errors      ConfigError, one line: transformers missing, no such file, no JSON, no model_type in
-                it, arguments, a folder whose only weights are pickles
+    Args:
+        arguments: keys of [model]; there may be none, since the file has the model's own.
+
+    Raises:
+        ConfigError: one line: transformers missing, no such file, no JSON, no model_type in it,
+            arguments, a folder whose only weights are pickles.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(

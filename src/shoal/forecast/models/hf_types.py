@@ -41,12 +41,13 @@ def sinks(shape: Transformer, keys: Keys) -> int:
 class Mixture:
     """The routed experts of a type, by the keys of its config.json.
 
-    experts, used  names of the number of experts in the files of this type, in one string; the key
-                   of how many a token uses
-    width          key of one expert's width; ffn's own key where it is the same
-    shared         width of what every token uses beside them
-    dense          blocks that have a plain ffn, by the file and the number of blocks
-    router, each   vectors of a block's router and shared expert, and of one expert
+    Attributes:
+        experts, used: names of the number of experts in the files of this type, in one string; the
+            key of how many a token uses.
+        width: key of one expert's width; ffn's own key where it is the same.
+        shared: width of what every token uses beside them.
+        dense: blocks that have a plain ffn, by the file and the number of blocks.
+        router, each: vectors of a block's router and shared expert, and of one expert.
     """
 
     experts: str = "num_experts"
@@ -62,27 +63,30 @@ class Mixture:
 class Decoder:
     """The parameters that a model_type of transformers builds.
 
-    classes     architectures that were checked: with another head the count is another
-    names       other names of a key in the files of this type
-    usual       what the type takes for keys that the file leaves out
-    fixed       keys that must have this value, or that of the key it names: another one builds
-                another model
-    gated       three matrices in the ffn, or two: by the type, never by the activation's name
-    norm        "rms" (a weight), "layer" (with a bias) or "none" (no parameters)
-    norms       in a block; there is one more behind the last block, if `last`
-    qk_norm     of queries and keys: "" (none), "head" (one head's width) or "width" (all heads');
-                `qk_key` is the key that switches it on
-    qkv, o, ffn, head    biases: always, never, or by this key
-    mha         as many key and value heads as heads where the file has no num_key_value_heads;
-                else it must have them, since the type's own default is a number
-    kv_heads    their number, where the class does not read num_key_value_heads
-    head_dim    the class reads head_dim; otherwise a head is hidden_size / heads wide
-    positions   key of the learned positions · encoder  sees tokens on both sides
-    width       key of the ffn's width · wide  without that key the ffn is four times as wide as
-                the model; with width = "" it always is
-    latent      multi-head latent attention; `qkv` are then the biases of its first matrices
-    attention, block_ffn, embedding, top   what is there besides: in an attention, in a plain ffn,
-                beside the table of words, in the head
+    Attributes:
+        classes: architectures that were checked: with another head the count is another.
+        names: other names of a key in the files of this type.
+        usual: what the type takes for keys that the file leaves out.
+        fixed: keys that must have this value, or that of the key it names: another one builds
+            another model.
+        gated: three matrices in the ffn, or two: by the type, never by the activation's name.
+        norm: "rms" (a weight), "layer" (with a bias) or "none" (no parameters).
+        norms: in a block; there is one more behind the last block, if `last`.
+        qk_norm: of queries and keys: "" (none), "head" (one head's width) or "width" (all heads');
+            `qk_key` is the key that switches it on.
+        qkv, o, ffn, head: biases: always, never, or by this key.
+        mha: as many key and value heads as heads where the file has no num_key_value_heads; else it
+            must have them, since the type's own default is a number.
+        kv_heads: their number, where the class does not read num_key_value_heads.
+        head_dim: the class reads head_dim; otherwise a head is hidden_size / heads wide.
+        positions: key of the learned positions.
+        encoder: sees tokens on both sides.
+        width: key of the ffn's width.
+        wide: without that key the ffn is four times as wide as the model; with width = "" it always
+            is.
+        latent: multi-head latent attention; `qkv` are then the biases of its first matrices.
+        attention, block_ffn, embedding, top: what is there besides: in an attention, in a plain
+            ffn, beside the table of words, in the head.
     """
 
     classes: str

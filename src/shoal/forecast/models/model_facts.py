@@ -45,12 +45,15 @@ def resolve(
 ) -> Resolved:
     """Resolve the arguments of Shoal's model `name`: check, fill in defaults, derive the rest.
 
-    arguments    the keys of [model] that a user gave; they win over those of a published size
-    vocabulary   tokens of the data's tokenizer · sequence  tokens per sample; None if unknown or
-                 if the data are no text. A language model takes both where its own are left open,
-                 and must be at least as large as both
-    Errors       ConfigError: an unknown model (any `hf:` too) or argument, a wrong type, an
-                 impossible combination
+    Args:
+        arguments: the keys of [model] that a user gave; they win over those of a published size.
+        vocabulary: tokens of the data's tokenizer.
+        sequence: tokens per sample; None if unknown or if the data are no text. A language model
+            takes both where its own are left open, and must be at least as large as both.
+
+    Raises:
+        ConfigError: an unknown model (any `hf:` too) or argument, a wrong type, an impossible
+            combination.
 
     >>> resolve("llama", {"dim": 64}, vocabulary=512, sequence=32).arguments["hidden"]
     192

@@ -17,9 +17,12 @@ from shoal.forecast.models.model_facts import resolve
 def own_family(name: str, arguments: dict[str, Any] | None = None, **known: int) -> Transformer:
     """Derive the shape of one of Shoal's transformers (llama, gpt, moe, vit) from [model]'s keys.
 
-    arguments  keys of [model] · known  `vocabulary` and `sequence` of the data; both as in
-               `model_facts.resolve`
-    Errors     ConfigError as there; PlanError for a family that is no transformer
+    Args:
+        arguments: keys of [model].
+        known: `vocabulary` and `sequence` of the data; both as in `model_facts.resolve`.
+
+    Raises:
+        ConfigError: as there; PlanError for a family that is no transformer.
 
     >>> own_family("llama", {"dim": 64, "layers": 2}, vocabulary=512, sequence=32).ffn
     192

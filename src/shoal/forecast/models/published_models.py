@@ -195,8 +195,11 @@ def _plain(name: str) -> str:
 def published(name: str) -> Transformer:
     """Look up the shape of a published model by name.
 
-    name     as in `SHAPES`; capitals, underscores and usual suffixes are forgiven
-    Errors   ConfigError for a name that is not here, with the nearest
+    Args:
+        name: as in `SHAPES`; capitals, underscores and usual suffixes are forgiven.
+
+    Raises:
+        ConfigError: for a name that is not here, with the nearest.
 
     >>> published("Llama-3.1-405B").layers, published("vit-b").patch
     (126, 768)

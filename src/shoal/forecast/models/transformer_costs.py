@@ -33,11 +33,16 @@ def model_facts(
 ) -> ModelFacts:
     """Derive a transformer's facts by arithmetic: parameters, FLOP and bytes, unit by unit.
 
-    sequence        tokens per sample (ViT: patches and the class token)
-    element_bytes   of activations: 1, 2, 4 or 8
-    kernels         what the framework's kernels keep for the backward
-    Errors          PlanError for a sequence below 1 or another element_bytes
-    Source          as the head of this module says, per term
+    Args:
+        sequence: tokens per sample (ViT: patches and the class token).
+        element_bytes: of activations: 1, 2, 4 or 8.
+        kernels: what the framework's kernels keep for the backward.
+
+    Raises:
+        PlanError: for a sequence below 1 or another element_bytes.
+
+    References:
+        as the head of this module says, per term.
 
     >>> llama = Transformer("llama-3-8b", 32, 4096, 32, 8, 14336, 128256)
     >>> facts = model_facts(llama, 8192, 2)

@@ -52,8 +52,12 @@ def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
 
     auto    on a CPU fp32; on GPUs bf16 where its rate is above fp32's, else fp16. Of a mixed
             cluster each format has the rate of the part that is slowest in it
-    notes   gets a line, in place, where a GPU is over twice as fast in the other 16-bit format
-    Errors  PlanError for a cluster with CPUs and GPUs, on a CPU for fp16, on GPUs for files
+
+    Args:
+        notes: gets a line, in place, where a GPU is over twice as fast in the other 16-bit format.
+
+    Raises:
+        PlanError: for a cluster with CPUs and GPUs, on a CPU for fp16, on GPUs for files.
     """
     asked, parts = plan.compute, (cluster, *cluster.groups)
     if any(part.device.kind != cluster.device.kind for part in parts):

@@ -30,9 +30,12 @@ def smallest_period(policy: IslandsPolicy, facts: IslandsFacts, target: float = 
     None if it does not even at H = 10^8. What is waited for per round hardly depends on H, so H
     grows with target / (1 − target).
 
-    policy   its period is only used to settle what else is open
-    target   share of the time in inner steps
-    Errors   PlanError for a target that is not between 0 and 1; else as `islands_cost`
+    Args:
+        policy: its period is only used to settle what else is open.
+        target: share of the time in inner steps.
+
+    Raises:
+        PlanError: for a target that is not between 0 and 1; else as `islands_cost`.
 
     >>> from shoal.forecast.time.island_costs import IslandsFacts
     >>> smallest_period(IslandsPolicy("diloco", count=3), IslandsFacts(20e6, 0.5, 50e6 / 8))
@@ -56,10 +59,15 @@ def smallest_period(policy: IslandsPolicy, facts: IslandsFacts, target: float = 
 def needed_bytes_per_s(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> float:
     """Find the slowest link, in bytes/s, on which utilisation reaches `target`.
 
-    facts    whose own bytes_per_s is not read
-    target   share of the time in inner steps
-    Gives    inf where no link is fast enough: latency, coding or slow islands cost more
-    Errors   PlanError for a target that is not between 0 and 1; else as `islands_cost`
+    Args:
+        facts: whose own bytes_per_s is not read.
+        target: share of the time in inner steps.
+
+    Returns:
+        inf where no link is fast enough: latency, coding or slow islands cost more.
+
+    Raises:
+        PlanError: for a target that is not between 0 and 1; else as `islands_cost`.
 
     >>> facts = IslandsFacts(20e6, 0.5, 1.0)
     >>> link = needed_bytes_per_s(IslandsPolicy("streaming-diloco", count=3), facts)
@@ -87,8 +95,12 @@ def by_link(
 ) -> list[IslandsCost]:
     """Predict `islands_cost` on each of several links: one cost per rate, in their order.
 
-    rates_bytes_per_s   each stands in the place of facts.bytes_per_s; else 10, 50, 200, 1000 Mbit/s
-    Errors   as `islands_cost`
+    Args:
+        rates_bytes_per_s: each stands in the place of facts.bytes_per_s; else 10, 50, 200, 1000
+            Mbit/s.
+
+    Raises:
+        as `islands_cost`.
     """
     return [islands_cost(policy, replace(facts, bytes_per_s=rate)) for rate in rates_bytes_per_s]
 
@@ -117,9 +129,14 @@ def ways(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> li
     order in which papers report what they cost in quality. Each is a choice by itself, none builds
     on another, and each gives more than `policy` does, and than those before it.
 
-    target   utilisation that is enough: a share of the time in inner steps
-    Gives    [] where `policy` is enough as it is; the last one may fall short where none is enough
-    Errors   PlanError for a target that is not between 0 and 1; else as `islands_cost`
+    Args:
+        target: utilisation that is enough: a share of the time in inner steps.
+
+    Returns:
+        [] where `policy` is enough as it is; the last one may fall short where none is enough.
+
+    Raises:
+        PlanError: for a target that is not between 0 and 1; else as `islands_cost`.
 
     >>> facts = IslandsFacts(20e6, 0.5, 50e6 / 8)
     >>> [(way.typed, round(way.utilisation, 2)) for way in

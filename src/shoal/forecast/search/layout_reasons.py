@@ -139,7 +139,9 @@ def dies_first(candidate: Candidate) -> str:
 def starting(best: Candidate) -> str:
     """Explain which other instant ends a run whose steps would fit; "" if none (`verdict.starts`).
 
-    Gives a sentence with what is held there, the bytes that this takes and that there are, and what
+    Returns:
+        a sentence with what is held there, the bytes that this takes and that there are, and what.
+
     would be enough.
     """
     if best.verdict.starts:

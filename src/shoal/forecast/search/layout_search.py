@@ -93,9 +93,12 @@ def search(case: Case, space: SearchSpace) -> list[Candidate]:
     cannot start; last what does not fit, by peak memory. The plainest of those within 2 % of a
     group's fastest leads the group.
 
-    case     model, cluster, and the plan of which `space` says what is open
-    Errors   PlanError where no layout is legal at all, with the reason, or where the schedule that
-             was asked for cannot be
+    Args:
+        case: model, cluster, and the plan of which `space` says what is open.
+
+    Raises:
+        PlanError: where no layout is legal at all, with the reason, or where the schedule that was
+            asked for cannot be.
     """
     found = list(_candidates(case, space))
     if not found:
@@ -347,7 +350,9 @@ def _data_splits(data: int, inside: int, pp: int, given: dict[str, int]) -> Iter
     Gathering sharded blocks again for every micro-batch of a pipeline multiplies the traffic by
     their number, so zero 3 is left out there.
 
-    inside   data-parallel ranks of a node · given   degrees that the user fixed
+    Args:
+        inside: data-parallel ranks of a node.
+        given: degrees that the user fixed.
     """
     yield Layout(dp_replicate=data)
     if data == 1:

@@ -39,8 +39,9 @@ def fixes(case: Case) -> list[tuple[str, Candidate]]:
 
     Whether it starts is not looked at. `case` stays as it is; that it does not fit is not checked.
 
-    Gives   (settings as a user types them, prediction with them): what fits for sure first, then
-            what is tight, of each the fastest first; [] if nothing here helps
+    Returns:
+        (settings as a user types them, prediction with them): what fits for sure first, then what
+        is tight, of each the fastest first; [] if nothing here helps.
     """
     found = _that_fit([(name, made) for name, change in CHANGES if (made := change(case))])
     if not any(candidate.verdict.after == "fits" for _, candidate in found):

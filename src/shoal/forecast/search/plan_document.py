@@ -51,8 +51,12 @@ def plan_record(
 
     Predicts what it needs beside them: the field's guide, and `fixes` where no layout's steps fit.
 
-    candidates   not empty, best first · notes  lines that it repeats
-    space   what was searched; a layout that the user fixed is not held against the field's guide
+    Args:
+        candidates: not empty, best first.
+        notes: lines that it repeats.
+        space: what was searched; a layout that the user fixed is not held against the field's
+            guide.
+
     Schema  head of this module
     """
     best = candidates[0]

@@ -19,14 +19,16 @@ from shoal.config.sections import LayoutSection, keys
 class SearchSpace:
     """The fields of a plan that a search may choose; it keeps all others.
 
-    layout       the only one to try; None: layouts are searched
-    degrees      (axis, degree) pairs that are fixed; other axes are searched
-    zero         the stage, what dp_shard splits, that is fixed; None: whatever is best
-    micro_batch  samples per forward pass, 0: any · accumulate  micro-batches per rank, 0: any
-    given        keys of policies that the user set; recompute is searched where it is not one
-    schedule, chunks   of a pipeline, where `degrees` has one; ""  left to the search
-    built        search data-parallel axes first, and tp, pp, cp too only where no layout of those
-                 fits, as `auto` does for a run; False: all at once
+    Attributes:
+        layout: the only one to try; None: layouts are searched.
+        degrees: (axis, degree) pairs that are fixed; other axes are searched.
+        zero: the stage, what dp_shard splits, that is fixed; None: whatever is best.
+        micro_batch: samples per forward pass, 0: any.
+        accumulate: micro-batches per rank, 0: any.
+        given: keys of policies that the user set; recompute is searched where it is not one.
+        schedule, chunks: of a pipeline, where `degrees` has one; "" left to the search.
+        built: search data-parallel axes first, and tp, pp, cp too only where no layout of those
+            fits, as `auto` does for a run; False: all at once.
     """
 
     layout: Layout | None = None
@@ -43,7 +45,8 @@ class SearchSpace:
 def section_of(words: Mapping[str, Any]) -> LayoutSection:
     """Build a `LayoutSection` from keys of [layout]; keys that are not given keep their defaults.
 
-    Errors   ConfigError for a key that [layout] lacks, with the nearest; values are not checked
+    Raises:
+        ConfigError: for a key that [layout] lacks, with the nearest; values are not checked.
 
     >>> section_of({"tp": 2}).degrees()
     {'tp': 2}
@@ -61,8 +64,12 @@ def space_of(section: LayoutSection, cluster: Cluster, **further: Any) -> Search
     Its layout is fixed by a strategy's name, or by degrees whose product is all devices; fewer
     leave the other axes to the search, `auto` alone leaves all.
 
-    further    other fields, as `SearchSpace` explains them: micro_batch, accumulate, given, built
-    Errors     PlanError for a name, a schedule or degrees that do not go with the devices
+    Args:
+        further: other fields, as `SearchSpace` explains them: micro_batch, accumulate, given,
+            built.
+
+    Raises:
+        PlanError: for a name, a schedule or degrees that do not go with the devices.
     """
     degrees = section.degrees()
     schedule, chunks = _schedule(section, degrees.get("pp", 1))
@@ -89,7 +96,8 @@ def _schedule(section: LayoutSection, pp: int) -> tuple[str, int]:
 def _zero(section: LayoutSection) -> int | None:
     """What dp_shard splits, as the user fixed it: by its key, or by a name beside degrees.
 
-    Errors   PlanError for a name that says nothing beside degrees
+    Raises:
+        PlanError: for a name that says nothing beside degrees.
     """
     if section.zero >= 0:
         return section.zero
@@ -107,7 +115,8 @@ def _zero(section: LayoutSection) -> int | None:
 def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
     """The layout that the user fixed, as a run would take it; None where the planner has a choice.
 
-    Errors   PlanError for a name or degrees that do not go with the devices
+    Raises:
+        PlanError: for a name or degrees that do not go with the devices.
     """
     zero = _zero(section)
     if degrees := section.degrees():

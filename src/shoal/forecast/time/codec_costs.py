@@ -19,10 +19,12 @@ MEMORY_BYTES_PER_S = 5e9
 class Coding:
     """How numbers travel; the codecs themselves are in `fabric/codecs`.
 
-    bytes_each   coded bytes per element, its share of the scales included; 0: as they are
+    Attributes:
+        bytes_each: coded bytes per element, its share of the scales included; 0: as they are.
+        gathers: coded messages go whole to all, for their sums do not stay small.
+        feedback: what a code leaves out is kept for the next round.
+
     encode, decode_bytes_per_s   of uncoded numbers on one core
-    gathers      coded messages go whole to all, for their sums do not stay small
-    feedback     what a code leaves out is kept for the next round
     """
 
     bytes_each: float

@@ -64,7 +64,8 @@ class Group:
 def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
     """The group of an axis of degree `ranks` whose neighbours are `stride` ranks apart.
 
-    stride   product of the degrees of the axes inside this one (tp: 1)
+    Args:
+        stride: product of the degrees of the axes inside this one (tp: 1).
 
     >>> link = Link("wire", 0.0, 1.0)
     >>> from shoal.base.estimates.cluster import Device

@@ -17,13 +17,14 @@ from shoal.base.errors import PlanError, one_of
 class Habits:
     """One framework's way.
 
-    hides_gradients, hides_parameters   sends them while computing, where the device can do both
-    hides_update      zero 1 and 2: gathers the stepped weights beside the next forward pass
-    splits_messages   a pipeline's activations travel in tp parts
-    selective         shares that selective recompute runs again: products, attention, the rest
-    root_bytes        of an element of the weights outside blocks when gathered, and of gradients,
-                      where the compute format is narrower; 0: as narrow as that
-    wait_share        of the hidden communication, what slows the compute beside it down (σ − 1)
+    Attributes:
+        hides_gradients, hides_parameters: sends them while computing, where the device can do both.
+        hides_update: zero 1 and 2: gathers the stepped weights beside the next forward pass.
+        splits_messages: a pipeline's activations travel in tp parts.
+        selective: shares that selective recompute runs again: products, attention, the rest.
+        root_bytes: of an element of the weights outside blocks when gathered, and of gradients,
+            where the compute format is narrower; 0: as narrow as that.
+        wait_share: of the hidden communication, what slows the compute beside it down (σ − 1).
     """
 
     hides_gradients: bool = True
@@ -59,7 +60,8 @@ HABITS = {
 def habits_of(framework: str) -> Habits:
     """What a framework does.
 
-    Errors   PlanError for one that is not known, with the nearest name
+    Raises:
+        PlanError: for one that is not known, with the nearest name.
 
     >>> habits_of("torchtitan").selective[0]
     0.5

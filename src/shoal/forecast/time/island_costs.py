@@ -55,16 +55,20 @@ STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1}
 class IslandsFacts:
     """What is known of a model, of islands and of their links before a run.
 
-    parameters   elements of the whole model · step_s  seconds of the fastest island's inner step
-    bytes_per_s  of the slowest island's link, each direction; all its processes share it
-    latency_s    seconds of a message · near_bytes_per_s  of links inside a region
-                 (islands.regions); 0: as bytes_per_s
-    speeds       of every island, as a share of the fastest; () if all are equally fast
-    tokens       that one island learns from in one inner step; 0 if not known
-    ranks        processes of an island; each works on its share on a core of its own
-    element_bytes  4, or 8 where parameters are float64
-    Errors       PlanError when made: parameters, step_s, bytes_per_s or ranks of 0 or less;
-                 latency_s, near_bytes_per_s or tokens below 0; a speed that is not in (0, 1]
+    Attributes:
+        parameters: elements of the whole model.
+        step_s: seconds of the fastest island's inner step.
+        bytes_per_s: of the slowest island's link, each direction; all its processes share it.
+        latency_s: seconds of a message.
+        near_bytes_per_s: of links inside a region (islands.regions); 0: as bytes_per_s.
+        speeds: of every island, as a share of the fastest; () if all are equally fast.
+        tokens: that one island learns from in one inner step; 0 if not known.
+        ranks: processes of an island; each works on its share on a core of its own.
+        element_bytes: 4, or 8 where parameters are float64.
+
+    Raises:
+        PlanError: when made: parameters, step_s, bytes_per_s or ranks of 0 or less; latency_s,
+            near_bytes_per_s or tokens below 0; a speed that is not in (0, 1].
     """
 
     parameters: float
@@ -103,19 +107,23 @@ class IslandsFacts:
 class IslandsCost:
     """Predicted cost of one round of islands: the mean of rounds that differ (islands.regions).
 
-    steps        inner steps of every island, in their order · compute_s  in them, mean of islands
-    waited_s     not in inner steps; compute_s + waited_s = round_s
-    exposed_s    of that, waiting for the exchange or for slower islands; the rest is an island's
-                 own work on a merge (difference and blend)
-    exchange_s   of all fragments, each from the message to the vote, summed, hidden or not; of a
-                 round in which all islands meet
-    sent_bytes   per island and round, and received as many
-    mean_bytes_per_s  over the round · peak_bytes_per_s  while a fragment travels
-    hiding_bytes_per_s  the slowest link on which `overlap` inner steps hide an exchange, 0 where
-                 nothing is sent, inf where no link is fast enough
+    Attributes:
+        steps: inner steps of every island, in their order.
+        compute_s: in them, mean of islands.
+        waited_s: not in inner steps; compute_s + waited_s = round_s.
+        exposed_s: of that, waiting for the exchange or for slower islands; the rest is an island's
+            own work on a merge (difference and blend).
+        exchange_s: of all fragments, each from the message to the vote, summed, hidden or not; of a
+            round in which all islands meet.
+        sent_bytes: per island and round, and received as many.
+        mean_bytes_per_s: over the round.
+        peak_bytes_per_s: while a fragment travels.
+        hiding_bytes_per_s: the slowest link on which `overlap` inner steps hide an exchange, 0
+            where nothing is sent, inf where no link is fast enough.
+        bytes_per_token: sent by an island per token that it learnt from; 0 if tokens are not known.
+
     memory_bytes of the host, per process: merged weights and outer state of every tier, and what
                  codes left out
-    bytes_per_token  sent by an island per token that it learnt from; 0 if tokens are not known
     """
 
     steps: tuple[int, ...]
@@ -145,9 +153,12 @@ class IslandsCost:
 def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
     """Predict seconds, bytes and memory of one round of islands.
 
-    policy   `[islands]`, its open numbers are settled in a copy
-    Errors   ConfigError for a policy that cannot run; PlanError for method none, or for speeds that
-             are not one per island
+    Args:
+        policy: `[islands]`, its open numbers are settled in a copy.
+
+    Raises:
+        ConfigError: for a policy that cannot run; PlanError for method none, or for speeds that are
+            not one per island.
 
     20M parameters in 3 islands of one process, steps of 0.5 s, 50 Mbit/s: DiLoCo in fp32 waits
     for 17.5 s after 25 s of work, streaming in 4 bits beside 5 steps for almost nothing.
@@ -194,7 +205,9 @@ def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
 class Exchange:
     """One fragment: bytes that an island sends, and where its seconds go.
 
-    travel_s   with the link busy, or with coding where that is slower · seconds  of everything
+    Attributes:
+        travel_s: with the link busy, or with coding where that is slower.
+        seconds: of everything.
     """
 
     sent_bytes: float

@@ -25,8 +25,11 @@ from shoal.planning.pipeline_schedules import make_schedule
 def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
     """Bytes that a rank of pipeline rank `rank` sends in one step of the case, by kind.
 
-    case     of a plan that has its placements
-    Errors   PlanError for a schedule that cannot run so many micro-batches
+    Args:
+        case: of a plan that has its placements.
+
+    Raises:
+        PlanError: for a schedule that cannot run so many micro-batches.
     """
     layout, schedule = case.layout, _schedule(case)
     pieces = schedule.pieces
@@ -56,10 +59,15 @@ def _schedule(case: Case) -> Schedule:
 def busiest(case: Case, travel: Travel) -> StepTraffic:
     """Predict what the rank that sends most sends in one step: bytes by kind of collective.
 
-    case     of a plan that has its placements: without them sums and gathers count as nothing
-    travel   what tp and pp send per micro-batch, as stated when the model was divided
-    Errors   PlanError for a schedule that cannot run so many micro-batches
-    Limits   of the ranks that hold the same pipeline stages only the first is looked at
+    Args:
+        case: of a plan that has its placements: without them sums and gathers count as nothing.
+        travel: what tp and pp send per micro-batch, as stated when the model was divided.
+
+    Raises:
+        PlanError: for a schedule that cannot run so many micro-batches.
+
+    Note:
+        of the ranks that hold the same pipeline stages only the first is looked at.
     """
     return max(
         (sent_by(case, travel, rank) for rank in range(case.layout.pp)),

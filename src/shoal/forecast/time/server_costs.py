@@ -108,9 +108,11 @@ def in_turns(case: Case, one: TimeEstimate) -> TimeEstimate:
 class Pace:
     """What workers of unequal speed make of a server, in the mean.
 
-    steps_per_s   steps of the weights · staleness, largest  mean and most steps that the weights
-                  of an applied gradient lacked · by_worker  gradients applied of each
-    held_share    share of the workers' time in which they wait for a turn
+    Attributes:
+        steps_per_s: steps of the weights.
+        staleness, largest: mean and most steps that the weights of an applied gradient lacked.
+        by_worker: gradients applied of each.
+        held_share: share of the workers' time in which they wait for a turn.
     """
 
     steps_per_s: float
@@ -134,11 +136,14 @@ def pace(
 ) -> Pace:
     """Play the turns of workers that take `worker_s` each from reading weights to bringing theirs.
 
-    worker_s      for the samples of a whole step, which one worker computes
-    bound         as layout.staleness; None: none · synchronous  a step's samples are divided evenly
-                  and all wait for the slowest
-    apply_s       how long a server takes to apply one gradient and to give weights
-    Errors        PlanError for no worker, times that are none, or a bound that cannot be kept
+    Args:
+        worker_s: for the samples of a whole step, which one worker computes.
+        bound: as layout.staleness; None: none.
+        synchronous: a step's samples are divided evenly and all wait for the slowest.
+        apply_s: how long a server takes to apply one gradient and to give weights.
+
+    Raises:
+        PlanError: for no worker, times that are none, or a bound that cannot be kept.
 
     >>> pace([1, 1, 4]).steps_per_s > 2.2, pace([1, 1, 4], synchronous=True).steps_per_s
     (True, 0.75)

@@ -33,8 +33,12 @@ from shoal.forecast.time.step_work import unit_work
 class Part:
     """Some units on one rank: terms of one micro-batch, and the elements that the rank holds.
 
-    compute_s   products, attention and the rest · forward_s, again_s  of it, by kind of pass
-    parameters  all of them · experts  of these, in experts
+    Attributes:
+        compute_s: products, attention and the rest.
+        forward_s, again_s: of it, by kind of pass.
+        parameters: all of them.
+        experts: of these, in experts.
+
     saved_bytes of one sample, kept for the backward pass · sent  of one micro-batch
     """
 

@@ -47,13 +47,16 @@ from shoal.planning.gradient_buckets import BUCKET_BYTES
 class Sync:
     """Data-parallel exchanges of one rank.
 
-    gradients   of one reduction · reductions  per step · last_share  of it, what nothing can hide
-    update      weights once per step (zero 1 and 2; zero 3 in a pipeline)
-    gather      one block's weights (zero 3), `blocks` of them, before their forward passes
-    again       the same before their backward passes: nothing where they were kept
-    scatter     one block's gradients, `scatters` times per step
-    root        weights outside blocks, once per micro-batch
-    suffix      how the groups lie in their nodes (see collectives.Group)
+    Attributes:
+        gradients: of one reduction.
+        reductions: per step.
+        last_share: of it, what nothing can hide.
+        update: weights once per step (zero 1 and 2; zero 3 in a pipeline).
+        gather: one block's weights (zero 3), `blocks` of them, before their forward passes.
+        again: the same before their backward passes: nothing where they were kept.
+        scatter: one block's gradients, `scatters` times per step.
+        root: weights outside blocks, once per micro-batch.
+        suffix: how the groups lie in their nodes (see collectives.Group).
     """
 
     gradients: Cost = NOTHING
@@ -126,7 +129,8 @@ def _groups(case: Case) -> _Groups:
 def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outside: float) -> Sync:
     """The exchanges of a rank whose stage has `blocks` blocks, and `outside` elements beside them.
 
-    block   elements of one block on this rank, after tensor and expert parallelism
+    Args:
+        block: elements of one block on this rank, after tensor and expert parallelism.
     """
     layout, groups = case.layout, _groups(case)
     if groups.dense.ranks == 1 and layout.dp_replicate == 1:

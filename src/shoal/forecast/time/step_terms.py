@@ -44,12 +44,17 @@ HOST_BYTES_PER_S = 20e9
 class Stage:
     """One kind of pipeline stage.
 
-    copies          stages of this kind · fullest  the most blocks of one / their mean
-    device          term → seconds of one micro-batch · launch_s  in the host's lane beside it
-    forward, again  shares of the compute that are the forward pass, and what recompute runs
-    parameters      elements that one of its ranks holds before data-parallel splits
-    experts         of them, in experts · outside  of them, in no block
-    blocks          in it · sent  per micro-batch
+    Attributes:
+        copies: stages of this kind.
+        fullest: the most blocks of one / their mean.
+        device: term → seconds of one micro-batch.
+        launch_s: in the host's lane beside it.
+        forward, again: shares of the compute that are the forward pass, and what recompute runs.
+        parameters: elements that one of its ranks holds before data-parallel splits.
+        experts: of them, in experts.
+        outside: of them, in no block.
+        blocks: in it.
+        sent: per micro-batch.
     """
 
     copies: int
@@ -70,9 +75,12 @@ class Stage:
 class StepTerms:
     """A case as terms.
 
-    stages  kinds of stages, first to last · sync  what data parallelism sends
-    step    terms that happen once · beside_s  offload that travels beside compute
-    sent    link → bytes per step of a rank of the stage that holds most
+    Attributes:
+        stages: kinds of stages, first to last.
+        sync: what data parallelism sends.
+        step: terms that happen once.
+        beside_s: offload that travels beside compute.
+        sent: link → bytes per step of a rank of the stage that holds most.
     """
 
     case: Case
@@ -87,7 +95,8 @@ class StepTerms:
 def step_terms(case: Case) -> StepTerms:
     """The terms of a case.
 
-    Errors   PlanError for a number format, a recompute policy or a framework that is not known
+    Raises:
+        PlanError: for a number format, a recompute policy or a framework that is not known.
     """
     habits = habits_of(case.framework)
     before, inner, after = _split(case.model.units)

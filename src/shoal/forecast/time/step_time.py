@@ -88,7 +88,9 @@ class Timed:
 class Effective:
     """A step as terms that add up: term → seconds before its coefficient, waits only.
 
-    bubble     the part of `terms` that is bubble: term → the same
+    Attributes:
+        bubble: the part of `terms` that is bubble: term → the same.
+
     again_s    calibrated seconds of recompute · hidden  term → calibrated seconds hidden by compute
     """
 
@@ -163,7 +165,8 @@ class _Waits:
     ) -> None:
         """Communication of `raw_s` (not calibrated) beside `beside_s` of compute, `times` per step.
 
-        bare_share   of it, what nothing can hide
+        Args:
+            bare_share: of it, what nothing can hide.
         """
         whole = raw_s * self.table[term]
         if whole <= 0.0 or times <= 0:
@@ -207,8 +210,12 @@ def predict_time(case: Case) -> TimeEstimate:
     A cluster's own calibration counts where it has a `matrix` term; else what it has goes before
     the figures of the case's framework or of the kind of device.
     Of a cluster of unequal parts the slowest is taken: every step waits for it.
-    Gives    parts of 0 left out; low_s and high_s by the calibration's error, 30 % if it has none
-    Errors   PlanError for a number format, a schedule, a recompute policy or a framework unknown
+
+    Returns:
+        parts of 0 left out; low_s and high_s by the calibration's error, 30 % if it has none.
+
+    Raises:
+        PlanError: for a number format, a schedule, a recompute policy or a framework unknown.
     """
     cluster = case.cluster
     if cluster.groups:

@@ -66,8 +66,12 @@ def tensor_traffic(
 ) -> StepTraffic:
     """Bytes that one rank sends per optimizer step over `degree` tensor-parallel ranks.
 
-    micro_batches  per step on this rank · recomputed  forward passes run twice (full recompute)
-    Source         see the module
+    Args:
+        micro_batches: per step on this rank.
+        recomputed: forward passes run twice (full recompute).
+
+    References:
+        see the module.
 
     >>> block = [TensorExchange("all_reduce", "forward", 1000, 2)]
     >>> block += [TensorExchange("all_reduce", "backward", 1000, 2)]
@@ -91,8 +95,10 @@ def pipe_traffic(
 ) -> StepTraffic:
     """Bytes that rank `rank` of a pipeline sends per optimizer step to its neighbours.
 
-    crossings   between stage 0 and 1, 1 and 2, …; stages on one rank hand over without a message
-    stage_rank  rank that holds stage 0, 1, …, as in base.actions.Schedule
+    Args:
+        crossings: between stage 0 and 1, 1 and 2, …; stages on one rank hand over without a
+            message.
+        stage_rank: rank that holds stage 0, 1, …, as in base.actions.Schedule.
 
     >>> ends = [Crossing(100, 90)] * 3
     >>> [pipe_traffic(ends, (0, 1, 2, 3), r, micro_batches=2).send_bytes for r in range(4)]

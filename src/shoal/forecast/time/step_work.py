@@ -40,8 +40,10 @@ COMPILED_SHARE = 0.5
 class Work:
     """Terms of one unit and one micro-batch, all passes.
 
-    compute_s   products, attention and the rest, all passes · forward_s  of it, the forward pass
-    again_s     of it, what recompute runs
+    Attributes:
+        compute_s: products, attention and the rest, all passes.
+        forward_s: of it, the forward pass.
+        again_s: of it, what recompute runs.
     """
 
     terms: dict[str, float]
@@ -53,7 +55,8 @@ class Work:
 def peak_flops_per_s(device: Device, compute: str) -> float:
     """The device's dense peak in a format; fp16 and bf16 stand in for one another, fp64 for none.
 
-    Errors   PlanError for a format that the device is not known to compute in
+    Raises:
+        PlanError: for a format that the device is not known to compute in.
     """
     rates = device.matrix_flops_per_s
     other = {"bf16": "fp16", "fp16": "bf16"}.get(compute, compute)

@@ -36,9 +36,12 @@ PLAIN: dict[str, type[Method]] = {
 def find_method(policy: IslandsPolicy, *, seed: int = 0) -> Method:
     """Find the class of `islands.method` and make it with the policy's settings.
 
-    policy   its open numbers are settled here
-    seed     `train.seed`: noloco draws its pairs from it
-    Errors   ConfigError for an unknown method, "none" too, or for settings that it cannot have
+    Args:
+        policy: its open numbers are settled here.
+        seed: `train.seed`: noloco draws its pairs from it.
+
+    Raises:
+        ConfigError: for an unknown method, "none" too, or for settings that it cannot have.
     """
     settled = policy.settled()
     if settled.method == NoLoCo.name:

@@ -51,7 +51,8 @@ class FedProx(Method):
     its micro-batches and ranks; added there, the pull is the same however the batch is cut, and
     clipping acts on the sum.
 
-    Limits   with the model on a GPU, W (kept on the CPU) crosses the bus at every inner step
+    Note:
+        with the model on a GPU, W (kept on the CPU) crosses the bus at every inner step.
 
     Source: Li et al. 2020, "Federated optimization in heterogeneous networks", algorithm 2
     """

@@ -53,7 +53,9 @@ GROW: dict[str, Callable[[Tensor, Tensor], None]] = {
 class ServerOptimizer(torch.optim.Optimizer):
     """The adaptive step of the module, over any parameters.
 
-    momentum   b1, 0 ≤ b1 < 1 · server  adagrad, yogi or adam
+    Args:
+        momentum: b1, 0 ≤ b1 < 1.
+        server: adagrad, yogi or adam.
     """
 
     def __init__(
@@ -85,7 +87,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 class FedOpt(Method):
     """FedAvg with an adaptive server: `islands.server`.
 
-    Errors   ConfigError if another outer optimizer is asked for, or b1 is not below 1
+    Raises:
+        ConfigError: if another outer optimizer is asked for, or b1 is not below 1.
     """
 
     name = "fedopt"

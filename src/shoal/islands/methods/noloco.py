@@ -45,8 +45,11 @@ def pairs(seed: int, round_number: int, count: int) -> list[tuple[int, ...]]:
 def spread(gram: Sequence[Sequence[float]]) -> float:
     """How far apart a pair's weights are: root mean square distance to their mean, over its norm.
 
-    gram   of the messages, which are minus what each island alone would have gone on with
-    Gives  0 for equal islands, NaN if the messages are not finite
+    Args:
+        gram: of the messages, which are minus what each island alone would have gone on with.
+
+    Returns:
+        0 for equal islands, NaN if the messages are not finite.
     """
     count = len(gram)
     mean = sum(sum(row) for row in gram) / count**2
@@ -108,10 +111,15 @@ class OwnWeights(Outer):
 class NoLoCo(Method):
     """Momentum and a pull between random pairs; see the module.
 
-    seed     of the pairs, the same on all islands
-    Limits   a message is nearly minus the weights, so its norm says nothing of the change in it
-    Errors   ConfigError for what it cannot be combined with: another outer optimizer, regions, and
-             codes that lose something, since whole weights travel
+    Args:
+        seed: of the pairs, the same on all islands.
+
+    Note:
+        a message is nearly minus the weights, so its norm says nothing of the change in it.
+
+    Raises:
+        ConfigError: for what it cannot be combined with: another outer optimizer, regions, and
+            codes that lose something, since whole weights travel.
     """
 
     name = "noloco"

@@ -33,9 +33,12 @@ GONE = "nothing is heard from its machine: it is down, or the link to it"
 class Seen:
     """What is known of one rank.
 
-    told     by its page · answer  to the request for stacks; None: it did not
-    state    of its process, by the kernel: `kernel_state`
-    host     its machine · away_s  since when nothing was heard from there
+    Attributes:
+        told: by its page.
+        answer: to the request for stacks; None: it did not.
+        state: of its process, by the kernel: `kernel_state`.
+        host: its machine.
+        away_s: since when nothing was heard from there.
     """
 
     rank: int
@@ -103,11 +106,14 @@ class Seen:
 class Hang:
     """A hang, as it is told.
 
-    why       what its rank does instead · collective  in which the others wait, or its last one
-    kind      whose deadline has passed · certain  it will not come back by itself
-    unlike    it does not hang: it makes other collectives than the others, and `why` says which
-    away      nothing is heard from its machine
-    status    with which the run ends: 2 where the user must change something; 0: as usual
+    Attributes:
+        why: what its rank does instead.
+        collective: in which the others wait, or its last one.
+        kind: whose deadline has passed.
+        certain: it will not come back by itself.
+        unlike: it does not hang: it makes other collectives than the others, and `why` says which.
+        away: nothing is heard from its machine.
+        status: with which the run ends: 2 where the user must change something; 0: as usual.
     """
 
     rank: int
@@ -133,8 +139,9 @@ class Hang:
 class Culprit:
     """Who is at fault, before it is told.
 
-    together   nobody more than the others · alone  it alone is in a collective of the user's own:
-               a rank that waits elsewhere meanwhile
+    Attributes:
+        together: nobody more than the others.
+        alone: it alone is in a collective of the user's own: a rank that waits elsewhere meanwhile.
     """
 
     of: Seen
@@ -164,7 +171,8 @@ def find_culprit(seen: Sequence[Seen]) -> Culprit | None:
     That is while a debugger holds one, or one's machine is silent for less than AWAY_S: what it
     does now, nobody knows.
 
-    seen   every rank that runs, at least one
+    Args:
+        seen: every rank that runs, at least one.
     """
     if any(one.letter == DEBUGGED or one.state.get("TracerPid", "0") != "0" for one in seen):
         return None

@@ -23,8 +23,10 @@ Call = tuple[str, str, str]
 class Unlike:
     """Two ranks whose calls differ.
 
-    rank     the one to be blamed, as far as that can be known · line  for a person
-    certain  sums are wrong; else only the user can know
+    Attributes:
+        rank: the one to be blamed, as far as that can be known.
+        line: for a person.
+        certain: sums are wrong; else only the user can know.
     """
 
     rank: int
@@ -35,8 +37,9 @@ class Unlike:
 def find_unlike(step: int, pages: Mapping[int, bytes]) -> Unlike | None:
     """The first difference between ranks in a step; None where their calls agree.
 
-    step    with a minus where it is under way: then a rank may have to make the rest yet
-    pages   by rank, what each keeps of that step; one that ends in a line break had more
+    Args:
+        step: with a minus where it is under way: then a rank may have to make the rest yet.
+        pages: by rank, what each keeps of that step; one that ends in a line break had more.
     """
     by_group: dict[str, dict[int, list[Call]]] = {}
     if any(lines.endswith(b"\n") for lines in pages.values()):  # the rest had no room

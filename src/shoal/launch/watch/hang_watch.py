@@ -101,13 +101,16 @@ class Watchable(Protocol):
 class Watch:
     """Watches the ranks of a run: `begin` at each start of them, `look` often.
 
-    folder     the run's: stacks go to its logs
+    Args:
+        folder: the run's: stacks go to its logs.
+        times_s: gives what the run's own record tells of its steps: short ones pass between two
+            looks.
+        twice: who is at fault is said of ranks that stood at the same lines when they were asked
+            before: those of a user's own loop may be in collectives that no page tells of. Where
+            all are between two calls into Shoal, that has a deadline of its own.
+        first_s: the deadline of what was not learnt yet (`Learnt`).
+
     patience_s how long a rank that may only be slow is waited for after it was told to be late
-    times_s    gives what the run's own record tells of its steps: short ones pass between two looks
-    twice      who is at fault is said of ranks that stood at the same lines when they were asked
-               before: those of a user's own loop may be in collectives that no page tells of.
-               Where all are between two calls into Shoal, that has a deadline of its own
-    first_s    the deadline of what was not learnt yet (`Learnt`)
     """
 
     def __init__(
@@ -200,7 +203,8 @@ class Watch:
     def compare(self, workers: Sequence[Watchable], *, dead: bool = False) -> Hang | None:
         """Ranks whose collectives differ, if there are: what they sum is wrong.
 
-        dead   one died, maybe of that: what ranks keep of a step under way counts too
+        Args:
+            dead: one died, maybe of that: what ranks keep of a step under way counts too.
         """
         if dead and (unlike := self.unlike_ranks(workers)) is not None:
             return replace(unlike, status=1)  # that of a rank that died
@@ -228,7 +232,8 @@ class Watch:
 
         They never come together.
 
-        answers   of the ranks, with the user's lines; None: one has died, and nobody was asked
+        Args:
+            answers: of the ranks, with the user's lines; None: one has died, and nobody was asked.
         """
         calls = find_unlike_calls(dict(enumerate(self.pages)))
         if calls:

@@ -59,8 +59,10 @@ TOGETHER_S = 0.7
 class Told:
     """What a page said when it was read; the fields are the words of the same names.
 
-    live     its rank has opened it · phases  as text, "" where none is open
-    inside   the name of the call in which it is, of those that all ranks must make
+    Attributes:
+        live: its rank has opened it.
+        phases: as text, "" where none is open.
+        inside: the name of the call in which it is, of those that all ranks must make.
     """
 
     live: bool
@@ -94,7 +96,9 @@ class UnitCall:
 class PageRead:
     """The reading end of a page, wherever its bytes lie.
 
-    memory   PAGE_BYTES of it · host  the machine of its rank
+    Args:
+        memory: PAGE_BYTES of it.
+        host: the machine of its rank.
     """
 
     def __init__(self, memory: mmap.mmap | bytearray, host: str) -> None:
@@ -221,7 +225,8 @@ def _compared(seconds: Sequence[float], apart: int) -> tuple[float, ...]:
 class Watched(PageRead):
     """The reading end of one rank's page, made here; `path` is what its process is told.
 
-    Errors   OSError where there is no memory for it
+    Raises:
+        OSError: where there is no memory for it.
     """
 
     def __init__(self, name: str) -> None:

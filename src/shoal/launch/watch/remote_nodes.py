@@ -90,8 +90,9 @@ def every_s(nodes: Sequence[Node]) -> float:
 class Mirror(PageRead):
     """The page of a rank of another machine, as it was told last.
 
-    state   what the kernel said of its process when it was asked last
-    order   hands its node an order
+    Attributes:
+        state: what the kernel said of its process when it was asked last.
+        order: hands its node an order.
     """
 
     def __init__(self, host: str, node: int, order: Callable[[dict[str, Any]], None]) -> None:
@@ -108,7 +109,8 @@ class Mirror(PageRead):
     def patch(self, at: int, raw: bytes, ago_s: float) -> None:
         """Take what its node tells. Errors: ValueError for what lies outside of a page.
 
-        ago_s   what its clock is behind this machine's
+        Args:
+            ago_s: what its clock is behind this machine's.
         """
         if not 0 <= at <= at + len(raw) <= PAGE_BYTES:
             raise ValueError("outside of the page")
@@ -174,8 +176,11 @@ def _pieces(page: PageRead, told: bytes) -> list[tuple[int, bytes]]:
 class Hub(SealedServer):
     """Node 0's end of the connections: hears the other nodes and hands out orders.
 
-    mirrors   by rank, of the other nodes' ranks · far  their processes
-    came      nodes that were heard · gone  nodes whose process has ended, or its connection
+    Attributes:
+        mirrors: by rank, of the other nodes' ranks.
+        far: their processes.
+        came: nodes that were heard.
+        gone: nodes whose process has ended, or its connection.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, nodes: Sequence[Node]) -> None:
@@ -293,8 +298,11 @@ class NodesWatch(Watch):
 class Follower:
     """Another node's end: tells node 0 of its ranks, and does what it hears.
 
-    number   of this node · ranks  its processes · say  tells of an event, as an order says it
-    over     node 0 watches no more
+    Attributes:
+        number: of this node.
+        ranks: its processes.
+        say: tells of an event, as an order says it.
+        over: node 0 watches no more.
     """
 
     def __init__(
@@ -318,7 +326,8 @@ class Follower:
     def turn(self) -> Hang | None:
         """Tell and hear; the hang for which this node's ranks are to be ended, if any.
 
-        Errors   OSError where node 0's process has ended
+        Raises:
+            OSError: where node 0's process has ended.
         """
         now_s = time.monotonic()
         if not self._waits and now_s - self._said_s >= self.every_s:

@@ -72,7 +72,9 @@ class Learnt:
     """The deadlines of one run, by kind; they outlive a restart.
 
     `heard` learns; `deadline_s` and `patience_s` say what was learnt.
-    first_s   the deadline of what was not learnt yet, where FIRST_S does not say more
+
+    Args:
+        first_s: the deadline of what was not learnt yet, where FIRST_S does not say more.
     """
 
     def __init__(self, first_s: float = OTHER_FIRST_S) -> None:
@@ -116,7 +118,9 @@ class Learnt:
     ) -> None:
         """Ranks were in `kinds`, silent for so long, and went on.
 
-        in_data   they waited for data · told   the silence had passed its deadline
+        Args:
+            in_data: they waited for data.
+            told: the silence had passed its deadline.
         """
         for kind in [kind for kind in self._under_way_s if kind not in kinds]:
             longest_s = self._under_way_s.pop(kind)

@@ -65,7 +65,8 @@ class Slow:
 def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> list[Slow]:
     """Ranks that the others wait for, by `window[step][rank]`; the longest first.
 
-    usual   of windows before, for parts in which ranks have different work
+    Args:
+        usual: of windows before, for parts in which ranks have different work.
 
     >>> ahead, late = (0, 0.01, 0.02, 0, 0, 0, 0, 0.05), (0, 0.06, 0.02, 0, 0, 0, 0, 0)
     >>> (one,) = stands_out([[ahead, late]] * 16)

@@ -28,7 +28,9 @@ NONE_MORE = "no further block"
 class UnlikeUnits:
     """Ranks whose units differ.
 
-    rank   one of the fewest that do the same · calls  by rank, the unit and pass
+    Attributes:
+        rank: one of the fewest that do the same.
+        calls: by rank, the unit and pass.
     """
 
     rank: int
@@ -44,8 +46,9 @@ def find_unlike_units(
 ) -> UnlikeUnits | None:
     """The first difference between ranks of a group; None where there is none.
 
-    told    by rank, what its page says now · kinds  what it is in, "" where ranks may rightly make
-            other collectives there (a save)
+    Args:
+        told: by rank, what its page says now.
+        kinds: what it is in, "" where ranks may rightly make other collectives there (a save).
     """
     by_group: dict[int, dict[int, dict[int, UnitCall]]] = {}
     for rank, page in pages.items():

@@ -44,9 +44,12 @@ CONTEXTS = {"allgather": "gather", "alltoall": "ring"}
 class Imported:
     """A configuration in a run's own keys.
 
-    values      section.key → value · ranks  processes in all · differs, told  lines for the user
-    ds_file     a configuration of DeepSpeed's that says the rest; "" none
-    verdicts    on every key that was written
+    Attributes:
+        values: section.key → value.
+        ranks: processes in all.
+        differs, told: lines for the user.
+        ds_file: a configuration of DeepSpeed's that says the rest; "" none.
+        verdicts: on every key that was written.
     """
 
     values: dict[str, Any]
@@ -74,9 +77,12 @@ def is_accelerates(file: str) -> bool:
 def read(file: str | Path, *, processes: int = 0) -> Imported:
     """Read a file of YAML or JSON.
 
-    processes   in all, in the place of the file's; 0: as the file says
-    Errors      ConfigError, one line: not readable, a key that nobody knows, one that means what is
-                not here, a value that Accelerate refuses, degrees that are not the processes
+    Args:
+        processes: in all, in the place of the file's; 0: as the file says.
+
+    Raises:
+        ConfigError: one line: not readable, a key that nobody knows, one that means what is not
+            here, a value that Accelerate refuses, degrees that are not the processes.
     """
     where = short(str(file))
     config = _normal(_load(Path(file), where))

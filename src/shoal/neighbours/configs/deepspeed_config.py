@@ -61,11 +61,15 @@ FILLED_IN = ("lr", "warmup_num_steps", "total_num_steps", "type")
 class LossScale:
     """How fp16's loss scale starts and moves, as DeepSpeed's scalers move it.
 
-    fixed   a scale that stays; 0: it moves · initial  the first one
-    window  clean steps after which the next one doubles it · least  below which it does not go
-    hysteresis               overflows until it halves: 2 leaves the first one alone; stage 0 has 1
-    consecutive_hysteresis   that count starts anew at every clean step, not only where it doubles
-    stops                    an overflow at `least` ends the run (stages 1 to 3)
+    Attributes:
+        fixed: a scale that stays; 0: it moves.
+        initial: the first one.
+        window: clean steps after which the next one doubles it.
+        least: below which it does not go.
+        hysteresis: overflows until it halves: 2 leaves the first one alone; stage 0 has 1.
+        consecutive_hysteresis: that count starts anew at every clean step, not only where it
+            doubles.
+        stops: an overflow at `least` ends the run (stages 1 to 3).
     """
 
     fixed: float = 0.0
@@ -90,13 +94,19 @@ class Settings:
     """What a DeepSpeed configuration asks for, every "auto" and default filled in.
 
     batch = micro_batch × accumulate × data-parallel size · stage  of ZeRO, 0 to 3
-    offload_to   host or files (nvme) · compute  fp32, bf16, fp16 · clip  0: none
-    optimizer    a class of torch.optim, or Lion; "" none is configured, the script brings its own
-    optimizer_args, scheduler_args   keyword arguments, of DeepSpeed's meaning and defaults
-    scheduler    of `deepspeed_rates.SCHEDULES`, or a class of torch.optim.lr_scheduler; "" none
-    reduce       format in which gradients travel: fp32, bf16; "" as they are kept
-    recompute    keys of activation_checkpointing that are on: for models that ask for them
-    verdicts     on every key that was written · told  lines for the user
+
+    Attributes:
+        offload_to: host or files (nvme).
+        compute: fp32, bf16, fp16.
+        clip: 0: none.
+        optimizer: a class of torch.optim, or Lion; "" none is configured, the script brings its
+            own.
+        optimizer_args, scheduler_args: keyword arguments, of DeepSpeed's meaning and defaults.
+        scheduler: of `deepspeed_rates.SCHEDULES`, or a class of torch.optim.lr_scheduler; "" none.
+        reduce: format in which gradients travel: fp32, bf16; "" as they are kept.
+        recompute: keys of activation_checkpointing that are on: for models that ask for them.
+        verdicts: on every key that was written.
+        told: lines for the user.
     """
 
     batch: int
@@ -132,14 +142,17 @@ def read(
 ) -> Settings:
     """Read a configuration for a number of data-parallel ranks.
 
-    config        a dict, the path of a file, or url-safe base64 of one
-    era           DeepSpeed's version, as 0.19.8: decides what clipping nobody speaks of, and which
-                  keys are gone
-    unsaid_clip   taken, with a line, where neither `gradient_clipping` nor a version is said; None
-                  refuses that
-    brought       "optimizer", "scheduler": what the script hands over itself, which then counts
-    Errors        ConfigError, one line: not readable, a key that nobody knows, one that means what
-                  is not here, a value that DeepSpeed refuses, or batches that do not multiply
+    Args:
+        config: a dict, the path of a file, or url-safe base64 of one.
+        era: DeepSpeed's version, as 0.19.8: decides what clipping nobody speaks of, and which keys
+            are gone.
+        unsaid_clip: taken, with a line, where neither `gradient_clipping` nor a version is said;
+            None refuses that.
+        brought: "optimizer", "scheduler": what the script hands over itself, which then counts.
+
+    Raises:
+        ConfigError: one line: not readable, a key that nobody knows, one that means what is not
+            here, a value that DeepSpeed refuses, or batches that do not multiply.
     """
     where = "ds_config" if isinstance(config, Mapping) else short(str(config))
     found, table = load_written(config, where), read_table("deepspeed_keys")

@@ -132,11 +132,17 @@ SCHEDULES: Mapping[str, Callable[[Any, int, Arguments], Any]] = {
 class Schedule:
     """A schedule of DeepSpeed's on an optimizer: `step`, `get_last_lr`, `state_dict`, as torch's.
 
-    optimizer   anything with `param_groups` and `defaults`
-    name        of SCHEDULES · args  all its arguments, as `Settings.scheduler_args` has them; a
-                list has one value for each group
-    Does        sets the groups' rates (and betas, under OneCycle) for update 1
-    Errors      ConfigError for another number of values
+    Args:
+        optimizer: anything with `param_groups` and `defaults`.
+        name: of SCHEDULES.
+        args: all its arguments, as `Settings.scheduler_args` has them; a list has one value for
+            each group.
+
+    Note:
+        sets the groups' rates (and betas, under OneCycle) for update 1.
+
+    Raises:
+        ConfigError: for another number of values.
     """
 
     def __init__(self, optimizer: Any, name: str, args: Arguments) -> None:

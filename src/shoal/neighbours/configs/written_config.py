@@ -82,7 +82,8 @@ def read_table(name: str) -> dict[str, Key]:
 def load_written(config: Mapping[str, Any] | str | Path, where: str) -> dict[str, Any]:
     """Load a dict, a file of JSON or HJSON, or url-safe base64 of one. Gives a new dict.
 
-    Errors   ConfigError for what is none of them, and for a key that stands twice; `where` is named
+    Raises:
+        ConfigError: for what is none of them, and for a key that stands twice; `where` is named.
     """
     if isinstance(config, Mapping):
         return {**config}
@@ -136,8 +137,10 @@ def version(text: str) -> tuple[int, ...]:
 class Written:
     """A configuration that a user wrote, with the table's word on each of its keys.
 
-    where    the file, for messages · table  as `read_table` gives it
-    library, era   whose it is, and of which version, as (0, 19, 8); () not known
+    Attributes:
+        where: the file, for messages.
+        table: as `read_table` gives it.
+        library, era: whose it is, and of which version, as (0, 19, 8); () not known.
     """
 
     config: dict[str, Any]
@@ -162,7 +165,8 @@ class Written:
     def value(self, path: str, row: str = "") -> Any:
         """A key's value, or its default; `row`: where its row stands, if not by its path.
 
-        Errors   ConfigError for a value that is not of its kind; texts of numbers are numbers
+        Raises:
+            ConfigError: for a value that is not of its kind; texts of numbers are numbers.
         """
         block, _, name = path.rpartition(".")
         key = self.table[row or path]
@@ -181,8 +185,12 @@ class Written:
     def judge(self, path: str = "", row: str = "", *, off: bool = False) -> Iterator[Verdict]:
         """Give a verdict on every key of a block, and of those inside it.
 
-        row      where its rows stand, if not by its path · off  the block is switched off
-        Errors   ConfigError for a key that nobody knows, with the nearest, and for a refused one
+        Args:
+            row: where its rows stand, if not by its path.
+            off: the block is switched off.
+
+        Raises:
+            ConfigError: for a key that nobody knows, with the nearest, and for a refused one.
         """
         dot = "." if path else ""
         for name, value in self.block(path).items():

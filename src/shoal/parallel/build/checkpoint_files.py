@@ -74,7 +74,10 @@ def _read_starts(path: Any) -> None:
 class AsRead:
     """A file that is mapped privately, and into which nothing was written.
 
-    start, stop   addresses · offset  of the file's part there · node  of the file
+    Attributes:
+        start, stop: addresses.
+        offset: of the file's part there.
+        node: of the file.
     """
 
     start: int

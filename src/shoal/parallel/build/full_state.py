@@ -48,7 +48,8 @@ def held(program: Program) -> dict[str, Part]:
 def gather_weights(program: Program, *, only_first: bool = False) -> dict[str, torch.Tensor]:
     """Gather every parameter and persistent buffer whole on the CPU of every rank; all call it.
 
-    only_first   on rank 0's alone; others get {} and spend neither memory nor time on it
+    Args:
+        only_first: on rank 0's alone; others get {} and spend neither memory nor time on it.
     """
     return assembled(held(program), program.world, only_first=only_first)
 
@@ -98,10 +99,13 @@ def assembled(
 ) -> dict[str, torch.Tensor]:
     """Assemble whole tensors from the ranks' parts, on the CPU of every rank; all ranks call it.
 
-    parts        by name: a tensor and where it lies in the whole; a rank may hold nothing of a name
-    only_first   on rank 0 alone, to which the others send; they get {}
-    Gives        copies by name, in the order of the lowest rank that has a name. Where parts
-                 overlap they are taken to be equal
+    Args:
+        parts: by name: a tensor and where it lies in the whole; a rank may hold nothing of a name.
+        only_first: on rank 0 alone, to which the others send; they get {}.
+
+    Returns:
+        copies by name, in the order of the lowest rank that has a name. Where parts overlap they
+        are taken to be equal.
     """
     known = _spreads(parts, world)
     found = {

@@ -65,9 +65,14 @@ class Opened(dict[str, int]):
 def mmap_init(least_bytes: int = LEAST_BYTES, opened: Opened | None = None) -> Iterator[None]:
     """Inside, new CPU tensors of at least `least_bytes` lie in mapped files; values are the same.
 
-    opened   gets a descriptor of every file by the name that it had; to be closed by the caller
-    Errors   ConfigError when the folder of temporary files is full
-    Source   mmap(2), MAP_SHARED; setrlimit(2), RLIMIT_DATA
+    Args:
+        opened: gets a descriptor of every file by the name that it had; to be closed by the caller.
+
+    Raises:
+        ConfigError: when the folder of temporary files is full.
+
+    References:
+        mmap(2), MAP_SHARED; setrlimit(2), RLIMIT_DATA.
 
     >>> with mmap_init(least_bytes=4096):
     ...     weight = torch.ones(32, 32)
@@ -104,7 +109,8 @@ def own_rows(tensor: Tensor, rows: slice, device: torch.device | None = None) ->
 
     The other rows are made unread, and on a CPU take no memory until somebody writes them.
 
-    device   of the copy; None: the tensor's own
+    Args:
+        device: of the copy; None: the tensor's own.
     """
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
     if tensor.dim():
@@ -165,8 +171,11 @@ def over(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:
 def mapped(like: Tensor, opened: Opened | None = None) -> Tensor:
     """A tensor of zeros with `like`'s shape, strides and dtype, in an unlinked file of its own.
 
-    opened   gets a descriptor of the file by its name
-    Errors   ConfigError when the folder of temporary files is full
+    Args:
+        opened: gets a descriptor of the file by its name.
+
+    Raises:
+        ConfigError: when the folder of temporary files is full.
     """
     from shoal.machine.free_memory import file_in_memory, reserve  # large models alone ask
 

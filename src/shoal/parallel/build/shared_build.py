@@ -58,11 +58,16 @@ def build_once(
 
     Every rank calls it, and leaves it when all ranks of its machine have the model.
 
-    build         runs the builder; on ranks other than local rank 0 under the meta device
-    least_bytes   of weights; smaller models are built by every rank, in mapped files too; None:
-                  `LEAST_BYTES`
-    Gives         (module, lines for the user, the same on all ranks)
-    Errors        whatever the builder raises
+    Args:
+        build: runs the builder; on ranks other than local rank 0 under the meta device.
+        least_bytes: of weights; smaller models are built by every rank, in mapped files too; None:
+            `LEAST_BYTES`.
+
+    Returns:
+        (module, lines for the user, the same on all ranks).
+
+    Raises:
+        whatever the builder raises.
     """
     if world.local_size == 1 or not FILES.exists():
         with mmap_init():

@@ -57,9 +57,11 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 def table_of(module: nn.Module, files: Opened) -> Table:
     """Find where each tensor of a built module lies.
 
-    files   path → descriptor, of those that it was built in
+    Args:
+        files: path → descriptor, of those that it was built in.
 
-    Errors   CannotShare for tensors that are more than numbers in memory
+    Raises:
+        CannotShare for tensors that are more than numbers in memory.
     """
     named = _named(module)
     storages: dict[int, Any] = {}
@@ -114,8 +116,9 @@ def _pack(of_storage: list[list[Tensor]], places: list[dict[str, Any]], files: O
 
     Their memory is returned on the way: a model of small tensors would be there twice at the end.
 
-    of_storage   per storage, the module's tensors that lie in it
-    places       of the storages, in the same order
+    Args:
+        of_storage: per storage, the module's tensors that lie in it.
+        places: of the storages, in the same order.
     """
     pairs = zip(of_storage, places, strict=True)
     left = [(tensors, place) for tensors, place in pairs if place.get("file") == IN_MEMORY]
@@ -177,7 +180,8 @@ def without_data(build: Build, table: Table) -> nn.Module:
     Packages of the model's classes are imported before, which the builder may do later: a library
     may have to build otherwise without numbers, and `build` looks which are there.
 
-    Errors   CannotShare where it keeps more tensors than parameters and buffers; what it raises
+    Raises:
+        CannotShare where it keeps more tensors than parameters and buffers; what it raises.
     """
     for package in table["packages"]:
         with suppress(Exception):  # the builder says it better
@@ -203,8 +207,12 @@ def _alive() -> list[Tensor]:
 def put_in(module: nn.Module, table: Table) -> None:
     """Put the tensors of a table into a module, in place: parameters stay the objects they are.
 
-    module   on the meta device, or the one that the table was made of, whose files are mapped anew
-    Errors   CannotShare where it has other tensors
+    Args:
+        module: on the meta device, or the one that the table was made of, whose files are mapped
+            anew.
+
+    Raises:
+        CannotShare where it has other tensors.
     """
     named = _named(module)
     forms = {name: row[2:] for name, row in table["tensors"].items()}
@@ -228,8 +236,11 @@ def put_in(module: nn.Module, table: Table) -> None:
 def _storage(place: dict[str, Any], table: Table, known: dict[str, Any]) -> Any:
     """Map a part of a file privately.
 
-    known    files that are mapped already: one of a checkpoint, or of small tensors, holds many
-    Errors   CannotShare where this process does not see the other one's file
+    Args:
+        known: files that are mapped already: one of a checkpoint, or of small tensors, holds many.
+
+    Raises:
+        CannotShare where this process does not see the other one's file.
     """
     read = "path" in place
     path = place["path"] if read else f"/proc/{table['process']}/fd/{place['file']}"

@@ -51,7 +51,8 @@ def check(plan: Plan, device: torch.device) -> None:
 def apply(program: Program) -> Program:
     """Compile every block of the program's module; before parameters split and blocks recompute.
 
-    Errors   as `check`. While a step runs, PlanError for a block whose code the compiler refuses
+    Raises:
+        as `check`. While a step runs, PlanError for a block whose code the compiler refuses.
     """
     check(program.plan, program.world.device)
     if program.plan.compile == "none":
@@ -117,7 +118,8 @@ def check_compiler(device: torch.device) -> None:
 def _compiles_inside(name: str, block: nn.Module, notices: list[str]) -> bool:
     """Whether something stands in for the block, or for a part of it, that compiles by itself.
 
-    notices   takes a line where nothing is compiled after all
+    Args:
+        notices: takes a line where nothing is compiled after all.
     """
     plain = (
         "train.compile = blocks: fp16 is imitated here by rounding around every function, so "
@@ -162,7 +164,8 @@ def _in_one_line(name: str) -> Iterator[None]:
 class _Compiled(StandIn):
     """A block's `forward` as compiled code; a copy compiles anew, which a cache makes short.
 
-    checked   kinds of blocks whose code was held against the block, shared by all of them
+    Args:
+        checked: kinds of blocks whose code was held against the block, shared by all of them.
     """
 
     def __init__(self, name: str, block: nn.Module, checked: set[Hashable]) -> None:

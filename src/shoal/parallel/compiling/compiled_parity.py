@@ -48,9 +48,12 @@ def refuse_wrong_code(
 ) -> None:
     """Run a block as it is and compiled, and hold outputs and gradients against each other.
 
-    name   of the block, whose own forward is `plain` and whose code is `fast`; buffers, attributes
-           and random generators are as before afterwards
-    Errors PlanError where they differ by more than rounding explains
+    Args:
+        name: of the block, whose own forward is `plain` and whose code is `fast`; buffers,
+            attributes and random generators are as before afterwards.
+
+    Raises:
+        PlanError: where they differ by more than rounding explains.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     if not all(isinstance(leaf, PLAIN) for leaf in leaves):

@@ -45,7 +45,8 @@ from shoal.trace.isolation.replaced_forward import StandIn
 def attention_of(context: str) -> Shared | None:
     """Tell how ranks compute attention together; None: they gather keys and values.
 
-    context   what `layout.context` says; auto: ring
+    Args:
+        context: what `layout.context` says; auto: ring.
     """
     if context == "gather":
         return None
@@ -61,9 +62,14 @@ def attention_of(context: str) -> Shared | None:
 def plan(program: Program, record: Record, tensor: ModelSplit | None = None) -> Units | None:
     """What works on a part of the sequence, found out and checked at every start (decision 12).
 
-    tensor   how tp divides the layers, found before
-    Gives    None without context parallelism
-    Errors   PlanError where no layer can, or one cannot and the plan is strict
+    Args:
+        tensor: how tp divides the layers, found before.
+
+    Returns:
+        None without context parallelism.
+
+    Raises:
+        PlanError: where no layer can, or one cannot and the plan is strict.
     """
     world, policy = program.context, program.plan
     if world.size == 1:

@@ -46,7 +46,9 @@ def attend(
 
     q [batch, heads, rows, head_dim] · k, v [batch, kv_heads, keys, head_dim]; heads is a multiple
     of kv_heads. causal: query i sees keys up to i, and there are as many of both
-    mask   [batch or 1, heads or 1, rows or 1, keys], boolean or added to the scores
+
+    Args:
+        mask: [batch or 1, heads or 1, rows or 1, keys], boolean or added to the scores.
     """
     kind = _kind(q, v) if mask is None else "written"
     if kind == "cpu":
@@ -76,7 +78,9 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """These keys' share of the gradients of q, k and v.
 
-    gradient   of the output · all_keys   what attention to all keys gave for these queries
+    Args:
+        gradient: of the output.
+        all_keys: what attention to all keys gave for these queries.
     """
     out, lse = (one.contiguous() for one in all_keys)
     kind = _kind(q, v) if mask is None else "written"

@@ -60,9 +60,11 @@ def ring_attention(
 
     q [batch, heads, own tokens, head_dim] · k, v [batch, kv_heads, own tokens, head_dim], or
     without the dim of heads; tokens of rank r come after those of rank r − 1
-    mask    [..., own tokens or 1, tokens of all ranks], boolean or added to the scores; takes no
-            gradient, and goes without `causal`
-    scale   of the scores; default 1 / √head_dim
+
+    Args:
+        mask: [..., own tokens or 1, tokens of all ranks], boolean or added to the scores; takes no
+            gradient, and goes without `causal`.
+        scale: of the scores; default 1 / √head_dim.
     """
     q, k, v = as_products(q, k, v)
     headless = q.dim() == 3

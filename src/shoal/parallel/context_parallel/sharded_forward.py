@@ -36,7 +36,8 @@ from shoal.trace.isolation.replaced_forward import StandIn
 class ContextPrograms(Programs):
     """The graphs of a class of equal layers; None for a kind of input whose tokens do not divide.
 
-    notices   takes a line when a call could not be divided
+    Args:
+        notices: takes a line when a call could not be divided.
     """
 
     def __init__(self, split: BlockSplit, bare: nn.Module, notices: list[str]) -> None:
@@ -67,7 +68,9 @@ class ContextPrograms(Programs):
 class ContextForward(SplitForward):
     """A layer's forward as its split graph.
 
-    tensor   the ranks among which tp divides what each rank of `axis` has; None: nobody divides it
+    Args:
+        tensor: the ranks among which tp divides what each rank of `axis` has; None: nobody divides
+            it.
     """
 
     programs: ContextPrograms

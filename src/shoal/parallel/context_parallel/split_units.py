@@ -32,10 +32,13 @@ SEQUENCE_DIM = 1
 class Units:
     """What works on parts of the sequence.
 
-    classes      equal layers, split alike · lookups   embeddings · heads   that tp has dealt
-    whole        name of a block → that it runs whole, all of it or most, and why
-    length       tokens of the sample, as blocks see them; 0: none takes [batch, tokens, dim]
-    ring         the ranks, once the classes are checked on them
+    Attributes:
+        classes: equal layers, split alike.
+        lookups: embeddings.
+        heads: that tp has dealt.
+        whole: name of a block → that it runs whole, all of it or most, and why.
+        length: tokens of the sample, as blocks see them; 0: none takes [batch, tokens, dim].
+        ring: the ranks, once the classes are checked on them.
     """
 
     classes: tuple[BlockClass, ...]
@@ -51,8 +54,9 @@ def find_units(
 ) -> Units:
     """What of a model can work on parts of the sequence, over `degree` ranks.
 
-    attention   how ranks compute attention together; None: they gather keys and values
-    tensor      how tp divides the layers: each of its layers is one here, or works on all tokens
+    Args:
+        attention: how ranks compute attention together; None: they gather keys and values.
+        tensor: how tp divides the layers: each of its layers is one here, or works on all tokens.
     """
     return _Finder(record, degree, attention, tensor).find()
 

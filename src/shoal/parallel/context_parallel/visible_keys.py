@@ -28,7 +28,8 @@ NOTHING, SOME, EVERYTHING = range(3)
 class Seen(NamedTuple):
     """Queries, keys, whether a query sees only keys up to its own place, and what it sees else.
 
-    mask   [batch or 1, heads or 1, queries or 1, keys], boolean or added to the scores
+    Attributes:
+        mask: [batch or 1, heads or 1, queries or 1, keys], boolean or added to the scores.
     """
 
     rows: slice

@@ -49,7 +49,8 @@ def zigzag(rank: int, size: int) -> tuple[int, int]:
 def moved(tensors: Sequence[Tensor], axis: ContextAxis, start: Deal, goal: Deal) -> list[Tensor]:
     """Tensors that lie as `start` says, moved to where `goal` says.
 
-    tensors   [..., own tokens, dim] of one format, an even number of tokens each
+    Args:
+        tensors: [..., own tokens, dim] of one format, an even number of tokens each.
     """
     size, rank = axis.size, axis.rank
     at = {chunk: one for one in range(size) for chunk in start(one, size)}

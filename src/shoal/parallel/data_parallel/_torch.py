@@ -8,7 +8,8 @@ from typing import Any
 def scattered_sizes(unit: Any) -> list[int]:
     """Give the sizes of the tensors that a rank's part of a unit's gradients consists of, in order.
 
-    unit   one FSDPModule; its part is padded rows of every parameter that trains
+    Args:
+        unit: one FSDPModule; its part is padded rows of every parameter that trains.
     """
     state = unit._get_fsdp_state()  # 2.13 has several groups of parameters, earlier ones one
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

@@ -107,8 +107,10 @@ def apply(program: Program) -> Program:
 class CompressedSums:
     """Stands before the world where a reducer sums buckets: the same calls, fewer bytes.
 
-    policy   how, and in which steps at the start of a run in another code · step  that comes
-    length   of the run, as `start_run` gives it: `total_steps`, 0 where nobody said
+    Attributes:
+        policy: how, and in which steps at the start of a run in another code.
+        step: that comes.
+        length: of the run, as `start_run` gives it: `total_steps`, 0 where nobody said.
     """
 
     length: Any = None
@@ -172,7 +174,9 @@ class CompressedSums:
 class Owed:
     """What codes left out until now, on its way to checkpoints and back; `Owed(sums, program)`.
 
-    dropped   a line where a checkpoint held some that belongs to another layout or code, else ""
+    Attributes:
+        dropped: a line where a checkpoint held some that belongs to another layout or code, else
+            "".
     """
 
     def __init__(self, sums: CompressedSums, program: Program) -> None:
@@ -253,7 +257,9 @@ class Scatters(Protocol):
 class Arriving:
     """A sum under way, as reducers wait for it.
 
-    target   where the sum belongs · turn  sends the second half of every bucket
+    Attributes:
+        target: where the sum belongs.
+        turn: sends the second half of every bucket.
     """
 
     flight: Flight

@@ -19,7 +19,8 @@ from shoal.parallel.program import Local, Program, whole_locals
 def apply(program: Program, make: Callable[..., SumReducer] | None = None) -> Program:
     """Give the program a reducer that sums over all ranks in the plan's buckets.
 
-    make   makes the reducer, where it does more than that
+    Args:
+        make: makes the reducer, where it does more than that.
     """
     masters = _masters(program)
     local = {**whole_locals(program), **masters}

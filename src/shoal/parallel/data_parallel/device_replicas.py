@@ -66,7 +66,8 @@ class Keys(Protocol):
 def check_replicas(plan: Plan, device: torch.device) -> None:
     """Refuse more replicas than the process sees devices; a CPU takes any number.
 
-    Errors   PlanError with the nearest legal choice
+    Raises:
+        PlanError: with the nearest legal choice.
     """
     if not is_accelerator(device):
         return
@@ -192,7 +193,8 @@ class Replicas:
     def _together(self, group: Sequence[Pass]) -> None:
         """Run a pass on each replica at the same time.
 
-        Errors   PlanError where one of them did what belongs to no thread
+        Raises:
+            PlanError: where one of them did what belongs to no thread.
         """
         before = [self._look(number) for number in range(len(group))]
         state = torch.default_generator.get_state()

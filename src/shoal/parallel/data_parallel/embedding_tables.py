@@ -50,7 +50,8 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 def place(rows: Mapping[str, Placement], module: nn.Module, layout: Layout) -> dict[str, Placement]:
     """Say which tables go to the servers, and which columns of them to which.
 
-    Errors   PlanError where there is none, for a name that is no table's, and for max_norm
+    Raises:
+        PlanError: where there is none, for a name that is no table's, and for max_norm.
     """
     found = dict(rows)
     for number, name in enumerate(_chosen(module, layout)):
@@ -267,8 +268,11 @@ class _Serving(ddp.SumReducer):
 def check_optimizer(layout: Layout, allowed: Any) -> None:
     """Refuse an optimizer that needs all of a weight, or all weights.
 
-    allowed   what may be cut of a weight beside it (`optim/elementwise_probe.py`): flat, apart
-    Errors    PlanError
+    Args:
+        allowed: what may be cut of a weight beside it (`optim/elementwise_probe.py`): flat, apart.
+
+    Raises:
+        PlanError.
     """
     if allowed.flat and layout.servers > 1:
         raise PlanError(

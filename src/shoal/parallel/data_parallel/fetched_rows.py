@@ -56,7 +56,9 @@ class Brought:
 class OnServers(nn.Parameter):
     """Stands for a table's weight on a worker: shape and format, no memory.
 
-    row      of the plan · lookups  that answer for it; None: no run is there
+    Attributes:
+        row: of the plan.
+        lookups: that answer for it; None: no run is there.
     """
 
     row: Placement
@@ -173,8 +175,9 @@ class _Held:
 class Lookups:
     """A worker's side: rows by number, and at the end their gradients to the servers.
 
-    is_open   inside of a session
-    sent      format in which gradients travel; None: as they are kept
+    Attributes:
+        is_open: inside of a session.
+        sent: format in which gradients travel; None: as they are kept.
     """
 
     def __init__(
@@ -203,7 +206,8 @@ class Lookups:
     def rows(self, name: str, wanted: torch.Tensor) -> torch.Tensor:
         """The rows of some numbers, [n, width]; what is added to their gradients is brought back.
 
-        wanted   sorted, each once
+        Args:
+            wanted: sorted, each once.
         """
         held = self.held[name]
         missing = held.missing(wanted)
@@ -263,7 +267,8 @@ class Lookups:
 class Answers:
     """A server's side: a thread per worker that gives rows, and takes gradients at the end.
 
-    tables   its part of each by name, in the order of the plan, as forward passes read them
+    Args:
+        tables: its part of each by name, in the order of the plan, as forward passes read them.
     """
 
     def __init__(
@@ -286,7 +291,8 @@ class Answers:
     def collected(self) -> list[dict[str, Brought]]:
         """Wait for the session's end; by worker, in the order of their ranks, what they brought.
 
-        Errors   RuntimeError of the backend where a worker is gone
+        Raises:
+            RuntimeError: of the backend where a worker is gone.
         """
         found: dict[int, dict[str, Brought]] = {}
         with self.world.traffic.waiting():

@@ -219,8 +219,9 @@ def _experts(program: Program, names: list[str]) -> list[nn.Module]:
 class _UnitComms:
     """The axes along which a kind of units travels, the collectives for it, and where those log.
 
-    mesh   of `axes`: the last one cuts parameters, a first one has replicas of the parts
-    kept   how a unit lies between its passes: cut as ever, whole, or over a mesh (`_kept`)
+    Attributes:
+        mesh: of `axes`: the last one cuts parameters, a first one has replicas of the parts.
+        kept: how a unit lies between its passes: cut as ever, whole, or over a mesh (`_kept`).
     """
 
     def __init__(
@@ -305,7 +306,9 @@ def _kept(
     """How a unit lies between its passes: cut as ever, whole (False), or over a part of `axis`.
 
     The part is the last axis of the mesh; all units share it, where torch would make groups anew.
-    Gives also the degrees with that axis split in nodes and node, {} where it is not
+
+    Returns:
+        also the degrees with that axis split in nodes and node, {} where it is not.
     """
     layout, shards = program.plan.layout, degrees[axis]
     apart = layout.cp * layout.tp * (layout.ep if axis == "expert_shard" else 1)
@@ -357,7 +360,9 @@ def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecision
 class ShardedGradients:
     """The reducer over `fully_shard`, which sends by itself; see `program.Reducer`.
 
-    undealt   buckets of what `fully_shard` leaves alone, and the ranks to sum each over at the end
+    Args:
+        undealt: buckets of what `fully_shard` leaves alone, and the ranks to sum each over at the
+            end.
     """
 
     def __init__(
@@ -385,7 +390,8 @@ class ShardedGradients:
 
         Gathered for that at the start, a unit would be there twice: flat, and as parameters.
 
-        path   the unit's name
+        Args:
+            path: the unit's name.
         """
 
         def before(_unit: nn.Module, _given: Any) -> None:

@@ -47,8 +47,10 @@ def apply(program: Program) -> Program:
 class Pushed:
     """A push under way; `result(out)` waits, and gives a server its part of the sum.
 
-    sent       by a worker · arriving  by worker, on a server
-    nothing    an empty part, of those who get none
+    Attributes:
+        sent: by a worker.
+        arriving: by worker, on a server.
+        nothing: an empty part, of those who get none.
     """
 
     sent: Sequence[Transfer]

@@ -70,9 +70,10 @@ def stepped_by_parts(
 class FlatWeights:
     """All weights of a program in one buffer per bucket, of which the parameters are views.
 
-    flats     what forward passes read, whole, in the bucket's compute format
-    masters   this rank's parts in the format that is stepped: views of `flats`, or tensors of their
-              own where forward passes read narrow copies
+    Attributes:
+        flats: what forward passes read, whole, in the bucket's compute format.
+        masters: this rank's parts in the format that is stepped: views of `flats`, or tensors of
+            their own where forward passes read narrow copies.
     """
 
     def __init__(self, program: Program) -> None:

@@ -44,7 +44,8 @@ Experts = ExpertLayer | ListedExperts
 def plan(program: Program, record: Record) -> list[Experts]:
     """The model's layers of experts, checked; none without `ep`.
 
-    Errors   PlanError for a model without experts, or whose experts cannot be dealt so
+    Raises:
+        PlanError: for a model without experts, or whose experts cannot be dealt so.
     """
     layout = program.plan.layout
     if layout.ep == 1:

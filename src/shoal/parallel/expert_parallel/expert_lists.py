@@ -120,7 +120,8 @@ class _Entry(StandIn):
 class _Exchanges:
     """Those of one call of the layer.
 
-    like   the layer's input: rows that a rank does not have are of its format
+    Args:
+        like: the layer's input: rows that a rank does not have are of its format.
     """
 
     def __init__(self, home: ListedForward, like: Tensor) -> None:

@@ -22,9 +22,12 @@ EVERY = 100
 class Loads:
     """Places of every expert since the last line.
 
-    layers    number of experts by layer · data  ranks that run other micro-batches
-    notices   lines for the user go here
-    joining   the pass under way only joins the others' exchanges: what it computes weighs nothing
+    Attributes:
+        layers: number of experts by layer.
+        data: ranks that run other micro-batches.
+        notices: lines for the user go here.
+        joining: the pass under way only joins the others' exchanges: what it computes weighs
+            nothing.
     """
 
     def __init__(self, layers: Mapping[str, int], data: World, notices: list[str]) -> None:

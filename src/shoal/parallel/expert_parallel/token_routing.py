@@ -28,10 +28,11 @@ from shoal.fabric.exchanges.all_to_all import counts_for, to_each
 class Route:
     """The way of one micro-batch's places.
 
-    counts           [experts + 1], places of each expert, and of none, at home
-    order            [places that travel], numbers of places by expert
-    sent, received   rows to and from every rank of the axis
-    whose            [rows received], which of this rank's own experts each is for
+    Attributes:
+        counts: [experts + 1], places of each expert, and of none, at home.
+        order: [places that travel], numbers of places by expert.
+        sent, received: rows to and from every rank of the axis.
+        whose: [rows received], which of this rank's own experts each is for.
     """
 
     counts: Tensor
@@ -68,7 +69,9 @@ def dispatch(tokens: Tensor, route: Route, top_k: int, axis: World) -> Tensor:
 def combine(results: Tensor, weights: Tensor, route: Route, axis: World) -> Tensor:
     """Results of this rank's experts to their tokens' homes, weighted and added up there.
 
-    results   [sum of received, d'] · weights  [tokens, top_k] · gives  [tokens, d']
+    Args:
+        results: [sum of received, d'].
+        weights: [tokens, top_k] · gives [tokens, d'].
     """
     home = exchange(results, axis, route.received, route.sent)
     placed = home.new_zeros(weights.numel(), home.shape[1]).index_copy(0, route.order, home)

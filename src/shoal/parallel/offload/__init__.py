@@ -80,7 +80,9 @@ def apply(program: Program) -> Program:
     """Offload a program's activations; for the other policies see that they can be.
 
     The optimizer's state is offloaded by `hand_over`, parameters by the technique that splits them.
-    Errors   as `check`
+
+    Raises:
+        as `check`.
     """
     plan, device = program.plan, program.world.device
     check(plan, device)
@@ -169,7 +171,9 @@ def _return_large_blocks() -> None:
 
     Each then costs a system call and its pages anew. Where states lie in files 180 of 405 MiB of a
     process were blocks that gradients had left.
-    Source   mallopt(3): M_MMAP_THRESHOLD, which no longer grows once it is set
+
+    References:
+        mallopt(3): M_MMAP_THRESHOLD, which no longer grows once it is set.
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LEAST_BYTES)

@@ -27,9 +27,12 @@ AHEAD = 2
 class Parked:
     """A saved tensor on the host; for a while, before it leaves and from its turn on, also here.
 
-    key     what makes a second request the same tensor: its place in memory, its count of writes
-    place   its number in the micro-batch
-    there   the host's copy · tensor  the device's, if it has one · event  end of its last copy
+    Attributes:
+        key: what makes a second request the same tensor: its place in memory, its count of writes.
+        place: its number in the micro-batch.
+        there: the host's copy.
+        tensor: the device's, if it has one.
+        event: end of its last copy.
     """
 
     def __init__(self, key: tuple[Any, ...], place: int, tensor: torch.Tensor, lane: Lane) -> None:

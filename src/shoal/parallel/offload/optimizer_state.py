@@ -79,13 +79,18 @@ def stream_state(
 ) -> Callable[[], None]:
     """Keep an optimizer's state on the host from its next step on; gives the way back.
 
-    weights       moves its parameters to the device and back, if they wait on the host too
-    piece_bytes   of parameters that are stepped together; three pieces' state is on the device at
-                  most
-    least_bytes   smaller state stays on the device (biases, step counts)
-    Limits        hooks that were hung on `optimizer.step` run once per piece
-    Errors        PlanError, at the first step, for an optimizer that counts in its groups: pieces
-                  would make it count several times
+    Args:
+        weights: moves its parameters to the device and back, if they wait on the host too.
+        piece_bytes: of parameters that are stepped together; three pieces' state is on the device
+            at most.
+        least_bytes: smaller state stays on the device (biases, step counts).
+
+    Note:
+        hooks that were hung on `optimizer.step` run once per piece.
+
+    Raises:
+        PlanError: at the first step, for an optimizer that counts in its groups: pieces would make
+            it count several times.
     """
     lane = Lane(device) if weights is None else weights.lane  # whose end it waits for
     stepper = HostState(optimizer, lane, piece_bytes, least_bytes, weights)
@@ -130,7 +135,8 @@ class Pieces:
     def step(self, piece: Piece) -> None:
         """Step those parameters and no others.
 
-        Errors   PlanError where that counted something that all parameters share
+        Raises:
+            PlanError: where that counted something that all parameters share.
         """
         every = self.optimizer.param_groups
         wholes = [group["params"] for group in every]

@@ -51,9 +51,11 @@ def apply(program: Program) -> Program:
 class Weight:
     """A parameter in three places.
 
-    parameter   the module's; its memory on the device comes and goes
-    here        the same memory, as a tensor of its own: filling it is no change of the weight
-    master      on the host, what is stepped · copy  on the host, what forward passes read
+    Attributes:
+        parameter: the module's; its memory on the device comes and goes.
+        here: the same memory, as a tensor of its own: filling it is no change of the weight.
+        master: on the host, what is stepped.
+        copy: on the host, what forward passes read.
     """
 
     parameter: nn.Parameter
@@ -226,7 +228,9 @@ class HostWeights:
 class StreamedGradients:
     """The reducer of one device whose gradients wait on the host; see `program.Reducer`.
 
-    hosts    a flat sum per bucket, on the host · staged  those that are on the device now
+    Attributes:
+        hosts: a flat sum per bucket, on the host.
+        staged: those that are on the device now.
     """
 
     def __init__(self, program: Program, weights: HostWeights, lane: Lane) -> None:

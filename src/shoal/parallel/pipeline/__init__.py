@@ -49,8 +49,9 @@ def plan(program: Program, record: Record) -> StageCut | None:
     One rank of a machine follows the model and checks the cut, and tells the others; a model that
     talks to other ranks is followed by all, as is one whose blocks give more than plain values.
 
-    Errors   PlanError for more stages than blocks, a model that cannot be cut, or a schedule that
-             does not go with recompute
+    Raises:
+        PlanError: for more stages than blocks, a model that cannot be cut, or a schedule that does
+            not go with recompute.
     """
     layout, world = program.plan.layout, program.world
     if layout.pp == 1:
@@ -97,7 +98,8 @@ def place(rows: Mapping[str, Placement], cut: StageCut, layout: Layout) -> dict[
 def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program:
     """Keep this rank's stages, and run steps by the plan's schedule.
 
-    crossing   how values travel from stage to stage
+    Args:
+        crossing: how values travel from stage to stage.
     """
     if cut is None:
         return program
@@ -162,9 +164,12 @@ def drop_foreign(module: nn.Module, keep: AbstractSet[str]) -> None:
     In place. The module keeps its tree and all names, so that checkpoints, rules by name and error
     lines mean the same on every stage; tied weights stay tied, one meta tensor in every place.
 
-    keep    first names, as `named_parameters` and `named_buffers` give them; a tied tensor is kept
-            under all its names
-    Errors  BugError for a name in `keep` that the module does not have
+    Args:
+        keep: first names, as `named_parameters` and `named_buffers` give them; a tied tensor is
+            kept under all its names.
+
+    Raises:
+        BugError: for a name in `keep` that the module does not have.
     """
     names = {
         id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]

@@ -42,11 +42,16 @@ FILLS = (math.nan, 0.7)
 def cut_stages(record: Record, stages: int, costs: Mapping[str, float] | None = None) -> StageCut:
     """Cut a model into `stages` between the blocks of its trunk, and check the cut.
 
-    costs   of units by name (blocks, embedding, head), in any unit; absent ones cost nothing; else
-            by FLOP and parameters
-    Gives   which call runs where, what crosses, what each stage keeps; the same on every rank
-    Errors  PlanError for more stages than blocks, for a block whose work is read later otherwise
-            than through what it returns, and for values that leave torch between the blocks
+    Args:
+        costs: of units by name (blocks, embedding, head), in any unit; absent ones cost nothing;
+            else by FLOP and parameters.
+
+    Returns:
+        which call runs where, what crosses, what each stage keeps; the same on every rank.
+
+    Raises:
+        PlanError: for more stages than blocks, for a block whose work is read later otherwise than
+            through what it returns, and for values that leave torch between the blocks.
     """
     # What a block leaves aside, its stage's checks need once more.
     with attributes_kept(record.module), in_training(record.module):
@@ -84,7 +89,8 @@ def verify(record: Record, cut: StageCut, flow: Flow) -> None:
 
     A module on the meta device has no values to compare: such a cut is checked where it is run.
 
-    Errors  PlanError naming the first block that would not
+    Raises:
+        PlanError: naming the first block that would not.
     """
     module = record.module
     if any(p.is_meta for p in module.parameters()):

@@ -33,9 +33,11 @@ from shoal.trace.isolation.module_copies import meta_twin
 class CallPlan:
     """One call of a unit, as every stage knows it.
 
-    inputs    the sample's (args, kwargs), on the meta device, or their `shape_givers`
-    outputs   its result, on the meta device
-    devices           where the returned tensors were · written  those that are written into later
+    Attributes:
+        inputs: the sample's (args, kwargs), on the meta device, or their `shape_givers`.
+        outputs: its result, on the meta device.
+        devices: where the returned tensors were.
+        written: those that are written into later.
     """
 
     name: str
@@ -51,15 +53,16 @@ class CallPlan:
 class StageCut:
     """A model cut into stages; the same on every rank.
 
-    calls      of units, in the order in which the forward pass makes them
-    crossings  per stage: the tensors that enter it, in the order in which they are sent; none for
-               the first
-    keep       per stage: names of the parameters and buffers that it needs
-    ties       parameters that several stages need, and which
-    between    parameters that code between units reads; on stages that do not need them their
-               values do not matter, but their shapes do
-    costs      per stage
-    twin       the model without data, for shapes
+    Attributes:
+        calls: of units, in the order in which the forward pass makes them.
+        crossings: per stage: the tensors that enter it, in the order in which they are sent; none
+            for the first.
+        keep: per stage: names of the parameters and buffers that it needs.
+        ties: parameters that several stages need, and which.
+        between: parameters that code between units reads; on stages that do not need them their
+            values do not matter, but their shapes do.
+        costs: per stage.
+        twin: the model without data, for shapes.
     """
 
     calls: tuple[CallPlan, ...]
@@ -101,7 +104,8 @@ class StageCut:
     def from_json(told: Any, module: nn.Module, device: torch.device) -> StageCut:
         """Read what `to_json` of another rank gave, of the same `module`.
 
-        device   of this rank: what was on the other one's is on this one here
+        Args:
+            device: of this rank: what was on the other one's is on this one here.
         """
         calls, crossings, keep, ties, between, costs = told
         return StageCut(
@@ -181,9 +185,12 @@ def deal(
 ) -> StageCut:
     """Cut `module`, whose forward pass flows so, into `stages`.
 
-    costs   of units by name (blocks, embedding, head), in any unit; absent ones cost nothing
-    Errors  PlanError for more stages than block calls, and for a block whose work is read later
-            otherwise than through what it returns
+    Args:
+        costs: of units by name (blocks, embedding, head), in any unit; absent ones cost nothing.
+
+    Raises:
+        PlanError: for more stages than block calls, and for a block whose work is read later
+            otherwise than through what it returns.
     """
     blocks = [number for number, call in enumerate(flow.calls) if call.block]
     if stages > len(blocks):

@@ -57,12 +57,15 @@ FORWARD_ONLY = 0
 class PipeRuntime:
     """Runs the steps of one rank of a pipeline.
 
-    stages       this rank's, by number · stage_rank  rank of `pipe` that holds stage 0, 1, …
-    pipe         the ranks of this pipeline
-    make         the action lists for so many micro-batches, the same on every rank; PlanError where
-                 the schedule cannot do so many
-    crossing     how values cross · copies  of the model, as in `Schedule`
-    kept         micro-batches whose graph is alive now, as (stage, micro-batch)
+    Attributes:
+        stages: this rank's, by number.
+        stage_rank: rank of `pipe` that holds stage 0, 1, …
+        pipe: the ranks of this pipeline.
+        make: the action lists for so many micro-batches, the same on every rank; PlanError where
+            the schedule cannot do so many.
+        crossing: how values cross.
+        copies: of the model, as in `Schedule`.
+        kept: micro-batches whose graph is alive now, as (stage, micro-batch).
     """
 
     def __init__(
@@ -88,8 +91,11 @@ class PipeRuntime:
     def run(self, program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
         """One step's passes, forward and backward; to be a program's `run`.
 
-        passes   the micro-batches of this pipeline, the same on all its ranks; may be none
-        Errors   PlanError for shapes that depend on data, ClusterError where a message is lost
+        Args:
+            passes: the micro-batches of this pipeline, the same on all its ranks; may be none.
+
+        Raises:
+            PlanError: for shapes that depend on data, ClusterError where a message is lost.
         """
         if not passes:
             return
@@ -174,9 +180,11 @@ class PipeRuntime:
 class _Open:
     """What is kept of one micro-batch on one stage until its backward pass.
 
-    roots    edges of the outputs that need a gradient, or of the loss
-    seed     the loss's own gradient, on the last stage
-    leaves   arrivals that get a gradient · weights  what is left to do after I
+    Attributes:
+        roots: edges of the outputs that need a gradient, or of the loss.
+        seed: the loss's own gradient, on the last stage.
+        leaves: arrivals that get a gradient.
+        weights: what is left to do after I.
     """
 
     roots: list[GradientEdge]

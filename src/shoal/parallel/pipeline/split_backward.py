@@ -40,8 +40,13 @@ def input_gradients(
 ) -> tuple[Gradients, Weights]:
     """The first half: gradients of the inputs, and what the second half needs.
 
-    roots    edges of the outputs · seeds  their gradients · inputs  leaf tensors
-    Gives    one gradient per input, None where it has none; no `.grad` has changed
+    Args:
+        roots: edges of the outputs.
+        seeds: their gradients.
+        inputs: leaf tensors.
+
+    Returns:
+        one gradient per input, None where it has none; no `.grad` has changed.
     """
     if not inputs or not roots:
         return tuple(None for _ in inputs), Weights(list(roots), list(seeds))
@@ -68,8 +73,10 @@ def input_gradients(
 class Weights:
     """The second half, to be run once.
 
-    roots, seeds   a whole backward pass, where no input needs a gradient
-    starts         nodes to start from · ready  gradients that are computed already
+    Attributes:
+        roots, seeds: a whole backward pass, where no input needs a gradient.
+        starts: nodes to start from.
+        ready: gradients that are computed already.
     """
 
     roots: list[GradientEdge]

@@ -47,7 +47,8 @@ Tensors = tuple[torch.Tensor, ...]
 class Stages:
     """All stages of one module that live on this rank.
 
-    stages   by number
+    Attributes:
+        stages: by number.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Stages:
     ) -> None:
         """Nothing is put into the module before a stage runs: other techniques come inside.
 
-        device   on which they run
+        Args:
+            device: on which they run.
         """
         self.module, self.cut, self.device = module, cut, device
         self.shapes = Shapes(cut)
@@ -93,7 +95,9 @@ class Stages:
 class Stage:
     """One piece of the model.
 
-    number   0 for the piece that reads the inputs · first, last  whether it is at an end
+    Attributes:
+        number: 0 for the piece that reads the inputs.
+        first, last: whether it is at an end.
     """
 
     def __init__(self, held: Stages, number: int) -> None:
@@ -103,7 +107,8 @@ class Stage:
     def run(self, call: Callable[[nn.Module], Any], arrivals: Tensors) -> Any:
         """The forward pass of this stage; see the module's first lines.
 
-        Errors  PlanError where the pass calls other blocks, or in another order, than the sample's
+        Raises:
+            PlanError: where the pass calls other blocks, or in another order, than the sample's.
         """
         passage = Passage(self.held.cut, self.number, arrivals, self.held.shapes)
         outputs = self.through(call, passage)
@@ -363,7 +368,8 @@ class Shapes:
     def of(self, number: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The result of call `number` for these inputs.
 
-        Errors  PlanError where neither the sample nor the twin tells it
+        Raises:
+            PlanError: where neither the sample nor the twin tells it.
         """
         key = (number, _signature((inputs, named)))
         if key not in self.known:

@@ -91,9 +91,10 @@ def given(schedule: Schedule, act: Action) -> Message | None:
 class Route:
     """What one rank receives and sends in a schedule.
 
-    incoming   by peer: the messages for this rank, in the order in which the peer sends them
-    made_at    position in the peer's list of the action that makes an incoming message
-    taken_at   position in the peer's list of the action that takes an outgoing message
+    Attributes:
+        incoming: by peer: the messages for this rank, in the order in which the peer sends them.
+        made_at: position in the peer's list of the action that makes an incoming message.
+        taken_at: position in the peer's list of the action that takes an outgoing message.
     """
 
     incoming: dict[int, tuple[Message, ...]]
@@ -133,7 +134,8 @@ class _Peer:
 class Messages:
     """One rank's messages of the step that runs, and the forms known from steps before.
 
-    early   receives are posted before they are needed; each rank may say so for itself
+    Attributes:
+        early: receives are posted before they are needed; each rank may say so for itself.
     """
 
     def __init__(self, pipe: World) -> None:

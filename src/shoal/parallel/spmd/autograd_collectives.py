@@ -123,9 +123,10 @@ def dropout(
 ) -> Tensor:
     """Own part of dropout on the whole value, with the very mask that one process draws.
 
-    value   this rank's part, labelled `labels` over the axes, the outermost first
-    order   dims of the whole value as one process has it in memory, the slowest first: on CPU
-            torch draws masks in the order of memory
+    Args:
+        value: this rank's part, labelled `labels` over the axes, the outermost first.
+        order: dims of the whole value as one process has it in memory, the slowest first: on CPU
+            torch draws masks in the order of memory.
     """
     shape = list(value.shape)
     for axis, label in zip(axes, labels, strict=True):

@@ -42,8 +42,11 @@ def checked(
 ) -> ModelSplit:
     """`split` without the blocks that fail the check, which stay whole and are named.
 
-    module   still whole, equal on every rank of `axis`; every rank calls at once
-    Errors   PlanError under `strict`, or where nothing is left that is split
+    Args:
+        module: still whole, equal on every rank of `axis`; every rank calls at once.
+
+    Raises:
+        PlanError: under `strict`, or where nothing is left that is split.
     """
     failed: dict[str, str] = {}
     for group in counting("check layers", len(split.classes), split.classes):
@@ -65,7 +68,8 @@ def checked(
 def check_class(module: nn.Module, group: BlockClass, *axes: Axis) -> Finding | None:
     """The check of a class's first block; None where all is equal. Every rank must call.
 
-    axes   those of the group's split, and of the split inside of it
+    Args:
+        axes: those of the group's split, and of the split inside of it.
 
     A block that casts to float32 on its way is checked without its casts: they may blow up the
     rounding of a right split, and hide a small mistake.

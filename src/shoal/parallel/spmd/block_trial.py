@@ -52,10 +52,11 @@ Changed = Callable[[str, Tensor], Tensor]
 class Results:
     """What a run gave; inputs that take a gradient are named `input 0`, …
 
-    outputs     whole, on the host
-    gradients   this rank's part of each, in brief (`brief`)
-    own         of what is not cut, before sums over ranks that come once a step
-    norm        of all whole gradients as one, where they were there
+    Attributes:
+        outputs: whole, on the host.
+        gradients: this rank's part of each, in brief (`brief`).
+        own: of what is not cut, before sums over ranks that come once a step.
+        norm: of all whole gradients as one, where they were there.
     """
 
     outputs: list[Tensor]
@@ -71,9 +72,10 @@ class Results:
 class Trial:
     """A block with perturbed numbers, its inputs, and the gradients that pull at its outputs.
 
-    block    holds its parameters whole; they stay as they are
-    axes     those of the split, and of the one inside of it
-    dtype    what it computes in: float64, or float32 for a block that knows no float64
+    Args:
+        block: holds its parameters whole; they stay as they are.
+        axes: those of the split, and of the one inside of it.
+        dtype: what it computes in: float64, or float32 for a block that knows no float64.
     """
 
     def __init__(
@@ -130,7 +132,9 @@ class Trial:
     ) -> Results:
         """As the ranks compute it.
 
-        changed   done to the perturbed parameters, by name · labels  of how some are cut
+        Args:
+            changed: done to the perturbed parameters, by name.
+            labels: of how some are cut.
         """
         program = self.program
         cuts = {n: self._cuts(n) for n in self.parameters}

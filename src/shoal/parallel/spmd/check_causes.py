@@ -24,9 +24,12 @@ SEGMENTS = (1, 2, 3, 4)
 class Finding:
     """What is wrong with a split block.
 
-    block     its name · outputs  their difference, of their norm; 0 if they are right
-    wrong     gradients that differ, that of the last parameter first · cause  the likely one
-    fails     what it raises where it does not run at all
+    Attributes:
+        block: its name.
+        outputs: their difference, of their norm; 0 if they are right.
+        wrong: gradients that differ, that of the last parameter first.
+        cause: the likely one.
+        fails: what it raises where it does not run at all.
     """
 
     block: str

@@ -55,15 +55,18 @@ def plan_split(
 ) -> ModelSplit:
     """How `degree` ranks compute a model.
 
-    record      of the model
-    staged      a pipeline cuts between its blocks, so each is split by itself
-    strict      refuse instead of leaving something whole
-    overrides   pattern of parameter names (as in a shell) → whole │ column │ row
-    sequence    hand parts of the sequence from block to block
-    opaque      parts that are no graph may be one operation of a block's (experts)
-    Errors      PlanError where nothing can be split, where `strict` refuses, where a layer draws
-                random numbers and is no graph, and for a pattern that matches no parameter;
-                ConfigError for another wish
+    Args:
+        record: of the model.
+        staged: a pipeline cuts between its blocks, so each is split by itself.
+        strict: refuse instead of leaving something whole.
+        overrides: pattern of parameter names (as in a shell) → whole │ column │ row.
+        sequence: hand parts of the sequence from block to block.
+        opaque: parts that are no graph may be one operation of a block's (experts).
+
+    Raises:
+        PlanError: where nothing can be split, where `strict` refuses, where a layer draws random
+            numbers and is no graph, and for a pattern that matches no parameter; ConfigError for
+            another wish.
     """
     planner = _Planner(record, degree, _wishes(record.module, overrides), sequence, opaque)
     return planner.plan(staged, strict)
@@ -336,8 +339,11 @@ def _children(part: nn.Module) -> list[str]:
 def without(module: nn.Module, split: ModelSplit, failed: Mapping[str, str]) -> ModelSplit:
     """The split with some classes of layers left whole after all.
 
-    failed   name of a class's first layer → why
-    Errors   PlanError where nothing is left that is split
+    Args:
+        failed: name of a class's first layer → why.
+
+    Raises:
+        PlanError: where nothing is left that is split.
     """
     gone = [group for group in split.classes if group.names[0] in failed]
     kept = tuple(group for group in split.classes if group.names[0] not in failed)

@@ -29,8 +29,12 @@ def made_for(
 ) -> BlockSplit:
     """Make the graph for a call's flat arguments, which `tree` holds together.
 
-    first   of the sample's kind of input · bare  the copy without numbers
-    Errors  PlanError for inputs that the cut parameters cannot serve, or that no graph follows
+    Args:
+        first: of the sample's kind of input.
+        bare: the copy without numbers.
+
+    Raises:
+        PlanError: for inputs that the cut parameters cannot serve, or that no graph follows.
     """
     if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
         from shoal.trace.isolation.argument_keys import handed  # few models hand objects around

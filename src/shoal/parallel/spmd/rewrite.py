@@ -41,10 +41,11 @@ Shared = Callable[..., torch.Tensor]
 class Exchange:
     """One collective of a split layer's forward or backward pass.
 
-    kind            all_reduce │ all_gather │ reduce_scatter
-    when            forward │ backward
-    payload_bytes   the whole tensor, as `fabric.traffic` counts payloads
-    after           the operation and the parameter whose result (or gradient) it completes
+    Attributes:
+        kind: all_reduce │ all_gather │ reduce_scatter.
+        when: forward │ backward.
+        payload_bytes: the whole tensor, as `fabric.traffic` counts payloads.
+        after: the operation and the parameter whose result (or gradient) it completes.
     """
 
     kind: str
@@ -66,9 +67,13 @@ def rewrite(
 ) -> tuple[fx.GraphModule, tuple[tuple[Exchange, ...], ...]]:
     """`run(*axes, *local parameters, *local buffers, *inputs)` and every axis's collectives.
 
-    divisions   of one traced layer, the outermost first: each divides what the ones before leave
-    attention   what computes attention that is shared: (q, axis, k, v, causal=, scale=)
-    Errors      Untraceable where two axes divide one dim and the outer one would change its part
+    Args:
+        divisions: of one traced layer, the outermost first: each divides what the ones before
+            leave.
+        attention: what computes attention that is shared: (q, axis, k, v, causal=, scale=).
+
+    Raises:
+        Untraceable where two axes divide one dim and the outer one would change its part.
     """
     writer = _Writer(divisions, attention)
     for node in writer.problem.traced.graph.nodes:

@@ -34,9 +34,11 @@ from shoal.parallel.spmd.labelling.labels import Label, Split
 class Deal:
     """How one dim of a tensor is dealt to the ranks of an axis.
 
-    dim    which one · cuts  rank r has the indices from cuts[r] to cuts[r + 1]
-    summands   the ranks' gradients of a gathered whole add up to its gradient, and so do those of
-               a whole that is cut; else each rank has all of it
+    Attributes:
+        dim: which one.
+        cuts: rank r has the indices from cuts[r] to cuts[r + 1].
+        summands: the ranks' gradients of a gathered whole add up to its gradient, and so do those
+            of a whole that is cut; else each rank has all of it.
     """
 
     axis: Axis
@@ -200,7 +202,8 @@ class SequenceShard(Tensor):
 def show(local: Tensor, deal: Deal, kind: type[SequenceShard] = SequenceShard) -> SequenceShard:
     """This rank's part, shown as the whole that the parts of all ranks make.
 
-    local  [..., own part of dim, ...], part of autograd's graph or not
+    Args:
+        local: [..., own part of dim, ...], part of autograd's graph or not.
     """
     shard: SequenceShard = _Show.apply(local, deal, kind)
     shard._local = local  # with its history: the next block goes on from here, without the wrapper

@@ -35,27 +35,28 @@ RULES = Rules()
 class BlockSplit:
     """How one layer is computed by `degree` ranks, for one kind of input.
 
-    parameters   how each cut parameter is cut, by its name in the layer; absent: whole
-    partial      whole parameters whose gradient is a part on every rank: to be summed once a step
-    summed       parameters whose gradients are summed over the ranks once a step: those that are
-                 `partial` for the sample's kind of input, and if only the sequence is split, all
-    inputs       labels of the flattened tensor arguments (None and numbers left out)
-    outputs      labels of the flattened tensor results; a later one may be Split(d) without
-                 sequence parallelism: hand it on as a tensor that gathers itself when it is read
-    run          `run(axis, *local parameters, *local buffers, *inputs)` gives the flat outputs
-    exchanges    collectives of one forward and backward pass, in the order of the graph
-    reasons      why a parameter is as it is, one line each
-    gathered     values that could not stay split, one line each: costly, and only where asked for
-    shapes       whole shapes of the parameters, in the order in which `run` takes them
-    buffers      names of the buffers, in the order in which `run` takes them
-    mutated      buffers that the layer changes: the same on every rank
-    flatten      (args, kwargs) → the flat tensor inputs
-    rebuild      flat outputs → what the layer's forward returns
-    attention    what the ranks compute attention with, together
-    labelling    of a split of the sequence alone, as first found: it serves other lengths too
-    inner        how the ranks of another axis divide what each rank of this one holds; `run` then
-                 takes both axes, and what is said above of `inputs` and `outputs` holds in turn
-    opaque       parts of the layer that are one operation each of its graph
+    Attributes:
+        parameters: how each cut parameter is cut, by its name in the layer; absent: whole.
+        partial: whole parameters whose gradient is a part on every rank: to be summed once a step.
+        summed: parameters whose gradients are summed over the ranks once a step: those that are
+            `partial` for the sample's kind of input, and if only the sequence is split, all.
+        inputs: labels of the flattened tensor arguments (None and numbers left out).
+        outputs: labels of the flattened tensor results; a later one may be Split(d) without
+            sequence parallelism: hand it on as a tensor that gathers itself when it is read.
+        run: `run(axis, *local parameters, *local buffers, *inputs)` gives the flat outputs.
+        exchanges: collectives of one forward and backward pass, in the order of the graph.
+        reasons: why a parameter is as it is, one line each.
+        gathered: values that could not stay split, one line each: costly, and only where asked for.
+        shapes: whole shapes of the parameters, in the order in which `run` takes them.
+        buffers: names of the buffers, in the order in which `run` takes them.
+        mutated: buffers that the layer changes: the same on every rank.
+        flatten: (args, kwargs) → the flat tensor inputs.
+        rebuild: flat outputs → what the layer's forward returns.
+        attention: what the ranks compute attention with, together.
+        labelling: of a split of the sequence alone, as first found: it serves other lengths too.
+        inner: how the ranks of another axis divide what each rank of this one holds; `run` then
+            takes both axes, and what is said above of `inputs` and `outputs` holds in turn.
+        opaque: parts of the layer that are one operation each of its graph.
     """
 
     degree: int
@@ -95,17 +96,19 @@ def split_block(
 ) -> BlockSplit:
     """Choose how a layer's parameters are cut over `degree` ranks, and make its program.
 
-    args, kwargs   a sample call: shapes, types, the values of whole numbers and booleans, and which
-                   floating inputs require gradients (they decide which backward sums are counted)
-    sequence_dim   sequence parallelism: the first floating input and outputs of its shape are
-                   Split(sequence_dim)
-    overrides      name pattern (relative to the layer) → "whole" │ "column" │ "row"
-    split_parameters   False: all parameters stay whole, and with a sequence_dim only the sequence
-                   is split (context parallelism: keys and values are gathered)
-    attention      instead of gathering them, what computes attention from the ranks' parts
-    inner          how the ranks of another axis divide the layer, whose parameters stay as they
-                   are cut there; with `split_parameters` False only
-    opaque         parts that are no graph become one operation each, if their parameters are split
+    Args:
+        args, kwargs: a sample call: shapes, types, the values of whole numbers and booleans, and
+            which floating inputs require gradients (they decide which backward sums are counted).
+        sequence_dim: sequence parallelism: the first floating input and outputs of its shape are
+            Split(sequence_dim).
+        overrides: name pattern (relative to the layer) → "whole" │ "column" │ "row".
+        split_parameters: False: all parameters stay whole, and with a sequence_dim only the
+            sequence is split (context parallelism: keys and values are gathered).
+        attention: instead of gathering them, what computes attention from the ranks' parts.
+        inner: how the ranks of another axis divide the layer, whose parameters stay as they are cut
+            there; with `split_parameters` False only.
+        opaque: parts that are no graph become one operation each, if their parameters are split.
+
     Errors: Untraceable(reason); NotSplit where the sequence does not divide: use plain tensor
     parallelism then.
     """
@@ -169,7 +172,8 @@ def _labelled_again(
 ) -> Labelling:
     """The labels of another graph of the layer, its parameters cut as they are in `split`.
 
-    shares   see `Problem` · Errors  as `again`
+    Args:
+        shares: see `Problem` · Errors as `again`.
     """
     problem = Problem(traced, RULES, split.degree, sequence_dim, shares=shares)
     if split.labelling is not None:
@@ -211,7 +215,8 @@ def _solved(
 ) -> tuple[Labelling, dict[str, str]]:
     """Solve, leaving neither drawn random numbers nor tensors behind.
 
-    fixed, lazy   labels of parameters, and outputs that stay split, where that is settled
+    Args:
+        fixed, lazy: labels of parameters, and outputs that stay split, where that is settled.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -329,9 +334,10 @@ def _partial(problem: Problem, sums: Sums, cuts: Mapping[str, Split]) -> frozens
 class ParameterSplit:
     """What a rank holds of one parameter.
 
-    label     Split: a part; Whole: all of it
-    partial   whole, but its gradient is a part on every rank: to be summed over tp once a step
-    reason    one line
+    Attributes:
+        label: Split: a part; Whole: all of it.
+        partial: whole, but its gradient is a part on every rank: to be summed over tp once a step.
+        reason: one line.
     """
 
     label: Label
@@ -343,9 +349,11 @@ class ParameterSplit:
 class BlockClass:
     """Equal layers, split alike.
 
-    names   of the layers in the model · split  for the sample's kind of input
-    bare    one of them without numbers, for tracing other kinds of input
-    call    the sample's call of the first one
+    Attributes:
+        names: of the layers in the model.
+        split: for the sample's kind of input.
+        bare: one of them without numbers, for tracing other kinds of input.
+        call: the sample's call of the first one.
     """
 
     names: tuple[str, ...]
@@ -358,13 +366,15 @@ class BlockClass:
 class ModelSplit:
     """How a model is computed by `degree` ranks.
 
-    sequence     blocks hand each other parts of the sequence where they can
-    classes      split layers · tables  split embeddings and heads
-    parameters   every parameter by its first name
-    exchanges    collectives of a forward and backward pass on the sample, by module
-    notices      what stays whole that could be expected to be split, one line each
-    scattered    embeddings that hand their rank's part of the sequence to the first block
-    calls        how the sample called the layers, without numbers
+    Attributes:
+        sequence: blocks hand each other parts of the sequence where they can.
+        classes: split layers.
+        tables: split embeddings and heads.
+        parameters: every parameter by its first name.
+        exchanges: collectives of a forward and backward pass on the sample, by module.
+        notices: what stays whole that could be expected to be split, one line each.
+        scattered: embeddings that hand their rank's part of the sequence to the first block.
+        calls: how the sample called the layers, without numbers.
     """
 
     degree: int

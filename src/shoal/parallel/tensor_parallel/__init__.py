@@ -51,8 +51,11 @@ def place(rows: Mapping[str, Placement], split: ModelSplit) -> dict[str, Placeme
 def plan(program: Program, record: Record) -> ModelSplit | None:
     """How the module is split, found out and checked at every start (decision 12).
 
-    Gives    None without tensor parallelism
-    Errors   PlanError where nothing can be split, or something cannot and the plan is strict
+    Returns:
+        None without tensor parallelism.
+
+    Raises:
+        PlanError: where nothing can be split, or something cannot and the plan is strict.
     """
     degree, policy = program.tensor.size, program.plan
     if degree == 1:
@@ -72,7 +75,9 @@ def split_by(
 ) -> ModelSplit:
     """Find how a model is split over `degree` ranks under a policy; errors as `plan`.
 
-    staged   a pipeline cuts it too · opaque  parts that are no graph may be an operation of one
+    Args:
+        staged: a pipeline cuts it too.
+        opaque: parts that are no graph may be an operation of one.
     """
     return plan_split(
         record,

@@ -25,8 +25,11 @@ from shoal.trace.isolation.replaced_forward import StandIn
 def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callable[[], None]]:
     """Make `module`, whole and equal on every rank of `axis`, compute with this rank's parts.
 
-    axis    as many ranks as the split is for
-    Gives   what takes the stand-ins away, in this order; parameters stay cut
+    Args:
+        axis: as many ranks as the split is for.
+
+    Returns:
+        what takes the stand-ins away, in this order; parameters stay cut.
     """
     if axis.size != split.degree:
         raise BugError(f"a split for {split.degree} ranks was applied to {axis.size}")

@@ -83,7 +83,9 @@ class LogitsShard(SequenceShard):
 class SplitEmbedding(StandIn):
     """Looks up this rank's rows and sums over the ranks.
 
-    along   the dim of its output that blocks hand on in parts, or None
+    Args:
+        along: the dim of its output that blocks hand on in parts, or None.
+
     An embedding whose class has a forward of its own (a scale, an offset) runs it: only the lookup
     inside of it is this one.
     """
@@ -179,7 +181,9 @@ def install(
 ) -> list[StandIn]:
     """Put stand-ins on tables, heads and the model; the weights are cut by somebody else.
 
-    scattered   embeddings that give this rank's part of dim 1, the sequence
+    Args:
+        scattered: embeddings that give this rank's part of dim 1, the sequence.
+
     Every weight must still be whole: its rows tell where it is cut.
     """
 

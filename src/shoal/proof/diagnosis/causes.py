@@ -26,7 +26,8 @@ UNMOVED_SHARE = 0.02
 def explain(evidence: Evidence, inside: Sequence[Look] = ()) -> Clue:
     """Name the likely cause of the first difference.
 
-    inside   looks that are asked before the product's own
+    Args:
+        inside: looks that are asked before the product's own.
     """
     for look in (*inside, *LOOKS):
         clue = look(evidence)

@@ -14,10 +14,12 @@ OURS = f"{REPORT}: this is a mistake of Shoal, not of your model"
 class Clue:
     """A likely cause, in the words of someone who trains a model and does not know Shoal's source.
 
-    name   short and stable, for programs · parameter  the first tensor in which it shows, or the
-           run's label
-    seen   what differs, with numbers · cause  what makes such numbers · advice  what to do next:
-           a setting that does without, a part of one's own code, or a report
+    Attributes:
+        name: short and stable, for programs.
+        parameter: the first tensor in which it shows, or the run's label.
+        seen: what differs, with numbers.
+        cause: what makes such numbers.
+        advice: what to do next: a setting that does without, a part of one's own code, or a report.
     """
 
     name: str

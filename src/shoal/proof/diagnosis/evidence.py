@@ -26,9 +26,10 @@ OnRun = Callable[[str, Run], None]
 class Evidence:
     """What one process and the layout computed, and where they differ.
 
-    expected, got   the records of the one process and of the layout
-    again           trains the one process once more up to (label, step), and gives each of its
-                    runs to a function
+    Attributes:
+        expected, got: the records of the one process and of the layout.
+        again: trains the one process once more up to (label, step), and gives each of its runs to a
+            function.
     """
 
     expected: Record
@@ -73,7 +74,8 @@ class Evidence:
     def run_again(self, watch: OnRun) -> None:
         """Train the one process once more up to the end of the first wrong step.
 
-        Errors   whatever the model raises; nothing is done where no gradient is wrong
+        Raises:
+            whatever the model raises; nothing is done where no gradient is wrong.
         """
         if self.number is not None:
             row = self.expected.rows[self.number]

@@ -49,7 +49,9 @@ FEW = 12
 class _Amount:
     """How far gradients are from the right ones: the end of a sentence.
 
-    axes    those that the numbers point at · cause  where the numbers alone tell it
+    Attributes:
+        axes: those that the numbers point at.
+        cause: where the numbers alone tell it.
     """
 
     text: str

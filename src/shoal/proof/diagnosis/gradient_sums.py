@@ -31,11 +31,12 @@ DIGITS = 1e-11
 class Sums:
     """One step's gradients of loss sums, clipping taken off.
 
-    right, wrong   what one process and the layout have · names  parameters that differ, in the
-                   module's order
-    short          the step is the first that differs and holds less than the ones before it
-    loss_right     the loss of the step is that of one process
-    apart          parameters whose holders disagree: the sum over holders, clipping taken off
+    Attributes:
+        right, wrong: what one process and the layout have.
+        names: parameters that differ, in the module's order.
+        short: the step is the first that differs and holds less than the ones before it.
+        loss_right: the loss of the step is that of one process.
+        apart: parameters whose holders disagree: the sum over holders, clipping taken off.
     """
 
     right: Tensors

@@ -28,8 +28,10 @@ SOLVABLE = 1e-12
 class Atoms:
     """Gradients of the loss sums of one step's micro-batches.
 
-    gradients   one dict per micro-batch, in their order · ranks  how many the layout has: rank r
-                runs micro-batches r, r + ranks, … · shelf  where they are
+    Attributes:
+        gradients: one dict per micro-batch, in their order.
+        ranks: how many the layout has: rank r runs micro-batches r, r + ranks, …
+        shelf: where they are.
     """
 
     ranks: int
@@ -57,9 +59,10 @@ class Atoms:
 class Shares:
     """How much of each micro-batch's gradient is in a gradient, and what they leave unexplained.
 
-    values     one per micro-batch, 1.0 where it is right, NaN where it had no gradient here; None
-               if they cannot be told apart
-    residual   norm of what no shares explain over the norm of the gradient
+    Attributes:
+        values: one per micro-batch, 1.0 where it is right, NaN where it had no gradient here; None
+            if they cannot be told apart.
+        residual: norm of what no shares explain over the norm of the gradient.
     """
 
     values: tuple[float, ...] | None
@@ -69,7 +72,9 @@ class Shares:
 def watch_micro_batches(atoms: Atoms, label: str, step: int, of: str, run: Run) -> None:
     """Fill `atoms` while a run of one process takes a step.
 
-    label, step   which run, and which of its steps, from 1 · of, run  the run as it is made
+    Args:
+        label, step: which run, and which of its steps, from 1.
+        of, run: the run as it is made.
     """
     if of != label:
         return

@@ -101,9 +101,15 @@ def goodput(
 ) -> float:
     """Share of the time that is progress, exactly, for failures that strike at random.
 
-    interval_s  τ, work between checkpoints · stall_s  C, for which a checkpoint stops the run
-    restart_s   R · mean_s  M, between failures · write_s  D, until it is safe after the stall
-    Errors      PlanError for τ ≤ 0, M ≤ 0, negative times or D > τ (checkpoints would pile up)
+    Args:
+        interval_s: τ, work between checkpoints.
+        stall_s: C, for which a checkpoint stops the run.
+        restart_s: R.
+        mean_s: M, between failures.
+        write_s: D, until it is safe after the stall.
+
+    Raises:
+        PlanError: for τ ≤ 0, M ≤ 0, negative times or D > τ (checkpoints would pile up).
 
     >>> [round(goodput(young_s(c, 11160), c, 600, 11160), 3) for c in (60, 5)]
     [0.853, 0.92]

@@ -111,10 +111,13 @@ def ring_step_s(
 ) -> float:
     """Seconds of a step with a ring: T₁/N + max(0, ring − overlap · T₁/N).
 
-    volume    bytes sent, in all-reduces of M: 1 for ddp, 1.5 for fsdp (two gathers, one scatter)
-    overlap   share of the computing behind which communication can hide: 0 none; for a backward
-              of two thirds of the step at most 2/3
-    Errors    PlanError for an overlap outside 0 to 1
+    Args:
+        volume: bytes sent, in all-reduces of M: 1 for ddp, 1.5 for fsdp (two gathers, one scatter).
+        overlap: share of the computing behind which communication can hide: 0 none; for a backward
+            of two thirds of the step at most 2/3.
+
+    Raises:
+        PlanError: for an overlap outside 0 to 1.
 
     >>> round(ring_step_s(8.0, 4, 100.0, 0.1, 0.01), 9)
     4.1
@@ -157,7 +160,9 @@ def speedup_table(
     """The well-known speed-up table with everything that it depends on.
 
     Takes   T₁, gradient bytes M, α and β; `overlap` as in ring_step_s
-    Gives   per number of devices: the common form, ddp (a ring), fsdp (1.5 of its bytes)
+
+    Returns:
+        per number of devices: the common form, ddp (a ring), fsdp (1.5 of its bytes).
 
     >>> rows = speedup_table([2, 8], 8.0, 1e9, 1e-5, 1e-9)
     >>> [(r.devices, round(r.folk, 2), round(r.ring, 2), round(r.sharded, 2)) for r in rows]

@@ -108,7 +108,8 @@ def largest_mean_s(times: StepTimes, devices: int) -> float:
 def waiting_share(times: StepTimes, devices: int, every: int = 1) -> float:
     """Share of the time that a device waits in the mean, if ranks meet every k steps.
 
-    every   k > 1: k steps of a device add up to about a normal time with √k of the deviation
+    Args:
+        every: k > 1: k steps of a device add up to about a normal time with √k of the deviation.
 
     >>> round(waiting_share(StepTimes(1.0, 0.05), 100_000), 3)
     0.18

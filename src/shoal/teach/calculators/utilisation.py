@@ -31,8 +31,11 @@ def flops_per_token(parameters: float, layers: int, hidden: int, sequence: int) 
 def recompute_factor(recompute: str, parameters: float, attention: float) -> float:
     """FLOP run per FLOP needed: `none` 1, `full` 4/3, `selective` attention's forward once more.
 
-    parameters, attention   FLOP per token of the two terms of `flops_per_token`
-    Errors                  PlanError for another word
+    Args:
+        parameters, attention: FLOP per token of the two terms of `flops_per_token`.
+
+    Raises:
+        PlanError: for another word.
 
     >>> recompute_factor("full", 48.0, 12.0), recompute_factor("selective", 48.0, 12.0)
     (1.3333333333333333, 1.0666666666666667)
@@ -72,7 +75,9 @@ def megatron_step_flops(
     none       72·B·s·L·h²·(1 + s/(6h) + V/(12·L·h)) · full  96·…·(1 + s/(6h) + V/(16·L·h))
     selective  attention's s/(6h) times 4/3: its forward runs twice (also quoted as s/(3h), which
                is more than one forward)
-    Source     Narayanan et al. 2021, §5.1; Korthikanti et al. 2022, appendix A
+
+    References:
+        Narayanan et al. 2021, §5.1; Korthikanti et al. 2022, appendix A.
 
     GPT-3 175B, batch 1536 of 2048 tokens: 3.4 EFLOP per step without, 4.5 with recompute.
 

@@ -20,7 +20,8 @@ ASCII_SIGNS = "*o+x#%"
 class Axis:
     """What an axis shows, with its unit; `log` for a logarithmic one; `low`, `high` if fixed.
 
-    base   of the ticks of a logarithmic axis: 10 (1, 2, 5, 10, …) or 2 (1, 2, 4, 8, …)
+    Attributes:
+        base: of the ticks of a logarithmic axis: 10 (1, 2, 5, 10, …) or 2 (1, 2, 4, 8, …).
     """
 
     title: str

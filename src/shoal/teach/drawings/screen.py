@@ -37,10 +37,11 @@ class Formula:
 class Screen:
     """A calculator's answer.
 
-    results   the figures, plain, for JSON
-    letters   what the formulas' letters are
-    table     rows of cells, the first one the head; numbers to the right
-    bars      name → share of the whole, drawn as bars
+    Attributes:
+        results: the figures, plain, for JSON.
+        letters: what the formulas' letters are.
+        table: rows of cells, the first one the head; numbers to the right.
+        bars: name → share of the whole, drawn as bars.
     """
 
     title: str

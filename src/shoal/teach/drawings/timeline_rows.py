@@ -286,8 +286,9 @@ def held_text(timeline: Timeline, held: float) -> str:
 def label_of(span: Span, room: int, piece: int = 0, *, coloured: bool = False) -> str:
     """What stands inside a box with room for so many characters: at best letter and number.
 
-    piece      a rank's later pieces of a model have small letters
-    coloured   the colour says the kind, so that the number matters more than the letter
+    Args:
+        piece: a rank's later pieces of a model have small letters.
+        coloured: the colour says the kind, so that the number matters more than the letter.
 
     >>> box = Span(0, 0.0, 1.0, "forward", "12")
     >>> label_of(box, 5), label_of(box, 2), label_of(box, 1), label_of(box, 3, piece=1)

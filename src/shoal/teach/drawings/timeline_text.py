@@ -66,7 +66,8 @@ def timeline_lines(
 ) -> list[Text]:
     """The drawing as lines of at most `width` columns: title, axis, rows, peaks, facts, legend.
 
-    coloured   boxes have colours, so that their tails need no dashes
+    Args:
+        coloured: boxes have colours, so that their tails need no dashes.
     """
     names = [row.name for timeline in timelines for row in rows(timeline)]
     margin = 12 if any(timeline.unit != "s" for timeline in timelines) else 10

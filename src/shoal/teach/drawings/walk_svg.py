@@ -105,7 +105,9 @@ def _panel(
 ) -> tuple[list[str], float]:
     """One step's table with its words; gives its parts and where it ends.
 
-    wide    of a cell, of the panel, of its words · above  lines of words over every table in a row
+    Args:
+        wide: of a cell, of the panel, of its words.
+        above: lines of words over every table in a row.
     """
     (x, y), (cell, panel, room) = corner, wide
     parts = [words(x, y + TEXT, step.title, TEXT, extra='font-weight="600"')]

@@ -26,7 +26,8 @@ from shoal.teach.puzzles.puzzle_world import play
 class Puzzle:
     """One set-up; target is what the notebook asks for, author what its own program scores.
 
-    program, better  the author's program and ours
+    Attributes:
+        program, better: the author's program and ours.
     """
 
     number: int
@@ -115,8 +116,11 @@ def _score(line: Timeline) -> tuple[float, float]:
 def puzzle_timeline(number: int, which: str = "ours", sample: str = "start") -> Timeline:
     """The drawing of one puzzle.
 
-    which   reference (the author's program) or ours
-    Errors  PlanError for a puzzle or a program that does not exist
+    Args:
+        which: reference (the author's program) or ours.
+
+    Raises:
+        PlanError: for a puzzle or a program that does not exist.
 
     >>> puzzle_timeline(2, "reference").facts["score"]
     '5.1 steps, memory 1,835,008'

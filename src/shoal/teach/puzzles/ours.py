@@ -20,11 +20,12 @@ from shoal.teach.puzzles.model import Model
 class Replicas:
     """Switches of puzzles 0 to 4.
 
-    parts    sizes into which a rank's batches are cut, one after the other
-    sharded  "" nothing, "weights", or "all" (gradients too)
-    soon     update each layer right after its last backward, not at the end
-    early    forget things at their last use
-    keep     how many of the last layers stay gathered from forward to backward
+    Attributes:
+        parts: sizes into which a rank's batches are cut, one after the other.
+        sharded: "" nothing, "weights", or "all" (gradients too).
+        soon: update each layer right after its last backward, not at the end.
+        early: forget things at their last use.
+        keep: how many of the last layers stay gathered from forward to backward.
     """
 
     parts: tuple[int, ...] = (1,)
@@ -95,12 +96,13 @@ class Replicas:
 class Stages:
     """Switches of puzzles 5 and 6.
 
-    parts    sizes of the micro-batches, which run 1f1b
-    at_once  add gradients up as they come, not at the end
-    early    forget things at their last use
-    ahead    by rank: forwards that it runs ahead beyond 1f1b (all of them: gpipe); () none. Ours
-             are the fewest with which no message reaches a rank that still waits for another, so
-             that one mailbox per rank is enough
+    Attributes:
+        parts: sizes of the micro-batches, which run 1f1b.
+        at_once: add gradients up as they come, not at the end.
+        early: forget things at their last use.
+        ahead: by rank: forwards that it runs ahead beyond 1f1b (all of them: gpipe); () none. Ours
+            are the fewest with which no message reaches a rank that still waits for another, so
+            that one mailbox per rank is enough.
     """
 
     parts: tuple[int, ...]
@@ -178,9 +180,10 @@ def _run_ahead(acts: Sequence[Action], more: int) -> list[Action]:
 class ShardedStages:
     """Switches of puzzle 7: pipelines side by side, weights in shards over all ranks.
 
-    waits   update a layer where this rank would wait anyhow, not at the end
-    early   forget things at their last use
-    keep    how many of the last stages keep their gathered weight from forward to backward
+    Attributes:
+        waits: update a layer where this rank would wait anyhow, not at the end.
+        early: forget things at their last use.
+        keep: how many of the last stages keep their gathered weight from forward to backward.
     """
 
     stages: int = 4

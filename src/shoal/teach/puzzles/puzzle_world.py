@@ -21,8 +21,11 @@ def play(
 ) -> list[Model]:
     """Run a program on all ranks; their recorded operations, checked.
 
-    mailbox  "one" per rank and message (the notebook's), or "each": one per sender
-    Errors   PlanError for a broken rule, for ranks that wait for each other, for a wrong result
+    Args:
+        mailbox: "one" per rank and message (the notebook's), or "each": one per sender.
+
+    Raises:
+        PlanError: for a broken rule, for ranks that wait for each other, for a wrong result.
     """
     models = [Model(rank, ranks, layers, batches) for rank in range(ranks)]
     world = _World(models, program, mailbox)

@@ -120,9 +120,12 @@ def islands_screen(
 ) -> Screen:
     """What a run with these `[islands]` costs on a link, and the same on links of other rates.
 
-    model            name of a published size, in place of `parameters`
-    processes        of one island · slowest  speed of the slowest island, the others' being 1
-    tokens_per_step  of one island · near_mbit_per_s  inside a region (islands.regions)
+    Args:
+        model: name of a published size, in place of `parameters`.
+        processes: of one island.
+        slowest: speed of the slowest island, the others' being 1.
+        tokens_per_step: of one island.
+        near_mbit_per_s: inside a region (islands.regions).
     """
     policy = islands.settled()
     facts = IslandsFacts(

@@ -34,10 +34,11 @@ Round = tuple[str, str, list[Message]]
 class _Claim:
     """What a collective must cost: formulas as text, and what they give for this case.
 
-    sends_bytes   of the rank that sends most
-    messages, bytes_in_a_row  what the time counts, one after another
-    ends          what every rank must end with, in words
-    everywhere    that is all totals; else rank r has that of chunk r
+    Attributes:
+        sends_bytes: of the rank that sends most.
+        messages, bytes_in_a_row: what the time counts, one after another.
+        ends: what every rank must end with, in words.
+        everywhere: that is all totals; else rank r has that of chunk r.
     """
 
     sends: str

@@ -40,9 +40,10 @@ FORWARD_S, BACKWARD_S, UPDATE_S = 3e-3, 6e-3, 1e-3
 class _Rank:
     """What one rank holds and has sent; all ranks do the same at the same time.
 
-    whole       units whose weights are gathered, with the numbers
-    full        units whose whole gradient is there, not yet scattered
-    shards      unit → this rank's part of the summed gradient
+    Attributes:
+        whole: units whose weights are gathered, with the numbers.
+        full: units whose whole gradient is there, not yet scattered.
+        shards: unit → this rank's part of the summed gradient.
     """
 
     number: int
@@ -57,7 +58,8 @@ class _Rank:
 class _World:
     """n ranks in step with each other: a compute lane, a link lane, and a clock for each.
 
-    kept   units whose activations wait for their backward
+    Attributes:
+        kept: units whose activations wait for their backward.
     """
 
     def __init__(self, ranks: int, forward_s: float, backward_s: float) -> None:
@@ -209,7 +211,9 @@ def fsdp(
 ) -> Walk:
     """One optimizer step of four units on `ranks` ranks, micro-batch after micro-batch.
 
-    forward_s, backward_s   of one unit
+    Args:
+        forward_s, backward_s: of one unit.
+
     Errors: PlanError for a number of ranks that cannot be shown
 
     >>> walk = fsdp(4)

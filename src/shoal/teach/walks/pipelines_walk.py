@@ -26,7 +26,8 @@ LARGEST = 10_000
 class Pipeline:
     """What to draw: seconds that one rank spends per micro-batch, all its pieces together.
 
-    forward_s, input_s, weight_s   forward, gradient of the input, gradients of the weights
+    Attributes:
+        forward_s, input_s, weight_s: forward, gradient of the input, gradients of the weights.
     """
 
     ranks: int = 4

@@ -37,7 +37,9 @@ class Cell:
 class Step:
     """One step: what happens, in words, and the table after it.
 
-    cells    [row][column] · note  one more line under the table, "" for none
+    Attributes:
+        cells: [row][column].
+        note: one more line under the table, "" for none.
     """
 
     title: str
@@ -50,10 +52,13 @@ class Step:
 class Walk:
     """A whole step-through.
 
-    story    what it is for and how it works, in two or three sentences
-    rows, columns  names of the table's rows (mostly ranks) and columns
-    start    the table before the first step · steps  in order
-    checked  what was compared at the end, and with what result
+    Attributes:
+        story: what it is for and how it works, in two or three sentences.
+        rows, columns: names of the table's rows (mostly ranks) and columns.
+        start: the table before the first step.
+        steps: in order.
+        checked: what was compared at the end, and with what result.
+
     timeline the same steps over time
     """
 

@@ -44,8 +44,9 @@ def first_number(rank: int, chunk: int) -> int:
 class Ranks:
     """The ranks' chunks, what was sent so far, and the steps that led here.
 
-    holding   for each rank the chunks it begins with, chunk → number
-    chunk_bytes  of one chunk
+    Args:
+        holding: for each rank the chunks it begins with, chunk → number.
+        chunk_bytes: of one chunk.
     """
 
     def __init__(self, holding: Sequence[dict[int, int]], chunks: int, chunk_bytes: float) -> None:
@@ -92,8 +93,12 @@ class Ranks:
     def round(self, title: str, kind: str, messages: Sequence[Message], goal: str) -> None:
         """Send all messages at once and write the step down.
 
-        kind   of the spans · goal  bytes that the busiest rank will have sent, as text
-        Errors BugError where a rank would be added twice
+        Args:
+            kind: of the spans.
+            goal: bytes that the busiest rank will have sent, as text.
+
+        Raises:
+            BugError: where a rank would be added twice.
         """
         payload = [
             [(c, self.held[m.source][c], self.members[m.source][c]) for c in m.chunks]

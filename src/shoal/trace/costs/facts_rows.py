@@ -70,7 +70,8 @@ class Call:
     def counted(self, inputs: list[torch.Tensor], kept: Any) -> tuple[float, float]:
         """(split, plain) saved bytes of a call, without inputs that something else keeps already.
 
-        kept    storages that are counted; this call's inputs join them
+        Args:
+            kept: storages that are counted; this call's inputs join them.
         """
         split, plain = self.split_bytes, self.plain_bytes
         for index, size, cut in self.saved_inputs:

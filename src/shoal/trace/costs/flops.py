@@ -25,13 +25,17 @@ def backward_flops(
 ) -> int | None:
     """Count the FLOP of a forward and backward pass without running it: on a twin without data.
 
-    loss_sum   (module, batch) → the scalar whose `.backward()` is counted too
-    Gives      FLOP of the whole batch; None where the model needs values, or other ranks
+    Args:
+        loss_sum: (module, batch) → the scalar whose `.backward()` is counted too.
+        batch: a few samples, on any device.
 
-    batch    a few samples, on any device
-    Limits   operations that torch's counter does not know count as 0; a real copy of the model
-             would also count models that look at values, but cost rank 0 their memory (measured:
-             95 MiB for a 14 MiB model)
+    Returns:
+        FLOP of the whole batch; None where the model needs values, or other ranks.
+
+    Note:
+        operations that torch's counter does not know count as 0; a real copy of the model would
+        also count models that look at values, but cost rank 0 their memory (measured: 95 MiB for a
+        14 MiB model).
     """
     try:
         twin = meta_twin(module)
@@ -48,8 +52,13 @@ def module_flops(
 ) -> tuple[FlopsRow, ...]:
     """Count the FLOP of a forward pass by the class of the module that does them, most first.
 
-    batch     a few samples, on the CPU · forward  (module, batch) → the loss, which counts too
-    Gives     FLOP of the whole batch, each counted once: at the innermost module around it
+    Args:
+        batch: a few samples, on the CPU.
+        forward: (module, batch) → the loss, which counts too.
+
+    Returns:
+        FLOP of the whole batch, each counted once: at the innermost module around it.
+
     A model that needs values is run on the CPU; all others on a twin without data.
     """
     try:

@@ -48,8 +48,9 @@ WIDENED = {
 class GpuKernels(TorchFunctionMode):
     """While it is on, norms and attention are the stand-ins above; for tensors without data.
 
-    narrow   format of products under autocast, which torch has not for tensors without data; None:
-             everything in the format that it comes in
+    Args:
+        narrow: format of products under autocast, which torch has not for tensors without data;
+            None: everything in the format that it comes in.
     """
 
     def __init__(self, narrow: torch.dtype | None = None) -> None:

@@ -36,8 +36,9 @@ GATHERS = {"embedding", "index", "gather", "index_select", "slice_scatter", "sel
 class Tally:
     """What one stretch of work cost, over the whole example batch (see `UnitFacts` for the words).
 
-    saved      storages that autograd keeps → (bytes, split)
-    products   outputs of matrix products and attention, in order: (bytes, split, is attention)
+    Attributes:
+        saved: storages that autograd keeps → (bytes, split).
+        products: outputs of matrix products and attention, in order: (bytes, split, is attention).
     """
 
     flops: float = 0.0
@@ -125,7 +126,8 @@ class Watch(TorchDispatchMode):
     def peak_bytes(self, since: int, left_out: set[int]) -> int:
         """The most that was born and not gone since `moves` was that long.
 
-        left_out   numbers of storages that do not count
+        Args:
+            left_out: numbers of storages that do not count.
         """
         live = peak = 0
         for number, moved in self.moves[since:]:

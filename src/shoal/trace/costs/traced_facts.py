@@ -61,18 +61,23 @@ def trace_facts(
 ) -> ModelFacts:
     """Trace a model on shapes alone: parameters, work and memory of every unit, per sample.
 
-    build_or_module   a module, or a function that builds one (then nothing is allocated)
-    example_inputs    a tensor, a tuple of arguments or a dict of keyword arguments; only shapes and
-                      types matter; the first dim of every tensor is the batch
-    kernels           cpu or gpu: whose saved tensors to count
-    element_bytes     2 (bf16), 4 (fp32) or 8 (fp64): the format of parameters and activations
-    autocast          weights and what flows between layers stay fp32, products compute in the
-                      format of element_bytes (2): how Shoal and torch.autocast train bf16
-    loss, targets     loss(outputs, targets) → values, or (sum, count); its peak is `loss_bytes`
-    blocks            say what the blocks are, where the user does
-    Gives             units in the order of the first call; a unit whose parameters belong to an
-                      earlier one has `tied_to`
-    Errors            PlanError for a model that shapes alone cannot run, naming the module
+    Args:
+        build_or_module: a module, or a function that builds one (then nothing is allocated).
+        example_inputs: a tensor, a tuple of arguments or a dict of keyword arguments; only shapes
+            and types matter; the first dim of every tensor is the batch.
+        kernels: cpu or gpu: whose saved tensors to count.
+        element_bytes: 2 (bf16), 4 (fp32) or 8 (fp64): the format of parameters and activations.
+        autocast: weights and what flows between layers stay fp32, products compute in the format of
+            element_bytes (2): how Shoal and torch.autocast train bf16.
+        loss, targets: loss(outputs, targets) → values, or (sum, count); its peak is `loss_bytes`.
+        blocks: say what the blocks are, where the user does.
+
+    Returns:
+        units in the order of the first call; a unit whose parameters belong to an earlier one has
+        `tied_to`.
+
+    Raises:
+        PlanError: for a model that shapes alone cannot run, naming the module.
     """
     if kernels not in ("cpu", "gpu"):
         raise PlanError(one_of("kernels", kernels, ("cpu", "gpu")))

@@ -63,7 +63,8 @@ def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
     """Find the blocks of a module by name: those that the user names, else what repeats (`blocks`).
 
-    Errors   PlanError for a pattern that matches nothing, and for blocks inside of blocks
+    Raises:
+        PlanError: for a pattern that matches nothing, and for blocks inside of blocks.
 
     >>> layers = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
     >>> list(find_blocks(layers, BlocksPolicy(blocks=("Linear",))))
@@ -165,7 +166,8 @@ def gathered_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str
 
     A parameter that lies in two places must be gathered for both, so such blocks are none of them.
 
-    module   whole; shapes are enough
+    Args:
+        module: whole; shapes are enough.
     """
     homes: dict[int, int] = {}
     for part in module.modules():
@@ -187,8 +189,10 @@ def gathered_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str
 class Wrapped:
     """How one unit of a model lies in its blocks.
 
-    block    "" where it is one itself, ROOT where it lies in none, else the name of the larger one
-    rooted   elements that fsdp gathers with the root, and not block by block
+    Attributes:
+        block: "" where it is one itself, ROOT where it lies in none, else the name of the larger
+            one.
+        rooted: elements that fsdp gathers with the root, and not block by block.
     """
 
     block: str

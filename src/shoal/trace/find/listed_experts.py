@@ -22,8 +22,10 @@ from shoal.trace.isolation.layer_calls import Call
 class ListedExperts:
     """A list of modules that are experts.
 
-    name, part   the layer that calls them · names, entries  of each, in the order of the list
-    sample       rows [n, d] that one of them was called with
+    Attributes:
+        name, part: the layer that calls them.
+        names, entries: of each, in the order of the list.
+        sample: rows [n, d] that one of them was called with.
     """
 
     name: str
@@ -66,7 +68,8 @@ def find_lists(
 ) -> list[ListedExperts]:
     """All lists of experts, in the order of the module.
 
-    calls   first calls of the entries of `lists_of`
+    Args:
+        calls: first calls of the entries of `lists_of`.
     """
     found = []
     for name, part in lists_of(module, blocks):

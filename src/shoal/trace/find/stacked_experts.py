@@ -30,11 +30,13 @@ Key = int | str
 class ExpertLayer:
     """A submodule whose parameters are stacked by expert, and how the model calls it.
 
-    name, part   the submodule · experts  how many
-    roles        where its call has tokens, chosen experts and weights
-    sample       the values of such a call, until they are checked
-    counts       names of its attributes that say how many experts it has; `expert_parallel` sets
-                 them where a rank keeps fewer
+    Attributes:
+        name, part: the submodule.
+        experts: how many.
+        roles: where its call has tokens, chosen experts and weights.
+        sample: the values of such a call, until they are checked.
+        counts: names of its attributes that say how many experts it has; `expert_parallel` sets
+            them where a rank keeps fewer.
     """
 
     name: str
@@ -64,7 +66,8 @@ class ExpertLayer:
 def find_layers(module: nn.Module, calls: Mapping[str, Call]) -> list[ExpertLayer]:
     """All layers of experts, outermost first, in the order of the module.
 
-    calls   first calls of all parts that are `stacked`
+    Args:
+        calls: first calls of all parts that are `stacked`.
     """
     found: list[ExpertLayer] = []
     for name, part in stacked(module):

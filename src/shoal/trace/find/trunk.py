@@ -39,10 +39,11 @@ Run = Callable[[nn.Module], Any]
 class Trunk:
     """The repeated blocks of a model that tp and pp work on, and how one pass called them.
 
-    blocks   names in the order of their first call, each once
-    calls    the block of every call, in order; a block may be called several times
-    called   names of all modules that the forward pass called
-    leaf     the blocks are single layers: the model has no repeated non-leaf module
+    Attributes:
+        blocks: names in the order of their first call, each once.
+        calls: the block of every call, in order; a block may be called several times.
+        called: names of all modules that the forward pass called.
+        leaf: the blocks are single layers: the model has no repeated non-leaf module.
     """
 
     blocks: tuple[str, ...]
@@ -59,10 +60,13 @@ def find_trunk(
 ) -> Trunk:
     """The trunk of a module, of which one forward pass is known.
 
-    shapes   of the first output of every call, by module, in the order of first calls' ends
-    order    every call in the order of their ends: (module, modules that were being called)
-    wished   the blocks as the user has them; (): what repeats
-    Gives    blocks and calls; no blocks at all for a model that calls no layer with parameters
+    Args:
+        shapes: of the first output of every call, by module, in the order of first calls' ends.
+        order: every call in the order of their ends: (module, modules that were being called).
+        wished: the blocks as the user has them; (): what repeats.
+
+    Returns:
+        blocks and calls; no blocks at all for a model that calls no layer with parameters.
     """
     names, leaf = (list(wished), False) if wished else Walk(module, shapes).trunk()
     chosen = set(names)

@@ -30,9 +30,11 @@ def find_tables(
 ) -> Tables:
     """The tables of `module` that `degree` ranks can split, of which one forward pass is known.
 
-    uses     who read which table · order  modules in the order of their calls' ends
-    blocks   names of the modules that are split by other means: what lies in them is no table
-    wish     what the user says of a parameter: `whole`, `column`, or None
+    Args:
+        uses: who read which table.
+        order: modules in the order of their calls' ends.
+        blocks: names of the modules that are split by other means: what lies in them is no table.
+        wish: what the user says of a parameter: `whole`, `column`, or None.
     """
     candidates = {
         name: part
@@ -76,7 +78,9 @@ def find_tables(
 class _Candidates:
     """Layers that may be tables, and what a forward pass showed of them.
 
-    late     layers called after the last block · homes  other modules that hold a weight
+    Attributes:
+        late: layers called after the last block.
+        homes: other modules that hold a weight.
     """
 
     def __init__(

@@ -27,13 +27,15 @@ Table = nn.Embedding | nn.Linear
 class Tables:
     """Embeddings and heads outside of blocks: which are split over the vocabulary, along dim 0.
 
-    split        parameter (first name) → why · whole  the other candidates → why not
-    embeddings   names of the modules that look up split tables · own_forwards  those of them that
-                 compute with what they find
-    heads        names of those that multiply by them
-    to_loss      name of the module whose weight the model's output hands to the loss, or ""
-    hidden       the hidden states that it hands over, without data
-    outputs      what the layers gave in the sample, without data
+    Attributes:
+        split: parameter (first name) → why.
+        whole: the other candidates → why not.
+        embeddings: names of the modules that look up split tables.
+        own_forwards: those of them that compute with what they find.
+        heads: names of those that multiply by them.
+        to_loss: name of the module whose weight the model's output hands to the loss, or "".
+        hidden: the hidden states that it hands over, without data.
+        outputs: what the layers gave in the sample, without data.
     """
 
     split: dict[str, str] = field(default_factory=dict)
@@ -72,9 +74,11 @@ def has_own_forward(part: nn.Module) -> bool:
 class TableUses:
     """What one forward pass showed of embeddings and linear layers.
 
-    used     weights (by id) that are read in another way too → which: "also read by linear …"
-    handed   weights that the outputs hand to the loss · hidden  what they are multiplied with there
-    outputs  what each layer gave, without data
+    Attributes:
+        used: weights (by id) that are read in another way too → which: "also read by linear …".
+        handed: weights that the outputs hand to the loss.
+        hidden: what they are multiplied with there.
+        outputs: what each layer gave, without data.
     """
 
     used: Mapping[int, str] = field(default_factory=dict)
@@ -86,7 +90,8 @@ class TableUses:
 class Uses(TorchDispatchMode):
     """Notes every operation that reads the weights of some layers, but their own.
 
-    tables   layers, by name
+    Args:
+        tables: layers, by name.
     """
 
     def __init__(self, tables: Mapping[str, Table]) -> None:

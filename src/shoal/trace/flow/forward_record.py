@@ -45,12 +45,13 @@ if TYPE_CHECKING:
 class Record:
     """What a model does with one sample; a pass runs when something is first asked, and is kept.
 
-    module   whole; no attribute, buffer or generator of it is left changed
-    run      does one forward pass of a module on the sample
-    policy   says what the blocks are, where the user does
-    blocks   names of those that recompute, compile and dropout keys go by
-    passes   forward passes so far, by what they were for: look (what is called), flow (what depends
-             on what, for pp), check (replays of a model cut into stages)
+    Attributes:
+        module: whole; no attribute, buffer or generator of it is left changed.
+        run: does one forward pass of a module on the sample.
+        policy: says what the blocks are, where the user does.
+        blocks: names of those that recompute, compile and dropout keys go by.
+        passes: forward passes so far, by what they were for: look (what is called), flow (what
+            depends on what, for pp), check (replays of a model cut into stages).
     """
 
     def __init__(self, module: nn.Module, run: Run, policy: BlocksPolicy = FOUND) -> None:
@@ -133,7 +134,8 @@ class Record:
     def calls(self, names: Iterable[str]) -> dict[str, Call]:
         """The first call of each of some layers, in the order of the calls; absent if never called.
 
-        Limits   numbers in a call may be those of an equal layer's; shapes are its own
+        Note:
+            numbers in a call may be those of an equal layer's; shapes are its own.
         """
         wanted = set(names)
         known = self.seen.calls | self._further
@@ -190,8 +192,9 @@ def in_training(module: nn.Module) -> Iterator[None]:
 class _Told:
     """A call that ended: of which module, inside of which others, and what came out.
 
-    follows   the layer whose output, untouched, is its first floating argument, or ""
-    call      what it was called with, where that is copied; of the module's first call only
+    Attributes:
+        follows: the layer whose output, untouched, is its first floating argument, or "".
+        call: what it was called with, where that is copied; of the module's first call only.
     """
 
     name: str
@@ -205,10 +208,12 @@ class _Told:
 class Seen:
     """What one forward pass called, in the order of the calls' ends.
 
-    copied   modules whose first call's arguments are kept · begun  modules by their first call
-    around   modules that are being called now
-    last     the newest output of a module in `copied`, and whose it is
-    handed_objects   one of them was called with something that is neither tensor nor number
+    Attributes:
+        copied: modules whose first call's arguments are kept.
+        begun: modules by their first call.
+        around: modules that are being called now.
+        last: the newest output of a module in `copied`, and whose it is.
+        handed_objects: one of them was called with something that is neither tensor nor number.
     """
 
     copied: frozenset[str]

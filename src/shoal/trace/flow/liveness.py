@@ -58,13 +58,14 @@ Leaf = tuple[int, int]
 class UnitCall:
     """One call of a unit; the last one of a flow is the model's outputs, with an empty name.
 
-    block     the unit is a block of the trunk
-    needs     tensors of earlier calls that its result depends on
-    reads     names of parameters and buffers that its result depends on
-    aside     earlier calls inside of which something was made that this one reads
-    inputs, outputs   copies of the sample's (args, kwargs) and result
-    written   places of returned tensors that are written into later
-    flops     of its forward pass on the sample
+    Attributes:
+        block: the unit is a block of the trunk.
+        needs: tensors of earlier calls that its result depends on.
+        reads: names of parameters and buffers that its result depends on.
+        aside: earlier calls inside of which something was made that this one reads.
+        inputs, outputs: copies of the sample's (args, kwargs) and result.
+        written: places of returned tensors that are written into later.
+        flops: of its forward pass on the sample.
     """
 
     name: str
@@ -82,7 +83,8 @@ class UnitCall:
 class Flow:
     """One forward pass as calls of units, in order; the last entry is the model's outputs.
 
-    between   parameters that code between the units reads
+    Attributes:
+        between: parameters that code between the units reads.
     """
 
     calls: tuple[UnitCall, ...]

@@ -27,8 +27,9 @@ from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
 class Mark(NamedTuple):
     """Something that a value comes from.
 
-    kind   output: tensor `leaf` of call `call` · aside: made inside of call `call`
-           parameter, buffer: `name` · input: of the model
+    Attributes:
+        kind: output: tensor `leaf` of call `call` · aside: made inside of call `call` parameter,
+            buffer: `name` · input: of the model.
     """
 
     kind: Literal["output", "aside", "parameter", "buffer", "input"]
@@ -50,10 +51,13 @@ SHAPE_ONLY = {
 class Marking(TorchDispatchMode):
     """Sees every operator and keeps the marks of every storage.
 
-    read      what was read since the present call began · born  storages made since then
-    on_host   what Python knows the values of · between  parameters read outside of calls
-    flops     of all operators since the present call began
-    weights   whose memory it is
+    Attributes:
+        read: what was read since the present call began.
+        born: storages made since then.
+        on_host: what Python knows the values of.
+        between: parameters read outside of calls.
+        flops: of all operators since the present call began.
+        weights: whose memory it is.
 
     A write into a parameter outside of calls is refused before it is done (PlanError): every stage
     runs that code, and has nobody else's parameters.

@@ -47,14 +47,15 @@ class Untraceable(Exception):
 class Traced:
     """A layer as a graph.
 
-    module      the graph, with constants that the layer made; `node.meta["val"]` has shapes
-    parameters, buffers   names in the order of the placeholders, which come before the inputs
-    inputs      the sample's tensors, flat: whole-number and boolean values are looked at
-    trained     placeholders of parameters and inputs that require gradients
-    mutated     buffers that the layer changes by operations that say so
-    flatten     (args, kwargs) → flat tensors, in the order of the input placeholders
-    rebuild     flat outputs → what forward returns
-    opaque      names of the parts that the graph shows as one operation
+    Attributes:
+        module: the graph, with constants that the layer made; `node.meta["val"]` has shapes.
+        parameters, buffers: names in the order of the placeholders, which come before the inputs.
+        inputs: the sample's tensors, flat: whole-number and boolean values are looked at.
+        trained: placeholders of parameters and inputs that require gradients.
+        mutated: buffers that the layer changes by operations that say so.
+        flatten: (args, kwargs) → flat tensors, in the order of the input placeholders.
+        rebuild: flat outputs → what forward returns.
+        opaque: names of the parts that the graph shows as one operation.
     """
 
     module: fx.GraphModule
@@ -89,10 +90,12 @@ def trace(
 ) -> Traced:
     """Trace a layer's forward on a sample call.
 
-    shapes   whole shapes of parameters by name, where the layer holds only parts of them now
-    masks    write a mask in the place of attention's `is_causal`
-    shared   leave attention to the ranks together, where they can (`attention.share`)
-    opaque   an `opaque.Opaque`: parts of the layer that become one operation each
+    Args:
+        shapes: whole shapes of parameters by name, where the layer holds only parts of them now.
+        masks: write a mask in the place of attention's `is_causal`.
+        shared: leave attention to the ranks together, where they can (`attention.share`).
+        opaque: an `opaque.Opaque`: parts of the layer that become one operation each.
+
     Errors: Untraceable(reason). The layer and the generators stay as they are.
     """
     parameters = dict(block.named_parameters())
@@ -242,7 +245,9 @@ def shared_attention(
     Called as it is, it computes torch's own attention.
 
     q [batch, heads, tokens, head_dim], or without the dim of heads; k, v may have fewer heads
-    mask   [..., tokens or 1, tokens], as torch's `attn_mask`
+
+    Args:
+        mask: [..., tokens or 1, tokens], as torch's `attn_mask`.
     """
     grouped = q.dim() == 4 and q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(

@@ -23,7 +23,8 @@ class Likeness:
 
     Equal: classes, shapes and attributes; or, where only attributes differ, their traced graphs.
 
-    opaque   parts that are no graph are an operation of one: all that they hold must be equal
+    Args:
+        opaque: parts that are no graph are an operation of one: all that they hold must be equal.
     """
 
     def __init__(self, module: nn.Module, *, opaque: bool = False) -> None:
@@ -33,7 +34,8 @@ class Likeness:
     def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
         """The layers in groups of equal ones, in the order of the names.
 
-        calls   how the sample called each of them
+        Args:
+            calls: how the sample called each of them.
         """
         exact: dict[Any, list[str]] = {}
         for name in names:

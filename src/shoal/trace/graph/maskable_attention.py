@@ -64,7 +64,8 @@ def share(graph: fx.Graph, node: fx.Node, shared_attention: Callable[..., Tensor
 
     That is without dropout, and without a mask that takes a gradient (a learnt bias).
 
-    shared_attention   what then stands in the graph for the operation
+    Args:
+        shared_attention: what then stands in the graph for the operation.
     """
     named = _named(node)
     q, k, v = (named[name] for name in ("query", "key", "value"))

@@ -53,8 +53,11 @@ def trace_with_opaque(
 ) -> Traced:
     """Trace a layer, with parts that are no graph as one operation each; see `trace`.
 
-    known   the parts, where they are known already
-    Errors  Untraceable(reason), that of the layer as it is, where such parts do not help
+    Args:
+        known: the parts, where they are known already.
+
+    Raises:
+        Untraceable(reason), that of the layer as it is, where such parts do not help.
     """
     if known is not None:
         return trace(block, args, kwargs, shapes, opaque=Opaque(known) if known else None)
@@ -95,9 +98,10 @@ def _has_matrices(block: nn.Module, name: str) -> bool:
 class Opaque:
     """The parts of a layer that its graph shows as one operation.
 
-    names       of the parts
-    under_way   the modules that were being called when a trace failed, outermost first
-    grouped     modules with a grouped product of their own, and all around them
+    Attributes:
+        names: of the parts.
+        under_way: the modules that were being called when a trace failed, outermost first.
+        grouped: modules with a grouped product of their own, and all around them.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -163,7 +167,8 @@ def _operation(part: nn.Module) -> Callable[..., Any]:
 class _Reference:
     """A part's forward for experiments: experts one by one, no casts, and sizes of one's choice.
 
-    sizes   numbers among its attributes that mean sizes, and what they are now
+    Args:
+        sizes: numbers among its attributes that mean sizes, and what they are now.
     """
 
     stands_for_part = True

@@ -31,7 +31,10 @@ TORCH, OWN = str(Path(torch.__file__).parent), str(Path(__file__).resolve().pare
 class CollectiveAlone(RuntimeError):
     """Raised instead of a collective inside of `alone`: the process would wait for others for ever.
 
-    name   of the collective · where  file:line of the user's that asked for it, if one is known
+    Args:
+        name: of the collective.
+        where: file:line of the user's that asked for it, if one is known.
+
     No ShoalError: the proof catches it and says what it means.
     """
 
@@ -67,7 +70,8 @@ def _refused(name: str) -> None:
 def called_from(*but: str) -> str:
     """file:line of the innermost caller that is neither torch's nor this package's.
 
-    but   rooms of this package that are not passed over: "" where one of them called
+    Args:
+        but: rooms of this package that are not passed over: "" where one of them called.
     """
     frame: FrameType | None = sys._getframe(2)
     ends = tuple(f"{OWN}{os.sep}{room}{os.sep}" for room in but)

@@ -16,10 +16,11 @@ from shoal.trace.isolation.module_copies import copied_module
 class Call:
     """A layer's first call in the sample: its arguments, and what each of its calls came after.
 
-    args, kwargs   copies of its arguments; floating tensors that carry a gradient require one
-    follows        for each call the layer whose output, untouched, is its first floating argument,
-                   or ""
-    unseen         what the layer computes with beside its tensors and its arguments', in words
+    Attributes:
+        args, kwargs: copies of its arguments; floating tensors that carry a gradient require one.
+        follows: for each call the layer whose output, untouched, is its first floating argument, or
+            "".
+        unseen: what the layer computes with beside its tensors and its arguments', in words.
     """
 
     args: tuple[Any, ...]

@@ -35,7 +35,8 @@ SHOWN = 2
 class CastsLifted(TorchFunctionMode):
     """Context manager in which casts from float64 to a narrower floating format give float64.
 
-    lifted   file:line of every line that asked for one, filled as it happens
+    Attributes:
+        lifted: file:line of every line that asked for one, filled as it happens.
     """
 
     def __init__(self) -> None:

@@ -62,7 +62,8 @@ def as_cheaply(look: Callable[[bool], T]) -> T:
 def echoing(module: nn.Module, log: Log) -> Iterator[None]:
     """Inside, layers of `module` that are made alike compute once for each kind of input.
 
-    log    of listeners inside of layers; enter before they are there
+    Args:
+        log: of listeners inside of layers; enter before they are there.
     """
     parts = {
         name: part
@@ -95,8 +96,9 @@ def echoing(module: nn.Module, log: Log) -> Iterator[None]:
 class _Computed:
     """A call that computed: of which layer, what it gave, and which entries of the log tell of it.
 
-    leaves   of its outputs: a tensor's copy, or the place of an input that was handed on, or a
-             plain value
+    Attributes:
+        leaves: of its outputs: a tensor's copy, or the place of an input that was handed on, or a
+            plain value.
     """
 
     part: nn.Module
@@ -124,7 +126,9 @@ class _Copy:
 class _Pool:
     """What one pass computed, by kind of layer and inputs.
 
-    names   of all modules · weights  ids of the model's own tensors
+    Attributes:
+        names: of all modules.
+        weights: ids of the model's own tensors.
     """
 
     log: Log

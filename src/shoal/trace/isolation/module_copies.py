@@ -21,7 +21,8 @@ from shoal.base.errors import PlanError
 def copied_module(module: nn.Module, known: dict[int, Any] | None = None) -> nn.Module:
     """Copy a module deeply, with the values of tensors that it keeps from earlier passes.
 
-    known   as in `copy.deepcopy`: what stands for an object, by its id
+    Args:
+        known: as in `copy.deepcopy`: what stands for an object, by its id.
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.last = layer(torch.ones(1, 2))
@@ -37,9 +38,12 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
 
     Tensors that are plain attributes are copied so too, those inside of lists and dicts are not.
 
-    device    "meta"; "cpu" while a FakeTensorMode is on, whose tensors have no data either
-    Errors    PlanError where a part copies itself as itself, say a teacher that is shared: its
-              weights and hooks would be the model's own
+    Args:
+        device: "meta"; "cpu" while a FakeTensorMode is on, whose tensors have no data either.
+
+    Raises:
+        PlanError: where a part copies itself as itself, say a teacher that is shared: its weights
+            and hooks would be the model's own.
     """
     twins: dict[int, Any] = {}
     loose = [v for part in module.modules() for v in vars(part).values()]

@@ -19,7 +19,8 @@ from shoal.fabric.device import device_generators
 def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
     """Context manager that puts buffers, attributes and generators back after passes of a module.
 
-    attributes   False: they stay as the passes leave them, for a pass to come that needs them
+    Args:
+        attributes: False: they stay as the passes leave them, for a pass to come that needs them.
 
     Inside, generators are seeded with 0, so that every rank draws the same numbers.
     """

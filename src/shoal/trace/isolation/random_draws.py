@@ -24,8 +24,9 @@ from shoal.fabric.device import device_generators
 class Draw:
     """A call of a function that drew.
 
-    function   by the name under which the model calls it
-    around     modules that were being called, the innermost last; "" is the model
+    Attributes:
+        function: by the name under which the model calls it.
+        around: modules that were being called, the innermost last; "" is the model.
     """
 
     function: str
@@ -48,7 +49,8 @@ def keyed_inside(layer: str, blocks: Iterable[str], draws: Sequence[Draw]) -> st
     what follows: other masks than in one process (parallel/dropout_rng.py), which a check of one
     layer does not see, since it gives both sides one generator.
 
-    draws   of the whole model; () : no key matters
+    Args:
+        draws: of the whole model; () : no key matters.
 
     >>> keyed_inside("body", ["body.0", "body.1"], [Draw("dropout", ("", "body", "body.1"))])
     'dropout is keyed by blocks inside of it, like body.0'
@@ -63,7 +65,9 @@ def keyed_inside(layer: str, blocks: Iterable[str], draws: Sequence[Draw]) -> st
 class Drawing(TorchFunctionMode):
     """Looks at torch's generators around every function of torch that a model calls.
 
-    draws    gets an entry for each that moved one · around  modules that are being called now
+    Args:
+        draws: gets an entry for each that moved one.
+        around: modules that are being called now.
     """
 
     def __init__(self, draws: list[Draw], around: list[str]) -> None:

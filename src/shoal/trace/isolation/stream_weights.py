@@ -51,7 +51,9 @@ def lent(
 
     Nothing happens where all of them are there, or on the meta device, but for `before`.
 
-    before   is told of each tensor that an operation is about to read whole: it may lie in a file
+    Args:
+        before: is told of each tensor that an operation is about to read whole: it may lie in a
+            file.
     """
     held = [*module.parameters(), *module.buffers()]
     away = [t for t in held if t.device.type not in (device.type, "meta")]
@@ -74,7 +76,8 @@ def one_for_all(module: nn.Module, wanted: Callable[[Tensor], bool]) -> Iterator
     layer's tensors stay objects and storages of their own. Attributes do not count: what layers do
     with weights of one shape may differ.
 
-    wanted   whether a layer should do without this weight of its own
+    Args:
+        wanted: whether a layer should do without this weight of its own.
     """
     own: dict[int, tuple[Tensor, Tensor]] = {}
     for part in module.modules():

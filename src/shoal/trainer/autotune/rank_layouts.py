@@ -64,10 +64,13 @@ def choose(
 ) -> tuple[Plan, Words | None]:
     """Take the plan that the start left in a run's folder, and choose its layout if that is open.
 
-    facts    finds the model's, once they are needed (`facts_of`)
-    is_open_size   the micro-batch is chosen with the layout (`micro_batch_size.is_left_open`)
-    Gives    (plan, None); where nothing can be ranked, the plan with the words from which the
-             guide settles it
+    Args:
+        facts: finds the model's, once they are needed (`facts_of`).
+        is_open_size: the micro-batch is chosen with the layout (`micro_batch_size.is_left_open`).
+
+    Returns:
+        (plan, None); where nothing can be ranked, the plan with the words from which the guide
+        settles it.
     """
     plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
     asked = asked_layout(config.layout)
@@ -97,8 +100,12 @@ def facts_by_sample(
 ) -> ModelFacts:
     """Trace a model on the shapes of a batch of a few samples, as `run.step` takes it.
 
-    kernels, element_bytes   as `facts_of` · call, blocks  as `shoal.parallelize`
-    Errors                   PlanError for a model that shapes alone cannot run, naming the module
+    Args:
+        kernels, element_bytes: as `facts_of`.
+        call, blocks: as `shoal.parallelize`.
+
+    Raises:
+        PlanError: for a model that shapes alone cannot run, naming the module.
     """
     inputs, targets = split_batch(sample)
     return trace_facts(
@@ -140,8 +147,10 @@ def choose_for(
 ) -> Plan | None:
     """Choose for a loop of one's own as for `shoal train`; None where nothing can be ranked.
 
-    sample   a batch, as `run.step` takes it, or a function that gives one, called once a rank
-    plan     with its batch and its formats · said  leaves the layout open (`leaves_open`)
+    Args:
+        sample: a batch, as `run.step` takes it, or a function that gives one, called once a rank.
+        plan: with its batch and its formats.
+        said: leaves the layout open (`leaves_open`).
     """
     plan, words = split_words(plan, said)
     given = sample() if callable(sample) else sample

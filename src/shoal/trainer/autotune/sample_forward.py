@@ -45,7 +45,8 @@ def divides(plan: Plan, said: Words | None) -> bool:
 def look_at(sample: Any, plan: Plan, world: World) -> Look | None:
     """One forward pass on a few samples, for techniques that look at what the model does.
 
-    sample   zero 3 does without: its blocks are then taken to be called once each
+    Args:
+        sample: zero 3 does without: its blocks are then taken to be called once each.
 
     Errors: ConfigError without samples where the layout needs some.
     """

@@ -33,7 +33,8 @@ CHANCE_BITS = 32
 class BatchConsistencyGuard(Guard):
     """Find ranks that bring equal samples, or other samples where they must be equal.
 
-    batch   samples of a step over all ranks, if the user said so; 0: not said
+    Args:
+        batch: samples of a step over all ranks, if the user said so; 0: not said.
     """
 
     def __init__(self, program: Program, batch: int, notice: Callable[[str], None]) -> None:
@@ -46,7 +47,8 @@ class BatchConsistencyGuard(Guard):
     def before(self, step: int, batch: Any) -> None:
         """Compare what ranks bring to a step; all of them call it.
 
-        Errors   ConfigError, the same on all ranks
+        Raises:
+            ConfigError: the same on all ranks.
         """
         if batch is None:  # a loop that calls the model itself
             return

@@ -48,7 +48,8 @@ _joined: Counter[str] = Counter()
 class Meeting:
     """The calls of one process that all ranks must make.
 
-    runs   how many use it
+    Attributes:
+        runs: how many use it.
     """
 
     def __init__(self, world: World, store: dist.Store | None) -> None:
@@ -90,8 +91,9 @@ class Meeting:
     def passes(self, *, alike: bool) -> Iterator[None]:
         """Around a step's passes in a loop of the user's own: calls inside begin at once.
 
-        alike   every rank makes the same ones; else some have fewer micro-batches, and what they
-                call is not counted
+        Args:
+            alike: every rank makes the same ones; else some have fewer micro-batches, and what they
+                call is not counted.
         """
         self.in_passes = True
         self.depth += not alike

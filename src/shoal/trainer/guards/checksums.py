@@ -47,7 +47,8 @@ def here(tensor: Any) -> torch.Tensor:
 def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
     """A number below 2**52 that other bits would hardly give.
 
-    whole   read every element, and not only some tens of thousands of each tensor
+    Args:
+        whole: read every element, and not only some tens of thousands of each tensor.
     """
     total = 0
     sums: dict[torch.device, torch.Tensor] = {}
@@ -76,8 +77,9 @@ def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
 class Sums:
     """Sums of some tensors, those on a device still under way there.
 
-    host      int64, zeros where a tensor is elsewhere
-    devices   by device: which tensors, and their sums
+    Attributes:
+        host: int64, zeros where a tensor is elsewhere.
+        devices: by device: which tensors, and their sums.
     """
 
     host: Any
@@ -95,8 +97,10 @@ class Sums:
 class Look:
     """What this rank held when the update of `step` was over.
 
-    marks    how often each tensor was written by then, and where it lay
-    changed  places of those that are other now, though nobody wrote them; found by `Drift.says`
+    Attributes:
+        marks: how often each tensor was written by then, and where it lay.
+        changed: places of those that are other now, though nobody wrote them; found by
+            `Drift.says`.
     """
 
     step: int

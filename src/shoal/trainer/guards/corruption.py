@@ -48,8 +48,9 @@ Axes = tuple[tuple[str, ...], tuple[int, ...]]
 class CorruptionCheck:
     """Looks at what a run holds on this rank.
 
-    every   steps from one look to the next, the same on all ranks
-    told    a user's own writes were told of
+    Attributes:
+        every: steps from one look to the next, the same on all ranks.
+        told: a user's own writes were told of.
     """
 
     def __init__(

@@ -227,7 +227,8 @@ class ExternalWriteGuard(Guard):
     def after(self, following: int = 0) -> None:
         """A step, or half of one, is over, or an evaluation.
 
-        following   the step that comes next, if weights may have moved
+        Args:
+            following: the step that comes next, if weights may have moved.
         """
         self._under_way = False
         if following:

@@ -320,7 +320,8 @@ def refuse_mean(
 ) -> None:
     """Errors: ConfigError for (mean, count): its gradient is too small, by the count.
 
-    where, nearest   begin and end the message
+    Args:
+        where, nearest: begin and end the message.
     """
     node = getattr(total, "grad_fn", None)
     while node is not None and node.name() in PASSED:
@@ -364,8 +365,11 @@ def once_only(program: Program) -> str:
 def watched(outputs: Any, what: str) -> Any:
     """Outputs whose gradient must not be differentiated again, in the place of `outputs`.
 
-    what   of the plan is in the way, by name
-    Gives  aliases: derivatives by the outputs themselves pass through nothing of a layout's
+    Args:
+        what: of the plan is in the way, by name.
+
+    Returns:
+        aliases: derivatives by the outputs themselves pass through nothing of a layout's.
     """
 
     def refuse(gradient: torch.Tensor) -> None:

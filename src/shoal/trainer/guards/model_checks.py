@@ -80,8 +80,11 @@ def layers_of(module: nn.Module) -> list[str]:
 def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
     """Compare over ranks what their layers say of themselves.
 
-    step     before which they were equal, for a run that is under way
-    Errors   PlanError, the same on all ranks, naming the first layer that differs
+    Args:
+        step: before which they were equal, for a run that is under way.
+
+    Raises:
+        PlanError: the same on all ranks, naming the first layer that differs.
     """
     if world.size == 1:
         return
@@ -101,8 +104,11 @@ def hooked(parameters: Mapping[str, nn.Parameter]) -> list[str]:
 def check_hooks(names: Collection[str], program: Program) -> list[str]:
     """Tell what hooks see under the program's layout, in a line, if there are any.
 
-    names    of `hooked`, when the module was not divided yet
-    Errors   PlanError for one that would never run
+    Args:
+        names: of `hooked`, when the module was not divided yet.
+
+    Raises:
+        PlanError: for one that would never run.
     """
     layout = program.plan.layout
     for name in names:

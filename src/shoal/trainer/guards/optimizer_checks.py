@@ -23,7 +23,8 @@ from shoal.trainer.guards.guard import Guard
 class Length:
     """The length of a run as its learning-rate schedule needs it.
 
-    schedule   of the rate, over `total_steps`; None: the rate is the user's
+    Attributes:
+        schedule: of the rate, over `total_steps`; None: the rate is the user's.
     """
 
     schedule: OptimizerPolicy | None = None

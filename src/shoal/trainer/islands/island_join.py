@@ -61,8 +61,9 @@ MEET_S = 300.0
 class Joined:
     """An island among the others.
 
-    fragments   names of the parameters of each part that travels by itself
-    bytes_per_s, latency_s   of the links, as a probe found them
+    Attributes:
+        fragments: names of the parameters of each part that travels by itself.
+        bytes_per_s, latency_s: of the links, as a probe found them.
     """
 
     policy: IslandsPolicy
@@ -85,8 +86,9 @@ class Joined:
 def join(run: Run, policy: IslandsPolicy) -> Joined:
     """Meet the other islands and agree with them; every rank of every island calls it.
 
-    Errors   ConfigError where islands were started differently, or keep too few checkpoints;
-             ClusterError where one stays away
+    Raises:
+        ConfigError: where islands were started differently, or keep too few checkpoints;
+            ClusterError where one stays away.
     """
     check_keep(run.plan.keep)
     run.recorder.saves_apart = "hooks: islands save where they merge, so no hook can ask for it"
@@ -213,7 +215,9 @@ def probe(plane: Plane) -> tuple[float, float]:
 def foresee_rounds(run: Run, joined: Joined, step_s: float, sequence: int) -> dict[str, Any]:
     """What a round will cost, by the planner, for plan.json.
 
-    step_s     of an inner step, foreseen · sequence  tokens of a sample
+    Args:
+        step_s: of an inner step, foreseen.
+        sequence: tokens of a sample.
     """
     wide = joined.merger.shares.dtype == torch.float64
     facts = IslandsFacts(
@@ -245,7 +249,8 @@ def _alike(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
 def agree(plane: Plane, own: Mapping[str, Any]) -> None:
     """Tell the other islands these values by key; all ranks of all islands call it.
 
-    Errors   ConfigError naming the first thing in which an island differs from island 0
+    Raises:
+        ConfigError: naming the first thing in which an island differs from island 0.
     """
     message = json.dumps(own).encode()
     told = [json.loads(one) for one in plane.gather(message, deadline_s=MEET_S)]
@@ -305,9 +310,12 @@ def _go_on(run: Run, joined: Joined) -> None:
 def restored(run: Run, plane: Plane, here: dict[str, Any], round_number: int) -> bool:
     """Restore a round that all islands hold; False on all where what one of them holds is damaged.
 
-    here     what this island holds, by round (`rounds_held`): the damaged one is put aside and goes
-             out of it, so that all can agree on an earlier one
-    Errors   WantedDamaged where it holds no other: that it begins anew must be somebody's decision
+    Args:
+        here: what this island holds, by round (`rounds_held`): the damaged one is put aside and
+            goes out of it, so that all can agree on an earlier one.
+
+    Raises:
+        WantedDamaged where it holds no other: that it begins anew must be somebody's decision.
     """
     _, step = here[str(round_number)]
     try:
@@ -376,8 +384,10 @@ def _forget(folder: Path, step: int) -> None:
 def rounds_held(folder: Path, period: int, emit: Emit | None = None) -> dict[str, tuple[str, int]]:
     """Round → (digest, step) of every checkpoint of an island's run folder.
 
-    period   inner steps of a round, in which what was saved before there were islands is counted
-    emit     is told of manifests that cannot be read
+    Args:
+        period: inner steps of a round, in which what was saved before there were islands is
+            counted.
+        emit: is told of manifests that cannot be read.
     """
     held_rounds: dict[str, tuple[str, int]] = {}
     for found in find(folder / "checkpoints"):

@@ -51,9 +51,12 @@ STOPPED = 143
 def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total_steps: int) -> int:
     """Rounds to the end, or to a stop; gives the exit code.
 
-    total_steps   inner steps of an island that is as fast as any
-    Errors        ClusterError when an island is lost, TrainingError when changes are refused or
-                  no step of this island moved a weight
+    Args:
+        total_steps: inner steps of an island that is as fast as any.
+
+    Raises:
+        ClusterError: when an island is lost, TrainingError when changes are refused or no step of
+            this island moved a weight.
     """
     loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
     policy, every = joined.policy, config.train.validate_every
@@ -100,7 +103,9 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
 class Rounds:
     """One island's rounds.
 
-    last   after which round the run ends, with the merged weights in the place of its own; 0: never
+    Args:
+        last: after which round the run ends, with the merged weights in the place of its own; 0:
+            never.
     """
 
     def __init__(self, run: Run, joined: Joined, loader: Any, last: int = 0) -> None:

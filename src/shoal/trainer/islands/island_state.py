@@ -29,15 +29,21 @@ OUTER = "outer."
 class Common:
     """What all islands of a run share, as one process of one island has it; kept in checkpoints.
 
-    round       rounds committed so far · digest  of W and u after the last of them
-    stream      the samples that nobody was given yet · dealt  what each island gets next
-    underway    what each has trained on since it sent its last message; the next one will bring it
-    since       tokens behind each fragment's next message: its own, but kept with the rest
-    index       of this island · own  what was loaded is its own, so `since` says what it brings
-    failures    rounds in a row that were discarded · refusals  of each island, in a row
-    left        what this island's codes owe the others: its own, but kept with the rest
-    dropped     a line where a checkpoint held some of that which fits no more
-    kept        the record as it was when the last round was over; see `keep`
+    Attributes:
+        round: rounds committed so far.
+        digest: of W and u after the last of them.
+        stream: the samples that nobody was given yet.
+        dealt: what each island gets next.
+        underway: what each has trained on since it sent its last message; the next one will bring
+            it.
+        since: tokens behind each fragment's next message: its own, but kept with the rest.
+        index: of this island.
+        own: what was loaded is its own, so `since` says what it brings.
+        failures: rounds in a row that were discarded.
+        refusals: of each island, in a row.
+        left: what this island's codes owe the others: its own, but kept with the rest.
+        dropped: a line where a checkpoint held some of that which fits no more.
+        kept: the record as it was when the last round was over; see `keep`.
     """
 
     outer: Outer

@@ -63,19 +63,23 @@ def measure_row(
 ) -> Row:
     """Train a fresh model under `layout` for a few steps; call it on every rank.
 
-    steps     timed, after 2 that warm up · compared  weights are compared after so many steps,
-              counted from the first and at most all of these, timed ones included
-    folder    where `single` writes its weights (REFERENCE): run it first, others compare theirs
-    Gives     figures, equal on every rank but for `predicted`; JSON values. {"reason": …} alone
-              where the layout cannot carry this model; else:
-              predicted     on rank 0 alone: what the planner foresees of the row
-              text precision parameters   what ran
-              per_s         targets (tokens) or samples per second of the median step, all ranks
-              step_s        of each timed step · losses  of every step from the first
-              sent_bytes    by kind, in one step, of the busiest rank
-              memory        per rank: weights, gradients, optimizer, rest, in bytes (rest: or None)
-              weight_difference  from `single`; None where that is not known
-    Errors    whatever a step raises; the world is then of no use for further rows
+    Args:
+        steps: timed, after 2 that warm up.
+        compared: weights are compared after so many steps, counted from the first and at most all
+            of these, timed ones included.
+        folder: where `single` writes its weights (REFERENCE): run it first, others compare theirs.
+
+    Returns:
+        figures, equal on every rank but for `predicted`; JSON values. {"reason": …} alone where the
+        layout cannot carry this model; else: predicted on rank 0 alone: what the planner foresees
+        of the row text precision parameters what ran per_s targets (tokens) or samples per second
+        of the median step, all ranks step_s of each timed step · losses of every step from the
+        first sent_bytes by kind, in one step, of the busiest rank memory per rank: weights,
+        gradients, optimizer, rest, in bytes (rest: or None) weight_difference from `single`; None
+        where that is not known.
+
+    Raises:
+        whatever a step raises; the world is then of no use for further rows.
     """
     try:
         run = open_row(config, source, world, layout)

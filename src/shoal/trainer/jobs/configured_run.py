@@ -46,9 +46,13 @@ def open_run(
 ) -> Run:
     """Start the run that a configuration describes, under a plan.
 
-    plan, said   as `start_run` takes them · folder  where it writes
-    is_cut_by_user   the micro-batch is the user's word, not Shoal's choice
-    Errors       PlanError, ConfigError when this layout cannot carry this model; on all ranks
+    Args:
+        plan, said: as `start_run` takes them.
+        folder: where it writes.
+        is_cut_by_user: the micro-batch is the user's word, not Shoal's choice.
+
+    Raises:
+        PlanError, ConfigError: when this layout cannot carry this model; on all ranks.
     """
     search_here()  # torchrun's ranks do not look there for an optimizer of the user's own
     built: list[nn.Module] = []  # the optimizer wants to know what its matrices are
@@ -74,8 +78,11 @@ def open_run(
 def build_model(config: Config, source: Source) -> nn.Module:
     """Build the module that `[model]` names or builds, with the adapters of [tune].
 
-    source   its vocabulary and kind of data decide what a model by name is built for
-    Errors   ConfigError for a name, an argument, data or adapters that do not fit
+    Args:
+        source: its vocabulary and kind of data decide what a model by name is built for.
+
+    Raises:
+        ConfigError: for a name, an argument, data or adapters that do not fit.
     """
     model = _base_model(config.model, config.data, source)
     if config.tune.adapter == "none":

@@ -33,9 +33,13 @@ def meet(
 ) -> None:
     """See who shares a disk, and bring the job's run to each; every rank calls it.
 
-    job      the launcher's name of it · files  of the run folder that go with a checkpoint
-    Errors   the same on all ranks: CheckpointError for a disk that does not take a checkpoint, or
-             where all are damaged; ConfigError where ranks of one machine see several disks
+    Args:
+        job: the launcher's name of it.
+        files: of the run folder that go with a checkpoint.
+
+    Raises:
+        the same on all ranks: CheckpointError for a disk that does not take a checkpoint, or where
+            all are damaged; ConfigError where ranks of one machine see several disks.
     """
     told = None
     if world.is_first:
@@ -64,8 +68,11 @@ def share(
 ) -> RunLease | None:
     """Write what rank 0 settled on the other disks, and take their run folders; all ranks call it.
 
-    started   fields of the event `run_started`
-    Errors    CheckpointError, the same on all ranks, where another run has such a folder
+    Args:
+        started: fields of the event `run_started`.
+
+    Raises:
+        CheckpointError: the same on all ranks, where another run has such a folder.
     """
     texts = world.broadcast_json(_texts(folder, files) if world.is_first else None)
     smaller = world.gather_json(_texts(folder, (MICRO_BATCH,)) if world.keeps else {})

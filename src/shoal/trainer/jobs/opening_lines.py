@@ -35,8 +35,10 @@ def describe(
 ) -> None:
     """plan.json and the lines a user sees before the first step.
 
-    plan   of all ranks; `run` may be some of them
-    told   what plan.json says beside the plan: whether its layout was left open, what is foreseen
+    Args:
+        plan: of all ranks; `run` may be some of them.
+        told: what plan.json says beside the plan: whether its layout was left open, what is
+            foreseen.
     """
     rate = matmul_flops_per_s(run.world, run.plan.compute, cache_folder())
     run.recorder.machine_flops_per_s = rate

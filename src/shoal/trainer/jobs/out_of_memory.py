@@ -77,8 +77,9 @@ def fitted(plan: Plan, config: Config, folder: Path) -> Plan:
 def within_memory(run: Run, config: Config, folder: Path) -> Iterator[None]:
     """Around the steps of `shoal train`, on every rank.
 
-    Errors   ConfigError where the run ends, ClusterError where it starts again, on the rank that
-             ran out of memory; of others whatever that does to them
+    Raises:
+        ConfigError: where the run ends, ClusterError where it starts again, on the rank that ran
+            out of memory; of others whatever that does to them.
     """
     try:
         yield

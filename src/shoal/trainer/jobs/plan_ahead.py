@@ -57,20 +57,28 @@ def plan(
 ) -> Plan:
     """Rank the layouts on which a model can train, and give the plan of the fastest that fits.
 
-    model        a function without arguments that builds an nn.Module, which is then built without
-                 its numbers; or an nn.Module, which every rank is then taken to have whole
-    sample       a batch of a few samples, as `run.step` takes it; only its shapes matter
-    loss         as for `shoal.parallelize`; without one its share of memory and time is left out
-    layout       what is fixed of it: "auto" for nothing, a strategy, or some degrees, say {"tp": 2}
-    on           machines, as `shoal plan --on` names them: "8xH100-80GB"; "": this one
-    batch        samples per optimizer step · micro_batch  samples per forward pass; 0: the fastest
-    precision    `compute` of [precision] · optimizer_bytes  state per fp32 element: 8 for Adam
-    policies     further keys of a `shoal.Plan`; recompute is searched unless it is given
-    Gives        a settled `Plan`, whose `why` says the step time and the peak that are foreseen
-    Errors       PlanError where nothing is legal, no step fits in memory, or another instant of
-                 the run does not (`instants.predict_run`), with what would; ConfigError for a wrong
-                 argument
-    Source       docs/plan.md: what the figures are made of, and how far off they were
+    Args:
+        model: a function without arguments that builds an nn.Module, which is then built without
+            its numbers; or an nn.Module, which every rank is then taken to have whole.
+        sample: a batch of a few samples, as `run.step` takes it; only its shapes matter.
+        loss: as for `shoal.parallelize`; without one its share of memory and time is left out.
+        layout: what is fixed of it: "auto" for nothing, a strategy, or some degrees, say {"tp": 2}.
+        on: machines, as `shoal plan --on` names them: "8xH100-80GB"; "": this one.
+        batch: samples per optimizer step.
+        micro_batch: samples per forward pass; 0: the fastest.
+        precision: `compute` of [precision].
+        optimizer_bytes: state per fp32 element: 8 for Adam.
+        policies: further keys of a `shoal.Plan`; recompute is searched unless it is given.
+
+    Returns:
+        a settled `Plan`, whose `why` says the step time and the peak that are foreseen.
+
+    Raises:
+        PlanError: where nothing is legal, no step fits in memory, or another instant of the run
+            does not (`instants.predict_run`), with what would; ConfigError for a wrong argument.
+
+    References:
+        docs/plan.md: what the figures are made of, and how far off they were.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

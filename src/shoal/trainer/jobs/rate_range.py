@@ -36,8 +36,10 @@ BELOW = 10.0
 class RateRange:
     """What the test saw.
 
-    rates, losses, smoothed   of each step, in their order · named  the value to begin with
-    ended    why it ended before its last step; "" where it did not
+    Attributes:
+        rates, losses, smoothed: of each step, in their order.
+        named: the value to begin with.
+        ended: why it ended before its last step; "" where it did not.
     """
 
     rates: tuple[float, ...]

@@ -33,8 +33,9 @@ def finish(
 ) -> None:
     """Emit the last events of a run that reached its end; rank 0 speaks.
 
-    values   of the last validation, or None without held-out data
-    how      it ended; after a ";" what went wrong
+    Args:
+        values: of the last validation, or None without held-out data.
+        how: it ended; after a ";" what went wrong.
     """
     run.guards.untrained.close()
     text = _try_sample(run, source)

@@ -59,9 +59,12 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
     Ours by arithmetic on GPUs; on a CPU every model is traced, because there single operations cost
     most of what is no matrix product, and arithmetic does not count them one by one.
 
-    kernels   cpu or gpu: whose kernels keep what
-    Errors    PlanError for a model that shapes alone cannot run, naming the module, and for data
-              that can only be iterated, of which no sample can be looked at without taking it
+    Args:
+        kernels: cpu or gpu: whose kernels keep what.
+
+    Raises:
+        PlanError: for a model that shapes alone cannot run, naming the module, and for data that
+            can only be iterated, of which no sample can be looked at without taking it.
     """
     section = config.model
     own = not section.build and family_of(section.name) in LANGUAGE
@@ -96,8 +99,9 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
 def cluster_here(processes: int, device: torch.device, held_bytes: int = 0) -> Cluster:
     """This machine with so many ranks, as it was measured, or as machines of its kind are.
 
-    device       of a rank: a machine with GPUs may be told to do without
-    held_bytes   CPU: what this process holds before its model is there (data, libraries)
+    Args:
+        device: of a rank: a machine with GPUs may be told to do without.
+        held_bytes: CPU: what this process holds before its model is there (data, libraries).
     """
     found = measured_here(processes, device) or this_cluster(this_machine(), processes)
     if held_bytes and found.device.kind == "cpu":
@@ -185,7 +189,8 @@ def foresee(
 ) -> dict[str, Any]:
     """The prediction for a run, or {"reason": why there is none}: training goes on without.
 
-    travel   tells what dividing the model makes travel (`Program.travel`)
+    Args:
+        travel: tells what dividing the model makes travel (`Program.travel`).
     """
     width = WIDTHS[plan.compute]
     if plan.layout.threads > 1 and cluster.device.kind == "cpu":

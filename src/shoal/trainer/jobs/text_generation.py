@@ -47,16 +47,20 @@ def write_on(
 ) -> str:
     """Give a text and what the model of a checkpoint writes after it.
 
-    folder       of the run, with its hub/ and mostly a run.toml · checkpoint  a step's folder
-    tokens       so many more; fewer where transformers' `generate` meets the model's own end
-    temperature  divides the logits; 0 takes the likeliest token
-    seed         of the draws: the same text again on the same device
-    chat         the prompt is a user's turn, asked as the run's data were
-                 (data/text/chat_examples.py); given is the answer alone, up to the end of text
-    average      the averaged weights in the place of those that were stepped
-    Errors       ConfigError for a run that is not on text or keeps no tokenizer, a prompt without
-                 tokens; CheckpointError for a checkpoint of another model than run.toml says, or
-                 without an average that is asked for
+    Args:
+        folder: of the run, with its hub/ and mostly a run.toml.
+        checkpoint: a step's folder.
+        tokens: so many more; fewer where transformers' `generate` meets the model's own end.
+        temperature: divides the logits; 0 takes the likeliest token.
+        seed: of the draws: the same text again on the same device.
+        chat: the prompt is a user's turn, asked as the run's data were
+            (data/text/chat_examples.py); given is the answer alone, up to the end of text.
+        average: the averaged weights in the place of those that were stepped.
+
+    Raises:
+        ConfigError: for a run that is not on text or keeps no tokenizer, a prompt without tokens;
+            CheckpointError for a checkpoint of another model than run.toml says, or without an
+            average that is asked for.
     """
     config = text_run(folder)
     tokenizer = _tokenizer(folder, config is None)

@@ -217,7 +217,9 @@ def _tried(run: Run, source: Source, reading: Reading, workers: int) -> Reading:
 def _told(run: Run, reading: Reading, config: Config, step_s: Any, by_default: bool = False) -> str:
     """What a validation will read and take, in one line.
 
-    by_default   how much it reads follows from the length of the run: the line says how to get all
+    Args:
+        by_default: how much it reads follows from the length of the run: the line says how to get
+            all.
     """
     what = "held-out samples"
     if reading.samples is not None:

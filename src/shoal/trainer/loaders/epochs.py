@@ -22,8 +22,11 @@ from shoal.trainer.loaders.run_loaders import Feed
 class Epochs:
     """Counts turns of `run.epochs`.
 
-    done    turns that are over · steps  taken in the turn that is under way
-    length  steps of an earlier turn, 0 while there was none · used  somebody asked for turns
+    Attributes:
+        done: turns that are over.
+        steps: taken in the turn that is under way.
+        length: steps of an earlier turn, 0 while there was none.
+        used: somebody asked for turns.
     """
 
     def __init__(self, feed: Feed) -> None:

@@ -49,9 +49,11 @@ class LeavesOut(Protocol):
 class Feed:
     """The loaders of one run; `state` is what a checkpoint keeps: one entry per loader, JSON.
 
-    notice   tells what all ranks find, by rank 0 · tell  what one rank finds, by that one
-    given    of "batch" and "micro_batch" those that the user fixed: a stream of sharded data gives
-             a micro-batch that was given at a time, else an eighth of the batch
+    Args:
+        notice: tells what all ranks find, by rank 0.
+        tell: what one rank finds, by that one.
+        given: of "batch" and "micro_batch" those that the user fixed: a stream of sharded data
+            gives a micro-batch that was given at a time, else an eighth of the batch.
     """
 
     def __init__(
@@ -230,7 +232,8 @@ class Feed:
     def validation(self, data: Any, workers: int, collate: Any) -> MicroBatches:
         """This rank's micro-batches of `data`, every sample once over all ranks.
 
-        data   a dataset (split over ranks here), or an iterable of this rank's own batches
+        Args:
+            data: a dataset (split over ranks here), or an iterable of this rank's own batches.
         """
         if isinstance(data, MicroBatches):
             return data
@@ -242,7 +245,8 @@ class Feed:
     def held_out(self, data: Any, workers: int, collate: Any, micro_batch: int = 0) -> MicroBatches:
         """As `validation`, for samples in any form: a dataset, a list, an iterable of samples.
 
-        micro_batch   samples per forward pass; 0: as in training, fewer where ranks had none
+        Args:
+            micro_batch: samples per forward pass; 0: as in training, fewer where ranks had none.
         """
         from shoal.data.loading.loader import Loader
 
@@ -317,8 +321,10 @@ def open_loader(dataset: Any, **settings: Any) -> AnyLoader:
 
     Takes   settings: the keyword arguments of Loader; shuffle and turn are for datasets with an
             index, and otherwise dropped
-    Errors  ConfigError if it has neither an index and a length nor `__iter__`, if it is a
-            DataLoader, which makes batches itself, and what the loader refuses
+
+    Raises:
+        ConfigError: if it has neither an index and a length nor `__iter__`, if it is a DataLoader,
+            which makes batches itself, and what the loader refuses.
     """
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):

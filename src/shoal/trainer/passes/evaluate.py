@@ -44,12 +44,17 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over all samples of all ranks.
 
-    batches   this rank's micro-batches, pairs or dicts; ranks may hold different numbers
-    metrics   name → function(outputs, targets) giving (sum, count) or unreduced values
-    stop      asked before every micro-batch; where any rank says yes, all leave
-    Gives     `loss`, one value per name, and `targets`, the count that the loss was divided by;
-              {} after a stop
-    Errors    ConfigError for a loss or metric that returns a mean, or a metric of a taken name
+    Args:
+        batches: this rank's micro-batches, pairs or dicts; ranks may hold different numbers.
+        metrics: name → function(outputs, targets) giving (sum, count) or unreduced values.
+        stop: asked before every micro-batch; where any rank says yes, all leave.
+
+    Returns:
+        `loss`, one value per name, and `targets`, the count that the loss was divided by; {} after
+        a stop.
+
+    Raises:
+        ConfigError: for a loss or metric that returns a mean, or a metric of a taken name.
     """
     check_metrics(metrics, "run.evaluate")
     measured = Measured(program, metrics)
@@ -123,7 +128,8 @@ def _passes(
 def evaluating(program: Program) -> Iterator[list[bool]]:
     """Evaluation mode inside, then every submodule's own mode again: some may be kept in it.
 
-    Gives a list that holds something once a stop has ended it.
+    Returns:
+        a list that holds something once a stop has ended it.
     """
     training = [m for m in program.module.modules() if m.training]
     program.module.eval()

@@ -36,7 +36,8 @@ PASSES, UNFINISHED = "backward passes", "unfinished passes"
 class FreePasses:
     """The passes of one step on this rank.
 
-    count   backward passes until now
+    Attributes:
+        count: backward passes until now.
     """
 
     spare = None
@@ -84,10 +85,14 @@ class FreePasses:
     ) -> None:
         """Add the gradients of `share` of a loss to this rank's.
 
-        loss    without dims · last  no pass of this step comes after it: sums may travel at once
-        count   of what the loss is the mean of: its weight among the passes of the step, whose
-                shares then add up to 1 where they are less than 1 each
-        Errors  ConfigError for a loss that has dims, or no gradient
+        Args:
+            loss: without dims.
+            last: no pass of this step comes after it: sums may travel at once.
+            count: of what the loss is the mean of: its weight among the passes of the step, whose
+                shares then add up to 1 where they are less than 1 each.
+
+        Raises:
+            ConfigError: for a loss that has dims, or no gradient.
         """
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
             got = described(loss, "loss.mean()")

@@ -23,9 +23,15 @@ from shoal.trainer.step.micro_batch import MicroBatch
 def predict(program: Program, inputs: Any, call: str) -> Any:
     """Run the model in evaluation mode, without gradients.
 
-    inputs   as the model takes them, of this rank · call  as `call_model`
-    Gives    its outputs, on this rank's device; logits of our language models
-    Errors   ConfigError under cp, whose ranks hold a part of each sequence
+    Args:
+        inputs: as the model takes them, of this rank.
+        call: as `call_model`.
+
+    Returns:
+        its outputs, on this rank's device; logits of our language models.
+
+    Raises:
+        ConfigError: under cp, whose ranks hold a part of each sequence.
     """
     if program.plan.layout.cp > 1:
         raise ConfigError(

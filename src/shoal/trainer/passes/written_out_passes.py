@@ -35,10 +35,11 @@ from shoal.trainer.step.step_vector import Invariant, StepNumbers
 class OwnMicroBatch:
     """A micro-batch to run the model on, on its device and in its format.
 
-    inputs, targets   as the dataset gave them; of what is no pair (a dict, a tensor, three of them)
-                      both are the whole of it: no loss that asks for targets is run here
-    index             its number in the step, over all ranks; negative: it only joins the others,
-                      and whatever its losses are, they weigh nothing
+    Attributes:
+        inputs, targets: as the dataset gave them; of what is no pair (a dict, a tensor, three of
+            them) both are the whole of it: no loss that asks for targets is run here.
+        index: its number in the step, over all ranks; negative: it only joins the others, and
+            whatever its losses are, they weigh nothing.
     """
 
     inputs: Any
@@ -49,7 +50,8 @@ class OwnMicroBatch:
 class OwnPasses:
     """The micro-batches of one step on this rank, and the backward passes of each.
 
-    spare   one whose numbers are well
+    Attributes:
+        spare: one whose numbers are well.
     """
 
     def __init__(

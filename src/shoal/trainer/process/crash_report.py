@@ -61,7 +61,8 @@ def last_word(
 ) -> Callable[[BaseException | None, int], None]:
     """What an error that ends a loop of the user's own leaves: who died of what, and a free folder.
 
-    Gives   a function of (the error, exit status); None: another rank's fault, who tells itself
+    Returns:
+        a function of (the error, exit status); None: another rank's fault, who tells itself.
     """
 
     def tell(error: BaseException | None, code: int) -> None:

@@ -42,8 +42,10 @@ def install() -> ShoalErrorHook:
 class ShoalErrorHook:
     """What Python calls with an exception that nobody caught.
 
-    ordinary   the hook that shows everything else · world  the processes, once they are known
-    last_word  keeps (the error, exit status) where the run is; None: another rank's fault
+    Attributes:
+        ordinary: the hook that shows everything else.
+        world: the processes, once they are known.
+        last_word: keeps (the error, exit status) where the run is; None: another rank's fault.
     """
 
     def __init__(self, ordinary: Callable[..., Any]) -> None:

@@ -24,10 +24,13 @@ def ask_on_signals(
 ) -> Callable[[], None]:
     """Have the signals call `ask`.
 
-    own     tells the user of a loop of their own: there what was ignored when it began (of a
+    Args:
+        own: tells the user of a loop of their own: there what was ignored when it began (of a
             background job) stays so, a second Ctrl-C ends it now, by KeyboardInterrupt, and a
-            thread that hears no signals (Ray's) goes on without
-    Gives   what puts back the handlers that were there before
+            thread that hears no signals (Ray's) goes on without.
+
+    Returns:
+        what puts back the handlers that were there before.
     """
     if own is not None and threading.current_thread() is not threading.main_thread():
         own("run.stop_on_signals: a process's main thread alone hears signals, this is another one")

@@ -41,7 +41,8 @@ _kept: list[subprocess.Popen[str]] = []
 class Beside:
     """This rank's page, which a process beside it reads; `leave` it when all is done.
 
-    runs   how many of this process are open
+    Attributes:
+        runs: how many of this process are open.
     """
 
     def __init__(self, page: Page) -> None:
@@ -75,9 +76,13 @@ def watch_from_outside(
 ) -> Beside | None:
     """Start the watch of a run; every rank calls it once its world is there.
 
-    own     the processes were found for a loop of the user's own: it is watched whoever started it
-    Gives   None where nobody watches: Shoal's launcher does, or a system has no memory that two
-            processes reach by a name. While a run is open, others of its ranks are watched with it
+    Args:
+        own: the processes were found for a loop of the user's own: it is watched whoever started
+            it.
+
+    Returns:
+        None where nobody watches: Shoal's launcher does, or a system has no memory that two
+        processes reach by a name. While a run is open, others of its ranks are watched with it.
     """
     if LAUNCHERS.isdisjoint(environ) and not (own and _stands_alone(world)):
         return None
@@ -188,7 +193,8 @@ def _connected() -> Iterator[str]:
 def _start(count: int, addresses: list[str]) -> dict[str, Any]:
     """Start the process of a node; its pages' `paths`, none where it did not start.
 
-    addresses   at the first of which it is to hear other nodes, `at`; none: there are no others
+    Args:
+        addresses: at the first of which it is to hear other nodes, `at`; none: there are no others.
     """
     root = str(Path(OWN_FOLDER).parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -23,7 +23,9 @@ from shoal.trainer.metrics_recorder import Recorder
 def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | None:
     """See who shares `folder`, and take it, unless `shoal train` has taken it already.
 
-    tell    one line for the user, where nodes do not, or what is there cannot be read
+    Args:
+        tell: one line for the user, where nodes do not, or what is there cannot be read.
+
     Errors: the same on all ranks: CheckpointError naming the process that has it; ConfigError for
     a folder that ranks of one machine do not share.
     """
@@ -99,9 +101,12 @@ def cannot_write(folder: Path, failure: OSError) -> str:
 def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None:
     """A run that starts from zero must not mix its checkpoints with those of an earlier one.
 
-    remote   address of the folder they are copied to; "" none
-    Errors   ConfigError, the same on all ranks, when the folder, or the remote one, holds
-             checkpoints nobody restored
+    Args:
+        remote: address of the folder they are copied to; "" none.
+
+    Raises:
+        ConfigError: the same on all ranks, when the folder, or the remote one, holds checkpoints
+            nobody restored.
     """
     found = find(folder / "checkpoints") if world.keeps else []
     told = world.gather_json(found[0].step if found else None)

@@ -44,10 +44,13 @@ def keep_config(
 
     A cache of keys and values that is off for training alone is on again in what is written.
 
-    aliases  further names of tied weights → the name they are kept under
-    folder   of the run; None on processes that write nothing
-    Gives    what the checkpoint's record says of it, the same on every rank, and a line for the
-             user where the configuration holds what is no JSON
+    Args:
+        aliases: further names of tied weights → the name they are kept under.
+        folder: of the run; None on processes that write nothing.
+
+    Returns:
+        what the checkpoint's record says of it, the same on every rank, and a line for the user
+        where the configuration holds what is no JSON.
     """
     if not is_pretrained(module):
         return {}, ""
@@ -80,7 +83,8 @@ def _configs(module: Any) -> dict[str, str]:
 def untold_ties(module: Any, aliases: Mapping[str, str]) -> list[str]:
     """Names of tied weights of a model of transformers that its own configuration does not tie.
 
-    aliases   further names of tied weights → the name they are kept under
+    Args:
+        aliases: further names of tied weights → the name they are kept under.
     """
     told = dict(getattr(module, "all_tied_weights_keys", None) or {})  # target → source
     return [
@@ -93,8 +97,9 @@ def untold_ties(module: Any, aliases: Mapping[str, str]) -> list[str]:
 def keep_tokenizer(tokenizer: Any, spec: str, folder: Path) -> None:
     """Write a tokenizer to `folder/hub`, as `AutoTokenizer` opens it; one process calls it.
 
-    tokenizer  a `tokenizers.Tokenizer` · spec  `data.tokenizer`, beside whose file the words of
-               transformers about it may lie
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`.
+        spec: `data.tokenizer`, beside whose file the words of transformers about it may lie.
     """
     from shoal.data.text.text_files import END_NAMES
 

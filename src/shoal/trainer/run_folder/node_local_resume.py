@@ -49,10 +49,15 @@ def told(folder: Path, world: World) -> str:
 def bring(run: Bound, folder: Path, only: int | None, remote: Callable[[], None]) -> int | None:
     """Have the newest checkpoint of all nodes on each disk; every rank calls it.
 
-    only     the step that is wanted, and no other
-    remote   brings a newer one from a remote folder to rank 0's disk
-    Gives    its step; None where there is none, or none of that step
-    Errors   as `bring_newest`
+    Args:
+        only: the step that is wanted, and no other.
+        remote: brings a newer one from a remote folder to rank 0's disk.
+
+    Returns:
+        its step; None where there is none, or none of that step.
+
+    Raises:
+        as `bring_newest`.
     """
     own, emit = run.program.world, run.recorder.events.emit
     # An adopted group of NCCL alone carries nothing of the host's.

@@ -110,8 +110,11 @@ def kept_micro_batch(folder: Path, world: World) -> int:
 def compare(run: Compared, record: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Find what differs from a checkpoint that is about to be taken; all ranks call it.
 
-    Gives   lines for the user, and whether anything of it changes the result
-    Errors  ConfigError, the same on all ranks, where `shoal train` must not go on by itself
+    Returns:
+        lines for the user, and whether anything of it changes the result.
+
+    Raises:
+        ConfigError: the same on all ranks, where `shoal train` must not go on by itself.
     """
     said: list[Any] = [[], "", False]
     if run.program.world.is_first:
@@ -153,8 +156,9 @@ def explained(run: Compared, record: Mapping[str, Any]) -> Iterator[None]:
 def tell_resumed(run: Compared, path: Path, found: list[str], changes: bool, *, here: bool) -> None:
     """Say from which checkpoint a run goes on, and what is not as it was.
 
-    found, changes   as `compare` gives them
-    here   the run's folder goes on; False: a tag may be only looked at
+    Args:
+        found, changes: as `compare` gives them.
+        here: the run's folder goes on; False: a tag may be only looked at.
     """
     if run.program.world.keeps:
         told = {"differs": found, "changes_result": changes}
@@ -194,7 +198,9 @@ def _differences(run: Compared, record: Mapping[str, Any]) -> list[Difference]:
 def look_at(dataset: Any, workers: int) -> list[str]:
     """Digests of a few samples, spread over a dataset; [] where it has no index, or raises.
 
-    workers   processes that read it for the run, as `read_apart` has them
+    Args:
+        workers: processes that read it for the run, as `read_apart` has them.
+
     Samples are drawn with fixed seeds, and the generators stand as before afterwards.
     """
     return read_apart(_look, dataset, workers) if is_indexed(dataset) else []

@@ -31,7 +31,8 @@ NOTHING, DONE, FAILED = 0, 1, 2
 class Saving:
     """The checkpoints of one run; the second process group is made by `prepare`, or `start`.
 
-    warn   shows a failure, which is an event already, to whoever sees no events; from rank 0
+    Args:
+        warn: shows a failure, which is an event already, to whoever sees no events; from rank 0.
     """
 
     def __init__(self, world: World, emit: Emit, warn: Callable[[str], None]) -> None:

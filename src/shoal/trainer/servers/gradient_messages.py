@@ -41,7 +41,8 @@ ORDER = 6
 class Reading:
     """What a worker is to compute: the step's number, and where its samples lie in the stream.
 
-    what   WORK or END, with `number` then the exit code
+    Attributes:
+        what: WORK or END, with `number` then the exit code.
     """
 
     what: int
@@ -61,10 +62,12 @@ HEAD = 9
 class Brought:
     """What a worker says of its gradient.
 
-    loss_sum, count, norm   of its samples; the norm of the summed gradient
-    broken, loss_broken     numbers that are not finite · moved  a buffer changed in its passes
-    ran, peak_memory_bytes, lost   micro-batches, memory, samples that could not be read
-    used     per parameter, whether it has a gradient
+    Attributes:
+        loss_sum, count, norm: of its samples; the norm of the summed gradient.
+        broken, loss_broken: numbers that are not finite.
+        moved: a buffer changed in its passes.
+        ran, peak_memory_bytes, lost: micro-batches, memory, samples that could not be read.
+        used: per parameter, whether it has a gradient.
     """
 
     loss_sum: float
@@ -170,8 +173,9 @@ def quiet(world: World) -> World:
 class Arrived:
     """What a worker's thread puts in the queue: a gradient, or that the worker is gone.
 
-    server       that says so; at the first one a gradient is whole when all have it
-    sent_bytes   with the weights that the worker read before
+    Attributes:
+        server: that says so; at the first one a gradient is whole when all have it.
+        sent_bytes: with the weights that the worker read before.
     """
 
     worker: int
@@ -185,8 +189,9 @@ class Arrived:
 class Line(threading.Thread):
     """One worker as a server sees it: give it weights, take its gradient, and so on to the end.
 
-    give   puts a reading and a parcel of weights on their way
-    tell   hears of each gradient that has arrived, or that the worker is gone
+    Attributes:
+        give: puts a reading and a parcel of weights on their way.
+        tell: hears of each gradient that has arrived, or that the worker is gone.
     """
 
     def __init__(
@@ -243,7 +248,8 @@ class Line(threading.Thread):
 class Orders:
     """What server 0 tells the other servers; on those `take` gives one after another.
 
-    hearing   its threads that listen to the others
+    Args:
+        hearing: its threads that listen to the others.
     """
 
     def __init__(
@@ -270,7 +276,9 @@ def acknowledge(
     """What a server does with arrivals: the first one queues them, others also tell the first.
 
     So the first one knows when all have a gradient, and orders nothing that one of them lacks.
-    Gives   what a `Line` tells, and the first one's threads that listen to the others
+
+    Returns:
+        what a `Line` tells, and the first one's threads that listen to the others.
     """
     own, lock = pairs.world.rank, threading.Lock()
     if own == servers[0]:

@@ -47,7 +47,8 @@ LOOK_S = 0.2
 class _Serving:
     """The reducer of a server: gradients are those that a worker brought.
 
-    between   the module's other weights, which other servers step, may be of an earlier step
+    Attributes:
+        between: the module's other weights, which other servers step, may be of an earlier step.
     """
 
     def __init__(self, program: Program) -> None:
@@ -111,7 +112,9 @@ class _Given(FreePasses):
 class Server:
     """One server; the first of them leads.
 
-    plan    with its servers · lines  to the workers that live
+    Args:
+        plan: with its servers.
+        lines: to the workers that live.
     """
 
     orders: Orders

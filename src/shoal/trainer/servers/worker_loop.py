@@ -52,9 +52,13 @@ def train_served(
 ) -> int:
     """Train under a layout whose servers do not wait; gives the exit code. Every rank calls it.
 
-    plan     settled, with its servers · proven  a line for the user, if there is one
-    Errors   PlanError, ConfigError for a model or data that cannot go so; ClusterError on a server
-             that has no worker left, and on a worker whose server is gone
+    Args:
+        plan: settled, with its servers.
+        proven: a line for the user, if there is one.
+
+    Raises:
+        PlanError, ConfigError: for a model or data that cannot go so; ClusterError on a server that
+            has no worker left, and on a worker whose server is gone.
     """
     layout = plan.layout
     ranks = range(world.size)

@@ -47,8 +47,12 @@ def go_back(run: Rewound, spike: str, batch: Any) -> bool:
 
     Every rank calls it. Where there is no checkpoint, or data has no places to go back to, the step
     stays skipped.
-    Gives    whether the run went back, so that the loader begins anew
-    Errors   TrainingError, on all ranks, once an epoch was left out since one checkpoint
+
+    Returns:
+        whether the run went back, so that the loader begins anew.
+
+    Raises:
+        TrainingError: on all ranks, once an epoch was left out since one checkpoint.
     """
     if not spike or run.spikes.mode != "rewind" or not isinstance(batch, StepBatch):
         return False

@@ -101,8 +101,11 @@ def tagged(folder: Path, tag: str) -> Path:
 def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
     """Write `folder/checkpoints/step-N`; None if it could not be written, or was not waited for.
 
-    tag      names a folder inside, where its last checkpoint is kept, of whatever step
-    Errors   ClusterError, on all ranks, where bits of what it would hold changed in memory
+    Args:
+        tag: names a folder inside, where its last checkpoint is kept, of whatever step.
+
+    Raises:
+        ClusterError: on all ranks, where bits of what it would hold changed in memory.
     """
     if run.tokenizer is not None and run.program.world.keeps:
         from shoal.trainer.run_folder.hub_files import keep_given
@@ -322,7 +325,8 @@ def _load_model(
 def _bring_remote(run: Kept, folder: Path, step: int | None) -> None:
     """Bring a newer checkpoint from the run's remote folder, if it has one.
 
-    folder   the run's own, or one of a tag in it; for others nothing is done
+    Args:
+        folder: the run's own, or one of a tag in it; for others nothing is done.
     """
     own, address = run.recorder.folder, run.program.plan.remote
     if not address or own is None or not folder.resolve().is_relative_to(own.resolve()):
@@ -423,7 +427,9 @@ def _is_sliced(record: dict[str, Any], key: str, shape: tuple[int, ...], shard: 
 def _check_names(manifest: Manifest, here: dict[str, Part], known: set[str]) -> None:
     """Errors: CheckpointError unless it holds the whole model's tensors and no others.
 
-    here    this rank's parts · known  names on all ranks: stages of a pipeline hold different ones
+    Args:
+        here: this rank's parts.
+        known: names on all ranks: stages of a pipeline hold different ones.
     """
     stored = {n.removeprefix(MODEL) for n in manifest.tensors if n.startswith(MODEL)}
     for name in sorted(stored ^ known):

@@ -28,7 +28,8 @@ IGNORED_TARGET = -100
 def split_batch(batch: Any) -> tuple[Any, Any]:
     """Split a batch into (inputs, targets); of one dict both are that dict.
 
-    Errors   ConfigError for anything that is neither a pair nor a dict.
+    Raises:
+        ConfigError: for anything that is neither a pair nor a dict.
     """
     if isinstance(batch, Mapping):
         return batch, batch
@@ -64,10 +65,13 @@ def bare(model: nn.Module) -> tuple[nn.Module, list[str]]:
 def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
     """Run the model: `model(inputs)`, or `model(**inputs)` for call = kwargs.
 
-    call     "single"; whatever else is kwargs, for which inputs must be a dict
-    Errors   ConfigError where forward seems to take inputs in another form: kwargs with a keyword
-             that it does not have, single with a tuple of several, or any exception after single
-             with a dict of which it names a key; all other exceptions of the model pass
+    Args:
+        call: "single"; whatever else is kwargs, for which inputs must be a dict.
+
+    Raises:
+        ConfigError: where forward seems to take inputs in another form: kwargs with a keyword that
+            it does not have, single with a tuple of several, or any exception after single with a
+            dict of which it names a key; all other exceptions of the model pass.
     """
     if call != "single" and not isinstance(inputs, Mapping):
         raise ConfigError(
@@ -127,7 +131,9 @@ def sum_and_count(
     Unreduced values of the shape of integer targets are summed and counted where the target is not
     −100, others everywhere. Parts by name, a third, are left to `logged_values.py`.
     Takes   where, the name that an error line begins with
-    Errors  ConfigError for a mean, or for a value that is no tensor
+
+    Raises:
+        ConfigError: for a mean, or for a value that is no tensor.
     """
     result, _ = named_parts(result)
     if isinstance(result, tuple) and len(result) == 2:
@@ -192,12 +198,18 @@ def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
     """Wrap a loss that returns the mean over the samples of a micro-batch.
 
     Takes   loss(outputs, targets) → tensor without dims, a mean over dim 0 of the targets
-    Gives   a loss that returns (mean × samples, samples), so that every sample weighs the same
-            in every layout; nn.CrossEntropyLoss and nn.NLLLoss, whose means leave out ignored
-            targets and weigh classes, are taken apart and give their own (sum, sum of weights)
-    Errors  ConfigError when the targets hold no tensor to count, or the loss is no mean
-    Limits  right for means over samples; a function of your own that takes a mean over tokens
-            needs to return (sum, count) itself
+
+    Returns:
+        a loss that returns (mean × samples, samples), so that every sample weighs the same in every
+        layout; nn.CrossEntropyLoss and nn.NLLLoss, whose means leave out ignored targets and weigh
+        classes, are taken apart and give their own (sum, sum of weights).
+
+    Raises:
+        ConfigError: when the targets hold no tensor to count, or the loss is no mean.
+
+    Note:
+        right for means over samples; a function of your own that takes a mean over tokens needs to
+        return (sum, count) itself.
     """
     known = type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss)
     if known and getattr(loss, "reduction", "") == "mean":
@@ -236,7 +248,8 @@ def _taken_apart(loss: Any) -> Loss:
 def batch_length(batch: Any) -> int:
     """Count a batch's samples: dim 0 of its first tensor or array.
 
-    Errors   ConfigError for a batch without a tensor
+    Raises:
+        ConfigError: for a batch without a tensor.
     """
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(first, torch.Tensor) and first.ndim > 0:

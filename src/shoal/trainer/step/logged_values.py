@@ -49,7 +49,8 @@ def _check_name(name: Any, holds: str) -> None:
 class Measured:
     """Sums and counts by name of one step on this rank, until they are summed over all.
 
-    names   those that all ranks know, in one order
+    Attributes:
+        names: those that all ranks know, in one order.
     """
 
     def __init__(self, program: Program, metrics: Mapping[str, Metric]) -> None:
@@ -104,7 +105,9 @@ class Measured:
     def values(self, told: Sequence[float], unknown: bool) -> dict[str, float]:
         """Give the means over all ranks, and begin anew; every rank calls it.
 
-        told      `told`, summed over ranks · unknown  some rank has names that others may not know
+        Args:
+            told: `told`, summed over ranks.
+            unknown: some rank has names that others may not know.
         """
         world = self.program.world
         if unknown:

@@ -27,8 +27,10 @@ LEAST = 2.0**-24
 class LossScale:
     """One run's scale.
 
-    value   what the loss is multiplied by · fixed  it never changes
-    clean   steps in a row without overflow
+    Attributes:
+        value: what the loss is multiplied by.
+        fixed: it never changes.
+        clean: steps in a row without overflow.
     """
 
     def __init__(self, fixed: float = 0.0) -> None:
@@ -49,7 +51,8 @@ class LossScale:
     def overflowed(self, targets: float = 1.0) -> bool:
         """After a skipped step; gives whether a smaller scale may still cure it.
 
-        targets   valid targets of a micro-batch, the same number on every rank
+        Args:
+            targets: valid targets of a micro-batch, the same number on every rank.
         """
         self.clean = 0
         if self.fixed or self.value <= LEAST:

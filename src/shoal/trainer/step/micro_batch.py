@@ -32,10 +32,11 @@ SUMS_LOCK = threading.Lock()
 class MicroBatch:
     """One micro-batch on this rank as a `program.Pass`: it runs the model, the loss and backward.
 
-    step, index   keys of its randomness; JOINING: it weighs nothing
-    scale         what the loss is multiplied by before backward
-    sums          [loss sum, count of targets], added to by whoever computes the loss
-    note          hears what the loss returned, outputs and targets, of passes that weigh something
+    Attributes:
+        step, index: keys of its randomness; JOINING: it weighs nothing.
+        scale: what the loss is multiplied by before backward.
+        sums: [loss sum, count of targets], added to by whoever computes the loss.
+        note: hears what the loss returned, outputs and targets, of passes that weigh something.
     """
 
     program: Program
@@ -55,7 +56,9 @@ class MicroBatch:
     def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
         """Run it; gradients land in the module's parameters, loss and count in `sums`.
 
-        alone   no other pass runs at the same time, so generators and buffers may be keyed to it
+        Args:
+            alone: no other pass runs at the same time, so generators and buffers may be keyed to
+                it.
         """
         with self.entered() if alone else nullcontext():
             # The outputs are named nowhere: activations that only they hold are free in backward.

@@ -37,17 +37,21 @@ from shoal.wire import phases
 class Tally:
     """What all ranks know together after the backward passes of a step.
 
-    loss_sum, count   over all targets of the step · broken  some rank's numbers are not finite
-    norm              of the summed gradient, over every part of it, wherever it lies, scaled
-    loss_broken       some rank's loss is not finite, whatever its gradients are
-    stop, save        some rank was asked to
-    used              per name of the program, on any rank
-    save_failed       some rank learnt that the save in flight failed
-    moved             some rank's forward passes changed a buffer that no rule covers
-    micro_batches     how many all ranks ran · uneven  some ran more than others
-    numbers           all of it by names, `Flags.sums` too
-    measured          sums of `Flags.measured` · unnamed  some rank has values of unknown names
-    broken_ranks      asks whose numbers are not finite; every rank calls it
+    Attributes:
+        loss_sum, count: over all targets of the step.
+        broken: some rank's numbers are not finite.
+        norm: of the summed gradient, over every part of it, wherever it lies, scaled.
+        loss_broken: some rank's loss is not finite, whatever its gradients are.
+        stop, save: some rank was asked to.
+        used: per name of the program, on any rank.
+        save_failed: some rank learnt that the save in flight failed.
+        moved: some rank's forward passes changed a buffer that no rule covers.
+        micro_batches: how many all ranks ran.
+        uneven: some ran more than others.
+        numbers: all of it by names, `Flags.sums` too.
+        measured: sums of `Flags.measured`.
+        unnamed: some rank has values of unknown names.
+        broken_ranks: asks whose numbers are not finite; every rank calls it.
     """
 
     loss_sum: float
@@ -72,12 +76,14 @@ class Tally:
 class Flags:
     """What a rank has to say to the others beside its sums.
 
-    stop, save, save_failed   as in `Tally`
-    step       the one under way, from 1
-    sums       numbers by name, summed over ranks; names, order and lengths are the same on each
+    Attributes:
+        stop, save, save_failed: as in `Tally`.
+        step: the one under way, from 1.
+        sums: numbers by name, summed over ranks; names, order and lengths are the same on each.
+        measured: float64, to be summed over ranks, as many on each; None: nothing.
+        unnamed: this rank has values by names that others may not know.
+
     invariants values that ranks must have in common
-    measured   float64, to be summed over ranks, as many on each; None: nothing
-    unnamed    this rank has values by names that others may not know
     """
 
     stop: bool = False
@@ -110,13 +116,18 @@ def forward_backward(
 ) -> Tally:
     """Run this rank's micro-batches of one step and sum everything over all ranks.
 
-    share   this rank's micro-batches; may be none, the rank then joins with zeros
-    scale   what the loss is multiplied by before backward (fp16)
-    flags   gives what this rank has to say, after its passes
-    note    hears what the loss returned, outputs and targets, of each micro-batch
-    Gives   the tally; the program's local gradients are then sums over all ranks, scaled
-    Errors  ConfigError for a loss that returns a mean, PlanError for a parameter that was frozen
-            when the program was composed, both before anything was updated
+    Args:
+        share: this rank's micro-batches; may be none, the rank then joins with zeros.
+        scale: what the loss is multiplied by before backward (fp16).
+        flags: gives what this rank has to say, after its passes.
+        note: hears what the loss returned, outputs and targets, of each micro-batch.
+
+    Returns:
+        the tally; the program's local gradients are then sums over all ranks, scaled.
+
+    Raises:
+        ConfigError: for a loss that returns a mean, PlanError for a parameter that was frozen when
+            the program was composed, both before anything was updated.
     """
     ready, sums = begin_passes(program, share, loss, step, call, scale, note)
     program.run(program, ready, reducer_of(program))
@@ -183,8 +194,9 @@ def _tally(
 ) -> Tally:
     """One all-reduce of a short float64 vector: sums, flags, names, measured.
 
-    used_here, norms   of the gradients that this rank computed itself
-    ran   micro-batches of this rank that count
+    Args:
+        used_here, norms: of the gradients that this rank computed itself.
+        ran: micro-batches of this rank that count.
     """
     world, reducer = program.world, reducer_of(program)
     alone = world.size == 1
@@ -322,7 +334,9 @@ NO_TARGET = "the loss counted no target"
 class Updated:
     """What an update did: the mean loss, the gradient norm before clipping, whether weights moved.
 
-    reason   why not, if it was skipped · spike  why loss or norm leap out, skipped or not
+    Attributes:
+        reason: why not, if it was skipped.
+        spike: why loss or norm leap out, skipped or not.
     """
 
     loss: float
@@ -347,7 +361,8 @@ def _reason_to_skip(tally: Tally, scale: float) -> tuple[float, str]:
 class Judge(Protocol):
     """Looks at loss and norm of a step before its update.
 
-    skips   whether the update of a step that leaps out is left out
+    Attributes:
+        skips: whether the update of a step that leaps out is left out.
     """
 
     skips: bool
@@ -369,13 +384,19 @@ def update(
 ) -> Updated:
     """Turn summed gradients into one step of the optimizer, or into none on every rank alike.
 
-    clip     largest norm of the mean gradient; 0 leaves it · scale  what the loss was scaled by
-    watch    looks at parameters between the last change of gradients and the optimizer's step
-    adjust   changes the clipped mean gradient, if somebody must
-    spikes   judges loss and norm, and may want the step skipped
-    Gives    what happened; local gradients are then the clipped mean gradient, None where no rank
-             used the parameter (weight decay and momentum then leave it alone, as in one process)
-    Errors   ConfigError when targets were counted but no parameter got a gradient on any rank
+    Args:
+        clip: largest norm of the mean gradient; 0 leaves it.
+        scale: what the loss was scaled by.
+        watch: looks at parameters between the last change of gradients and the optimizer's step.
+        adjust: changes the clipped mean gradient, if somebody must.
+        spikes: judges loss and norm, and may want the step skipped.
+
+    Returns:
+        what happened; local gradients are then the clipped mean gradient, None where no rank used
+        the parameter (weight decay and momentum then leave it alone, as in one process).
+
+    Raises:
+        ConfigError: when targets were counted but no parameter got a gradient on any rank.
     """
     phases.part(phases.UPDATE)
     _say_unlike(program, tally)
@@ -421,12 +442,16 @@ def _say_unlike(program: Program, tally: Tally) -> None:
 class StepResult:
     """What one step did; the same on every rank.
 
-    step        number of this step, from 1 · loss  mean over the targets of all ranks
-    grad_norm   of the mean gradient, before clipping · lr  of the first parameter group
-    targets     what the loss was divided by: the count of targets, or the sum of their weights
-    skipped     the weights did not move, for `reason`
-    spike       why loss or norm leap out of the last steps, in words; "" where they do not
-    metrics     means by name over all ranks: metrics, and parts of the loss
+    Attributes:
+        step: number of this step, from 1.
+        loss: mean over the targets of all ranks.
+        grad_norm: of the mean gradient, before clipping.
+        lr: of the first parameter group.
+        targets: what the loss was divided by: the count of targets, or the sum of their weights.
+        skipped: the weights did not move, for `reason`.
+        spike: why loss or norm leap out of the last steps, in words; "" where they do not.
+        metrics: means by name over all ranks: metrics, and parts of the loss.
+
     item()      the loss, so that a script's `loss.item()` works on `loss = run.step(batch)`
     """
 
@@ -460,7 +485,8 @@ def row_of(
 ) -> tuple[dict[str, Any], int]:
     """(what metrics.jsonl keeps of a step, samples of the whole step where they are known).
 
-    peak_bytes   of memory, in this process
+    Args:
+        peak_bytes: of memory, in this process.
     """
     samples = 0
     if isinstance(batch, StepBatch):

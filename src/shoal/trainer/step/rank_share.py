@@ -49,8 +49,9 @@ def share_of(program: Program, batch: Any, cut: int, first_key: int, kept: Any) 
 def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any]]:
     """(number in the step, value) of every micro-batch that this rank runs.
 
-    batch   of `run.loader`, or this rank's own samples · cut  samples of a micro-batch of such a
-            batch; 0: it is one
+    Args:
+        batch: of `run.loader`, or this rank's own samples.
+        cut: samples of a micro-batch of such a batch; 0: it is one.
     """
     if isinstance(batch, StepBatch):
         return [(m.index, m.value) for m in batch.micro_batches]
@@ -86,13 +87,18 @@ def busiest(program: Program, batch: Any, own: int) -> int:
 def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int) -> Any:
     """A micro-batch for passes that count for nothing, on ranks that have fewer than others.
 
-    own    this rank's last one, or None · kept  one of an earlier step, or None
+    Args:
+        own: this rank's last one, or None.
+        kept: one of an earlier step, or None.
+
     rounds as `busiest` gives them
 
     In the first step after a start, an uneven last batch of an epoch, nobody has kept one: then a
     rank that has one gives its own to all.
-    Errors   ConfigError on all ranks where a micro-batch holds what is no tensor, number or text;
-             ClusterError on a rank that could not read any sample of a run's first step
+
+    Raises:
+        ConfigError: on all ranks where a micro-batch holds what is no tensor, number or text;
+            ClusterError on a rank that could not read any sample of a run's first step.
     """
     world, spare = program.data, kept if own is None else own
     if not (_must_meet(program) and program.together):

@@ -95,7 +95,8 @@ class Skips:
     def check_moved(self, first: int, last: int, so: str = "no weight moved") -> None:
         """Errors: TrainingError, on all ranks, if no step after `first` moved a weight.
 
-        so   what follows from that, for the message
+        Args:
+            so: what follows from that, for the message.
         """
         if last > first and not self.any_moved:
             from shoal.trainer.step.unreadable_samples import cure
@@ -109,7 +110,9 @@ class Skips:
 class Spikes:
     """The last steps of one run, and what is out of their order.
 
-    mode   tell, skip, rewind, off · skips  whether the update is not made
+    Attributes:
+        mode: tell, skip, rewind, off.
+        skips: whether the update is not made.
     """
 
     def __init__(self, mode: str) -> None:

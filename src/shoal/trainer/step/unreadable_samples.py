@@ -64,9 +64,12 @@ def skip(
 ) -> None:
     """A step moved no weight; every rank calls this with its own `batch`, the rest is the same.
 
-    broken   ranks whose numbers are not finite, or whose samples are to be named
-    spike    they are finite, and leap out
-    Errors   TrainingError, on all ranks, at the limit of such steps in a row
+    Args:
+        broken: ranks whose numbers are not finite, or whose samples are to be named.
+        spike: they are finite, and leap out.
+
+    Raises:
+        TrainingError: on all ranks, at the limit of such steps in a row.
     """
     skips.in_a_row, skips.last_reason = skips.in_a_row + 1, reason
     culprits = [m for m in world.gather_json(_share(batch, world)) if m["rank"] in broken]

@@ -46,8 +46,11 @@ CODECS: dict[str, Callable[[torch.dtype], Codec]] = {
 def find_codec(name: str, dtype: torch.dtype) -> Codec:
     """Make the codec of this name, one of CODECS, for numbers of this format.
 
-    dtype    float32 or float64
-    Errors   ConfigError for another name, with the nearest; BugError for another format
+    Args:
+        dtype: float32 or float64.
+
+    Raises:
+        ConfigError: for another name, with the nearest; BugError for another format.
 
     >>> find_codec("int8", torch.float32).size_bytes(65_536)
     65544

@@ -48,9 +48,10 @@ ALIGNED = 8
 class Codec(Protocol):
     """How numbers travel.
 
-    name      as users write it
-    dtype     of the numbers that it codes and gives: float32 or float64
-    gathers   sums of such messages do not stay small, so they travel whole to everyone
+    Attributes:
+        name: as users write it.
+        dtype: of the numbers that it codes and gives: float32 or float64.
+        gathers: sums of such messages do not stay small, so they travel whole to everyone.
     """
 
     name: str
@@ -63,8 +64,9 @@ class Codec(Protocol):
     def encode(self, numbers: Tensor, out: Tensor) -> None:
         """Code a vector.
 
-        numbers   [elements] in `dtype`, without gaps; left as they are
-        out       [size_bytes(elements)] uint8, aligned; every byte is written
+        Args:
+            numbers: [elements] in `dtype`, without gaps; left as they are.
+            out: [size_bytes(elements)] uint8, aligned; every byte is written.
         """
 
     def decode(
@@ -72,16 +74,19 @@ class Codec(Protocol):
     ) -> None:
         """Write weight · what was coded over a vector, or add it to what that holds.
 
-        packed   [size_bytes(elements)] uint8, aligned
-        out      [elements] in `dtype`, without gaps
-        weight   is rounded to `dtype`; 0 does not make NaN vanish
+        Args:
+            packed: [size_bytes(elements)] uint8, aligned.
+            out: [elements] in `dtype`, without gaps.
+            weight: is rounded to `dtype`; 0 does not make NaN vanish.
         """
 
 
 class ScaledBlocks(ABC):
     """Codes in units of a scale; a subclass says how units are found and packed.
 
-    bits    of one code · block  numbers that share a scale: a multiple of 8, at most RUN
+    Attributes:
+        bits: of one code.
+        block: numbers that share a scale: a multiple of 8, at most RUN.
     """
 
     name: str
@@ -163,7 +168,8 @@ class ScaledBlocks(ABC):
 class Pieces:
     """A codec for a vector in which blocks begin anew in some places, so that each is in one row.
 
-    starts   where, in rising order; a block that would reach over such a place ends there
+    Args:
+        starts: where, in rising order; a block that would reach over such a place ends there.
     """
 
     def __init__(self, codec: Codec, starts: Sequence[int]) -> None:

@@ -26,7 +26,9 @@ from shoal.fabric.compressed.codecs.base import Codec
 class Residual:
     """What codes left out of one vector so far.
 
-    keeps   share of what the last round left that comes with the next
+    Args:
+        keeps: share of what the last round left that comes with the next.
+
     A round that sends several times goes on from `coming`.
     """
 
@@ -41,7 +43,8 @@ class Residual:
     def add(self, numbers: Tensor) -> Tensor:
         """numbers [at most elements] + what is left; the caller subtracts what it sends, in place.
 
-        Gives   [elements], `coming` itself
+        Returns:
+            [elements], `coming` itself.
         """
         before = self.coming if self.written else self.standing
         if self.keeps != 1 and not self.written:
@@ -72,7 +75,9 @@ def encode_rest(codec: Codec, numbers: Tensor, out: Tensor) -> None:
 class Feedback:
     """Residuals by tag: one for each vector that is sent again and again.
 
-    keeps   share of what the last round left that comes with the next
+    Args:
+        keeps: share of what the last round left that comes with the next.
+
     A round whose message was refused is not to be committed: what made it refused, a NaN perhaps,
     would stay for good.
     """
@@ -105,7 +110,8 @@ class Feedback:
     def commit(self, counts: Callable[[str], bool] | None = None) -> None:
         """The round counted: what was kept is valid. Tags that sent nothing keep what they had.
 
-        counts   says of a tag whether what it sent counted; default: all did
+        Args:
+            counts: says of a tag whether what it sent counted; default: all did.
         """
         for tag, left in self._left.items():
             if counts is None or counts(tag):

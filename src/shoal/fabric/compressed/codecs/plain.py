@@ -14,7 +14,8 @@ from shoal.fabric.compressed.codecs.base import RUN, aligned, longest_run, runs
 class Plain:
     """The codec `none`: the format is that of the numbers, and nothing is left out.
 
-    wire    the format in which they travel
+    Attributes:
+        wire: the format in which they travel.
     """
 
     name = "none"

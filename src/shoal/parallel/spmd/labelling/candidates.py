@@ -26,8 +26,10 @@ def assignments(
 ) -> Iterator[dict[str, Label | None]]:
     """Labels for parameters that are not decided yet; None: handed in by rank 0 alone.
 
-    values   labels of the other inputs (None for weights)
-    groups   segments of a matrix that meets whole values only; else those of the values are tried
+    Args:
+        values: labels of the other inputs (None for weights).
+        groups: segments of a matrix that meets whole values only; else those of the values are
+            tried.
     """
     labels = [label for label in values if label is not None]
     counts = [groups] if all(label == WHOLE for label in labels) else groups_in(labels)

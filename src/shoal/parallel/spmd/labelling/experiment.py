@@ -47,8 +47,9 @@ class Value:
 class Call:
     """An operation with its arguments; tensors are Slots into `values`.
 
-    arguments   the template as text: calls with equal ones are the same
-    buffers     places of buffers, which the operation may change
+    Attributes:
+        arguments: the template as text: calls with equal ones are the same.
+        buffers: places of buffers, which the operation may change.
     """
 
     target: Any
@@ -61,8 +62,9 @@ class Call:
 class Experiment:
     """A call's random tensors and its result on them.
 
-    changed   buffers that it changes: place → value afterwards
-    draws     whether it draws random numbers of its own
+    Attributes:
+        changed: buffers that it changes: place → value afterwards.
+        draws: whether it draws random numbers of its own.
     """
 
     def __init__(self, call: Call, values: list[Tensor], result: Any) -> None:

@@ -47,15 +47,16 @@ SMALL = 8
 class Labelling:
     """The labels of one attempt.
 
-    choices      per weight matrix; absent: split where possible
-    fixed        parameters whose label is given
-    lazy         places of outputs that may stay split: whoever reads them gathers them
-    labels       per node: its label, or a tuple of them
-    steps        per operation
-    parameters   labels of parameters, by name; roles: column or row, where they are split
-    conflicts    what must be gathered
-    summed       elements of sums over ranks that no weight asked for
-    outputs      the layer's results, and the label under which each is handed out
+    Attributes:
+        choices: per weight matrix; absent: split where possible.
+        fixed: parameters whose label is given.
+        lazy: places of outputs that may stay split: whoever reads them gathers them.
+        labels: per node: its label, or a tuple of them.
+        steps: per operation.
+        parameters: labels of parameters, by name; roles: column or row, where they are split.
+        conflicts: what must be gathered.
+        summed: elements of sums over ranks that no weight asked for.
+        outputs: the layer's results, and the label under which each is handed out.
     """
 
     def __init__(

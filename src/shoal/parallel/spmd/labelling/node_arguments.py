@@ -20,7 +20,8 @@ Edit = tuple[Path, int]
 def edits(template: Any, degree: int, grids: Sequence[int]) -> Iterator[tuple[Edit, ...]]:
     """Which arguments to divide: none; one; all of one list; two; those of a grid of ranks.
 
-    grids   outer degrees of the grids to try
+    Args:
+        grids: outer degrees of the grids to try.
     """
     yield ()
     found = [(path, n) for path, n in numbers_in(template) if n > 1]

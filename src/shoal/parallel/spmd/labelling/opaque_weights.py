@@ -36,7 +36,8 @@ def choose(
 ) -> Step | None:
     """Decide about all parameters of an opaque part; None: they stay whole.
 
-    values, undecided   as for `weights.choose`
+    Args:
+        values, undecided: as for `weights.choose`.
     """
     slots = labelling.problem.slots(node)
     wants = [
@@ -113,8 +114,12 @@ def _adds_up(node: fx.Node, rule: Rule) -> bool:
 def check_split(parts: Iterable[str], labels: Mapping[str, Label]) -> None:
     """What is no graph is one operation of its layer only where that splits it.
 
-    parts   names in the layer · labels  of the layer's parameters
-    Errors  Untraceable: the layer is better split by its children
+    Args:
+        parts: names in the layer.
+        labels: of the layer's parameters.
+
+    Raises:
+        Untraceable: the layer is better split by its children.
     """
     for part in parts:
         inside = [label for name, label in labels.items() if name.startswith(f"{part}.")]

@@ -26,8 +26,9 @@ class NotSplit(Exception):
 class Step:
     """How one operation is called on a rank.
 
-    wants   the label under which each tensor is handed in
-    once    places of tensors that only rank 0 hands in
+    Attributes:
+        wants: the label under which each tensor is handed in.
+        once: places of tensors that only rank 0 hands in.
     """
 
     wants: tuple[Label, ...]
@@ -39,8 +40,10 @@ class Step:
 class Conflict:
     """A split value that must be gathered, the operation that needs it, and who split it.
 
-    output   its place among the layer's results, if it is one · dear  it need not be gathered: it
-             is summed over ranks, which costs more than its size is worth
+    Attributes:
+        output: its place among the layer's results, if it is one.
+        dear: it need not be gathered: it is summed over ranks, which costs more than its size is
+            worth.
     """
 
     node: fx.Node

@@ -30,8 +30,9 @@ def labels_of(
 ) -> Any:
     """The label of a result, or of each of several; None where the parts do not fit.
 
-    labels   of the inputs: their segments are tried first · shapes  of the inputs, where several
-             may have been put together
+    Args:
+        labels: of the inputs: their segments are tried first.
+        shapes: of the inputs, where several may have been put together.
     """
     if not isinstance(whole, list | tuple):
         return label_of(whole, results, labels, degree, shapes)

@@ -24,9 +24,10 @@ from shoal.trace.graph.layer_graph import Traced, is_in_place, is_opaque, may_be
 class Problem:
     """A traced layer, made ready for labelling over `degree` ranks.
 
-    sequence_dim   of the first floating input, under sequence parallelism
-    shares         its ranks are those that compute shared attention together, if anybody does
-    averages       means over what is split are sums over ranks (norms over all heads)
+    Attributes:
+        sequence_dim: of the first floating input, under sequence parallelism.
+        shares: its ranks are those that compute shared attention together, if anybody does.
+        averages: means over what is split are sums over ranks (norms over all heads).
     """
 
     def __init__(

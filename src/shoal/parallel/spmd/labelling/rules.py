@@ -56,12 +56,14 @@ DROPOUTS = frozenset({torch.ops.aten.dropout.default, torch.ops.aten.dropout_.de
 class Rule:
     """What comes out, and what must be done for it.
 
-    out      a label, or one for each of several results
-    edits    which arguments are divided
-    masked   dropout: each rank takes its part of the whole mask
-    writes   places of buffers that it changes
+    Attributes:
+        out: a label, or one for each of several results.
+        edits: which arguments are divided.
+        masked: dropout: each rank takes its part of the whole mask.
+        writes: places of buffers that it changes.
+        joint: attention that the ranks compute together, each with its part of the sequence.
+
     averaged the ranks' results average to the whole one: summed, each divided by their number
-    joint    attention that the ranks compute together, each with its part of the sequence
     """
 
     out: Label | tuple[Label, ...]
@@ -84,7 +86,8 @@ class Rules:
     ) -> Rule | None:
         """The rule for inputs with these labels, or None where the ranks' results do not fit.
 
-        once   places of tensors that rank 0 alone hands in, the others zeros
+        Args:
+            once: places of tensors that rank 0 alone hands in, the others zeros.
         """
         key = (call, labels, degree, once)
         if key not in self.known:

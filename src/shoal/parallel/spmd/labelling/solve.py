@@ -61,11 +61,13 @@ def _run(search: _Search) -> _Search:
 class _Search:
     """Where the search stands.
 
-    said             choices that are the user's
-    choices          what is tried now, theirs included
-    segments_first   of what leaves fewer gathers, the segments that leave least whole are taken
-    passed_over      whether that would have made a difference
-    taken_apart      by the size of a dim, the segments into which the layer takes such values apart
+    Attributes:
+        said: choices that are the user's.
+        choices: what is tried now, theirs included.
+        segments_first: of what leaves fewer gathers, the segments that leave least whole are taken.
+        passed_over: whether that would have made a difference.
+        taken_apart: by the size of a dim, the segments into which the layer takes such values
+            apart.
     """
 
     def __init__(

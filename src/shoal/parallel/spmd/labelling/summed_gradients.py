@@ -41,8 +41,9 @@ Held = tuple[fx.Node, str]
 class Sums:
     """Which whole values have parts of a gradient on every rank.
 
-    parts     values (and parameters) that do
-    entered   values with whole gradients that go into split work through `exchange.enter`
+    Attributes:
+        parts: values (and parameters) that do.
+        entered: values with whole gradients that go into split work through `exchange.enter`.
     """
 
     parts: frozenset[Held]
@@ -65,8 +66,10 @@ def held_as(label: Label, want: Label) -> str | None:
 def place_sums(labelling: Labelling, partial: frozenset[str] | None = None) -> Sums:
     """The cheapest places.
 
-    partial   the parameters whose gradients may be in parts, where that is settled: those that
-              are whole must be counted once where all of these are summed
+    Args:
+        partial: the parameters whose gradients may be in parts, where that is settled: those that
+            are whole must be counted once where all of these are summed.
+
     Errors: Untraceable where there is no place for that.
     """
     flow = _Flow()

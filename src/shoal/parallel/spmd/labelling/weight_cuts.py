@@ -46,8 +46,9 @@ def choose(
 ) -> Step | None:
     """Decide about the undecided parameters of an operation; None: they had better stay whole.
 
-    values      labels of the operation's tensors, None for weights
-    undecided   shapes by name
+    Args:
+        values: labels of the operation's tensors, None for weights.
+        undecided: shapes by name.
     """
     matrices = {name: shape for name, shape in undecided.items() if len(shape) > 1}
     vectors = {name: shape for name, shape in undecided.items() if len(shape) <= 1}
@@ -93,8 +94,12 @@ def wanted(
 ) -> tuple[list[Label], frozenset[int]] | None:
     """Labels of an operation's slots with these of parameters, and slots that rank 0 alone fills.
 
-    values   labels that are settled; None: of a parameter · given  None: rank 0 alone hands it in
-    Gives    None where a slot comes from parameters that these labels do not decide
+    Args:
+        values: labels that are settled; None: of a parameter.
+        given: None: rank 0 alone hands it in.
+
+    Returns:
+        None where a slot comes from parameters that these labels do not decide.
     """
     sources = labelling.problem.sources
     labels = {name: label or WHOLE for name, label in given.items()}

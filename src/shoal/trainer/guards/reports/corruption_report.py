@@ -42,9 +42,12 @@ class Looking(Protocol):
 def changed_at_rest(drift: Looking, look: Look, *, alone: bool = False) -> None:
     """Tensors of some rank changed, though nobody wrote them: raise, or see that it was meant.
 
-    alone    only where it can be nothing but a flipped bit
-    Errors   ClusterError; not for weights that code wrote past torch's counters (by `.data`), which
-             is known by its being done wherever they are held, or by many bits where they are not
+    Args:
+        alone: only where it can be nothing but a flipped bit.
+
+    Raises:
+        ClusterError: not for weights that code wrote past torch's counters (by `.data`), which is
+            known by its being done wherever they are held, or by many bits where they are not.
     """
     before, keys = look.sums.read(), list(look.tensors)
     mine = {

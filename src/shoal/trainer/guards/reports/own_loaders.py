@@ -40,8 +40,11 @@ def _with_subclasses(kind: type) -> list[type]:
 def whole_loaders(samples: int) -> list[list[Any]]:
     """DataLoaders that are being iterated, each over a dataset it does not deal to ranks.
 
-    samples   of the batch in hand: those of other sizes did not make it
-    Gives     [name of the sampler, length and hashes of two samples of the dataset], each
+    Args:
+        samples: of the batch in hand: those of other sizes did not make it.
+
+    Returns:
+        [name of the sampler, length and hashes of two samples of the dataset], each.
     """
     found = []
     kinds = {id(kind) for kind in _with_subclasses(LoaderIterator)}
@@ -57,8 +60,11 @@ def whole_loaders(samples: int) -> list[list[Any]]:
 def whole_data(batches: Any, dataset: Any) -> list[Any] | None:
     """Identify the data of a loader that knows nothing of ranks, to compare it over them.
 
-    batches   its batch sampler
-    Gives     [name of the sampler, length, hashes of samples, …]; None where the sampler may deal
+    Args:
+        batches: its batch sampler.
+
+    Returns:
+        [name of the sampler, length, hashes of samples, …]; None where the sampler may deal.
     """
     sampler = batches.sampler if type(batches) is BatchSampler else None
     if type(sampler) not in (RandomSampler, SequentialSampler, SubsetRandomSampler):
