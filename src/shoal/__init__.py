@@ -4,7 +4,7 @@
     for batch in run.loader(dataset):
         result = run.step(batch)
 
-Names load when they are first used, so that the command line answers without importing torch.
+Names load at first use, so that the command line answers without importing torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 moved_modules.install()
 
-if os.environ.get("WORLD_SIZE", "1") != "1":  # a script's rank, before its model is built
+if os.environ.get("WORLD_SIZE", "1") != "1":  # a rank of a script, before it builds its model
     from shoal.base.estimates.facts import host_memory_variables
 
     for _variable, _value in host_memory_variables().items():

@@ -1,4 +1,4 @@
-"""`python -m shoal` is the same program as `shoal`."""
+"""Entry point of `python -m shoal`, the same program as `shoal`."""
 
 from shoal.cli.main import main
 

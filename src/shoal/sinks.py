@@ -1,10 +1,10 @@
-"""Sinks: hooks that write a run's numbers where their users look at them.
+"""Sinks: hooks that write a run's numbers to TensorBoard or Weights & Biases.
 
 A hook is any function that takes a record, a dict: each event of the run, and each step's row
-(`"event": "step"`). It is called in every process, and may give "stop" or "save", which all ranks
-do after the next step.
+(`"event": "step"`). Shoal calls it in every process. It may return "stop" or "save", which all
+ranks do after the next step.
 
-    run.hear(TensorBoard("runs/x/tensorboard"))      in a loop of one's own
+    run.hear(TensorBoard("runs/x/tensorboard"))      in a training loop of your own
     train.on=shoal.sinks:TensorBoard                 for `shoal train`, which makes it for the run
 """
 
@@ -25,15 +25,14 @@ CURVES = ("loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "data_wait
 """Keys of a step's row that are drawn."""
 
 FLUSH_S = 10
-"""Seconds after which what TensorBoard was given can be seen."""
+"""Seconds until values appear in TensorBoard."""
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Find the numbers of a record to draw, by name: train/loss, train/NAME, validation/NAME.
+    """Return the numbers of a record to draw, by name: train/loss, train/NAME, validation/NAME.
 
     Args:
-        record: of rank 0; others and records without numbers give {}, as do numbers that are not
-            finite.
+        record: of rank 0; {} for other ranks and for records without finite numbers.
     """
     kind = {"step": "train", "validated": "validation"}.get(str(record.get("event")))
     if kind is None or record.get("rank") != 0:
@@ -54,7 +53,7 @@ class TensorBoard:
         folder: where its files go; made with the first number.
 
     Raises:
-        ConfigError: where tensorboard is not installed, before the first step.
+        ConfigError: tensorboard is not installed; raised before the first step.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -72,7 +71,7 @@ class TensorBoard:
         if not values:
             return
         if self._writer is None:
-            # After a resume steps are drawn again from where they begin anew.
+            # After a resume, steps are drawn again from its first step.
             first = int(record["step"])
             self._writer = self._make(str(self.folder), purge_step=first, flush_secs=FLUSH_S)
             atexit.register(self._writer.close)
@@ -84,13 +83,12 @@ class WandB:
     """A hook that logs each step's and each validation's numbers; rank 0 writes.
 
     Args:
-        folder: where its files go: `wandb sync FOLDER/wandb/offline-run-…` sends them later; the
+        folder: where its files go: `wandb sync FOLDER/wandb/offline-run-…` uploads them later; the
             name of the run is the folder's.
-
-    settings  further arguments of `wandb.init`: project, name, id, config, …
+        settings: further arguments of `wandb.init`: project, name, id, config, …
 
     Raises:
-        ConfigError: where wandb is not installed, before the first step.
+        ConfigError: wandb is not installed; raised before the first step.
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
@@ -111,10 +109,10 @@ class WandB:
             mode = os.environ.get("WANDB_MODE", "offline")
             given = {"mode": mode, "dir": str(self.folder), "name": self.folder.name}
             self._run = self._wandb.init(**{**given, **self._settings})
-        # Its own counter refuses a step that was logged before, as steps after a resume are.
+        # wandb's own counter refuses a step that was logged before, as steps after a resume are.
         self._run.log({**values, "step": int(record["step"])})
 
 
 def _missing(package: str, what: str) -> str:
-    """The line for a library that is not installed."""
+    """Return the error line for a library that is not installed."""
     return f"{what}: needs {package}, which is not installed; try: pip install 'shoal[sinks]'"

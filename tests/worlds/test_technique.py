@@ -67,11 +67,15 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         path.write_text(text.replace(old, new))
 
     old = "\n@dataclass(frozen=True, kw_only=True)\nclass MemoryPolicy(OffloadPolicy, RecomputePolicy):"
-    change(room / "base" / "policies.py", old, POLICY)
+    change(room / "base" / "layouts" / "policies.py", old, POLICY)
     (room / "parallel" / "toy.py").write_text(TECHNIQUE)
     line = '    (OffloadPolicy, "offload"),\n'
     change(room / "parallel" / "compose.py", line, LINE)
-    change(room / "parallel" / "compose.py", "OffloadPolicy, Re", "OffloadPolicy, ToyPolicy, Re")
+    change(
+        room / "parallel" / "compose.py",
+        "    OffloadPolicy,\n",
+        "    OffloadPolicy,\n    ToyPolicy,\n",
+    )
     path = f"{folder / 'src'}:{folder / 'tests'}"
     cache = {"SHOAL_CACHE": str(folder / "cache")}
     write_machine(folder / "cache")

@@ -1,1 +1,1 @@
-"""Nouns that every room shares: layouts, plans, shards, events, errors, units. Stdlib only."""
+"""Data types that every package shares: layouts, plans, shards, events, errors, units. No torch."""

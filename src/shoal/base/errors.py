@@ -1,16 +1,16 @@
-"""Every mistake Shoal can name, sorted by who must act on it.
+"""Error classes of Shoal, sorted by who must act.
 
     ShoalError
     ├── UserError          the person at the keyboard: exit 2, one line
     │   ├── ConfigError    a key, a value or a file in run.toml or on the command line
     │   └── PlanError      a layout that cannot be built, or not for this model
     ├── ClusterError       the machines: a rank died, hangs, or cannot be reached
-    ├── CheckpointError    files on disk: damaged, incomplete, or somebody else's
+    ├── CheckpointError    files on disk: damaged, incomplete, or of another run
     ├── TrainingError      the numbers: exit 3, never restarted
     └── BugError           Shoal itself
 
-A message says, in this order: where (key, file, tensor, rank) · what (got and allowed, with units)
-· why, if not plain · what to do. Present tense, no apology, the names the user typed.
+A message has, in this order: where (key, file, tensor, rank) · what (value and allowed values, with
+units) · why, if not plain · what to do. Present tense, no apology, the names that the user typed.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 UNSAVED_CODE = 4
-"""What a worker exits with that came to its end, or stopped, and could not save: the run's is 1."""
+"""Exit status of a worker that ended or stopped, and could not save; the run's status is 1."""
 
 
 class ShoalError(Exception):
     """Base of every failure that Shoal explains itself: one line, no traceback.
 
-    exit_code   of a command that ends by it: 1, or what a kind below says (2 or 3)
+    `exit_code` is the exit status of a command that ends by it: 1, or that of a subclass (2 or 3).
     """
 
     exit_code = 1
 
 
 class UserError(ShoalError):
-    """A ShoalError that the user can mend by one change of what they wrote; exit status 2."""
+    """A ShoalError that the user can mend by one change of their input; exit status 2."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A UserError: a key, a value or a path that is not legal; exit status 2."""
+    """A UserError: a key, a value or a path is not legal; exit status 2."""
 
 
 class PlanError(UserError):
@@ -49,7 +49,7 @@ class ClusterError(ShoalError):
     """A ShoalError: a process, a link or a disk failed, and a restart may help; exit status 1.
 
     Attributes:
-        here: True: it is this rank's own fault, and not what others' does to it.
+        here: True if this rank caused the failure, False if other ranks did.
     """
 
     here: bool = False
@@ -62,7 +62,7 @@ class CheckpointError(ShoalError):
 
 
 class TrainingError(ShoalError):
-    """A ShoalError: the numbers are at fault, so that a restart would not help; exit status 3."""
+    """A ShoalError: the numbers are at fault, so a restart would not help; exit status 3."""
 
     exit_code = 3
 
@@ -72,7 +72,7 @@ class BugError(ShoalError):
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Find the candidate spelt most like `word`; None if none is at least 0.6 alike (difflib).
+    """Return the candidate most similar to `word`; None if none has similarity 0.6 (difflib).
 
     >>> nearest("micro_bach", ["batch", "micro_batch", "steps"])
     'micro_batch'
@@ -88,7 +88,7 @@ LONGEST = 80
 
 
 def short(text: str) -> str:
-    """Cut a text of over 80 characters to its first 80 and a note of its length; others stay whole.
+    """Truncate a text of over 80 characters to 80 and a note of its length.
 
     >>> short("bf16"), short("x" * 5000)[-24:]
     ('bf16', 'xxxxx… (5000 characters)')
@@ -99,11 +99,11 @@ def short(text: str) -> str:
 def one_of(
     where: str, got: object, allowed: Iterable[str], others: Mapping[str, str] | None = None
 ) -> str:
-    """Write the line for a value outside a list: what was got, all legal values, the nearest.
+    """Format the line for a value outside a list: the value, all legal values, the nearest.
 
     Args:
-        others: words of other projects, in lower case → the legal value that is meant; they win
-            over spelling. Where nothing is near the line ends with the list.
+        others: other projects' words, in lower case → the legal value that is meant; they take
+            precedence over spelling. Without a near value the line ends with the list.
 
     >>> one_of("precision.compute", "fp23", ["fp64", "fp32", "bf16"])
     'precision.compute = fp23: not one of fp64, fp32, bf16; try: fp32'

@@ -1,4 +1,4 @@
-"""Resolve module paths of releases before 0.2: in a run.toml, and in imports of other packages.
+"""Module paths of releases before 0.2: in a run.toml, and in imports of other packages.
 
 `moved_modules.txt` has a line for each module that moved: its old path, its new one. Aliases stay
 for one release.
@@ -27,7 +27,7 @@ def _moves() -> dict[str, str]:
 
 
 def current_path(module: str) -> str:
-    """Return where a module lies now, given its path in any release.
+    """Return the current path of a module, given its path in any release.
 
     >>> current_path("shoal.data.shards"), current_path("torch.nn")
     ('shoal.data.streams.webdataset', 'torch.nn')
@@ -36,7 +36,7 @@ def current_path(module: str) -> str:
 
 
 class _Alias(Loader):
-    """Load a moved module under its old path: the same object, with a deprecation line."""
+    """Loader of a moved module under its old path: the same object, with a deprecation line."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class _Alias(Loader):
 
 
 class _Finder:
-    """Find modules that moved, where nothing lies at the path that was asked for."""
+    """Finder of moved modules, for import paths without a module."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -68,6 +68,6 @@ class _Finder:
 
 
 def install() -> None:
-    """Make imports of old module paths work; the last finder, asked where all others failed."""
+    """Install the finder of old module paths, last on sys.meta_path."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -1,8 +1,8 @@
-"""A word between who traces a layer and who wrote it: show operations as one, not as their steps.
+"""Opaque operations: a tracer asks composite operations to appear as one torch function.
 
-Crafts write some operations as several because that is faster on one device (attention in blocks of
-rows). Who rewrites the operation for several ranks wants to see it as the one that it is. Inside of
-`shown_whole` a craft calls torch's own function instead; outside nothing changes.
+Our models implement some operations in several steps because that is faster on one device
+(attention in blocks of rows). Code that rewrites such an operation for several ranks needs it as
+one. Inside `shown_whole` the models call torch's own function instead; outside nothing changes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ _asked: ContextVar[bool] = ContextVar("whole operations", default=False)
 
 @contextmanager
 def shown_whole() -> Iterator[None]:
-    """Show operations as one: inside the `with`, our models call torch's own function for them.
+    """Inside the `with`, make our models call torch's own function for composite operations.
 
-    So attention that is computed in blocks of rows shows as one operation to who traces it. It
-    holds for this thread.
+    So a tracer sees attention in blocks of rows as one operation. It applies to this thread.
     """
     token = _asked.set(True)
     try:
@@ -29,5 +28,5 @@ def shown_whole() -> Iterator[None]:
 
 
 def asked_whole() -> bool:
-    """Tell whether this thread is inside `shown_whole`, so that operations are called as one."""
+    """Return whether this thread is inside `shown_whole`."""
     return _asked.get()

@@ -1,7 +1,7 @@
-"""Operating systems: what Shoal asks of one, and what is missing where it was never tried.
+"""Supported operating systems, and the warnings or errors on untested ones.
 
-Tried on Linux. macOS has enough of it to start, so a line says what does not hold there; Windows
-lacks what runs stand on, so they are refused with the way round.
+Tested on Linux. macOS can start runs, so a warning lists the limits there. Windows lacks required
+functions, so runs are refused with a workaround.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ WINDOWS = (
 
 
 def this_system() -> str:
-    """Python's name of the system: linux, darwin, win32, …"""
+    """Return Python's name of the system: linux, darwin, win32 or another."""
     return sys.platform
 
 
 def loopback() -> str:
-    """Returns the loopback interface's name on this system: lo0 on macOS, else lo."""
+    """Return the loopback interface's name on this system: lo0 on macOS, else lo."""
     return "lo0" if this_system() == "darwin" else "lo"
 
 
 def untried() -> str:
-    """Returns the warning for a system on which Shoal was never tried; "" on Linux.
+    """Return the warning for a system on which Shoal was never tested; "" on Linux.
 
     Raises:
-        ConfigError: on Windows, where a run cannot start at all, with the same kind of line.
+        ConfigError: the system is Windows, where a run cannot start.
     """
     system = this_system()
     if system.startswith(TRIED):

@@ -1,4 +1,4 @@
-"""Tell from the environment whether Slurm's srun started this process as one of several tasks.
+"""Detection of Slurm tasks: whether srun started this process as one of several.
 
     srun -n 4 program       four tasks: SLURM_PROCID counts them, SLURM_STEP_NUM_TASKS says how many
     salloc -n 4, a shell    one process: the allocation's SLURM_NTASKS is left in its environment
@@ -16,7 +16,7 @@ INTERACTIVE_STEP = "4294967290"
 
 
 def count_tasks(env: Mapping[str, str]) -> str:
-    """Return how many tasks srun started, this process among them; "" where it is none of them.
+    """Return the number of tasks that srun started, if this process is one of them, else "".
 
     >>> count_tasks({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"})
     '4'

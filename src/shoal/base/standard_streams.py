@@ -1,8 +1,8 @@
-"""Standard streams of a process that somebody else started: they may be closed, full or gone.
+"""Standard streams that may be closed, full or gone.
 
-A line that nobody can read must not end the work that it tells of, nor hide its exit status. And
-where a stream is closed (`2>&-`), the next file that is opened gets its number: a checkpoint or a
-connection, into which libraries would then write their warnings.
+A failed print must not end the work that it reports, nor hide its exit status. And if a stream is
+closed (`2>&-`), the next opened file gets its descriptor: a checkpoint or a connection, into which
+libraries would then write their warnings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of standard input, output and error where they are closed."""
+    """Open /dev/null in place of a closed standard input, output or error."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -26,17 +26,17 @@ def open_closed_streams() -> None:
 
 
 def write_error(line: str) -> None:
-    """Write a line to standard error now, if somebody can read it."""
+    """Write a line to standard error now, ignoring a broken stream."""
     _write(sys.stderr, line)
 
 
 def write_output(line: str) -> None:
-    """Write a line to standard output now, if somebody can read it."""
+    """Write a line to standard output now, ignoring a broken stream."""
     _write(sys.stdout, line)
 
 
 def flush_streams() -> None:
-    """Write what standard output and error hold back, if somebody can read it."""
+    """Flush standard output and error, ignoring broken streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -1,16 +1,17 @@
-"""Count the samples that one validation reads where `train.validate_samples` is `auto`."""
+"""Number of samples that one validation reads if `train.validate_samples` is `auto`."""
 
 from __future__ import annotations
 
 from shoal.base.errors import ConfigError
 
 VALIDATED_SHARE, LEAST_VALIDATED = 0.15, 64
-"""Of the samples that a run trains on, what all its validations together read by default; samples
-of one validation that are read however short the run is."""
+"""Share of a run's training samples that all its validations together read by default; least
+samples of one validation, however short the run is.
+"""
 
 
 def default_validation(batch: int, steps: int, every: int) -> int:
-    """Return the samples of one validation where the user gives no number.
+    """Return the samples of one validation if the user sets no number.
 
     Args:
         batch: samples per optimizer step.
@@ -18,7 +19,7 @@ def default_validation(batch: int, steps: int, every: int) -> int:
         every: steps between validations; 0: one at the end.
 
     Returns:
-        Samples, at least 64; fewer are read where fewer are held out.
+        Samples, at least 64; fewer are read if fewer are held out.
 
     >>> default_validation(16, 150, 0), default_validation(16, 150, 50), default_validation(8, 3, 0)
     (360, 120, 64)
@@ -31,7 +32,7 @@ def check_validation(samples: str) -> None:
     """Refuse a `train.validate_samples` that is neither a number nor a word for one.
 
     Raises:
-        ConfigError: with what is legal.
+        ConfigError: the value is neither; with the legal values.
     """
     if samples not in ("auto", "all") and not samples.isdecimal():
         raise ConfigError(

@@ -1,5 +1,6 @@
-"""Saves a run's state so that a crash, a full disk or a flipped byte never costs more than a step.
+"""Save and load a run's state, so that a crash costs no more than the last few steps.
 
-Import the modules directly: `write` (save), `read` (load on any layout), `export` (one file for
-others) need torch; `catalog` (list, verify), `manifest` and `lease` do not, so this file is empty.
+A full disk and a flipped byte are detected, and an older checkpoint is used. This file is empty:
+`save.write` (save), `load.read` (load on any layout) and `export` need torch, while
+`format.listing` (list, verify), `format.manifest` and `format.lease` do not.
 """

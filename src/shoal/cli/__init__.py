@@ -1,1 +1,1 @@
-"""One file per verb; heavy things are imported inside the command."""
+"""The `shoal` command line: one file per verb, heavy imports inside the command."""

@@ -1,4 +1,4 @@
-"""`shoal checkpoint`: list, verify and export what a run has saved; import what others have."""
+"""`shoal checkpoint`: list, verify, export and import the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from shoal.base.errors import CheckpointError, ConfigError
 from shoal.wire.phases import phase
 
-if TYPE_CHECKING:  # it brings torch
+if TYPE_CHECKING:  # these modules import torch
     from shoal.checkpoint.export.export_file import Outgoing
     from shoal.checkpoint.export.export_folder import Translated
 
@@ -27,7 +27,7 @@ RUN = typer.Argument(..., metavar="PATH", help="A run folder, or one checkpoint 
 
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
-"""Endings of files that torch.load opens."""
+"""Suffixes of files that torch.load opens."""
 
 OUT = typer.Argument(
     ..., metavar="FOLDER|FILE.safetensors", help="The folder, or the one file, to write."
@@ -131,7 +131,7 @@ def import_(source: Path = SOURCE, folder: Path = FOLDER, key: str = KEY) -> Non
 
 
 def _write(newest: Path, out: Path, average: bool) -> str:
-    """Export a checkpoint; what to tell of it."""
+    """Export a checkpoint's model and return the line that reports it."""
     from shoal.base.text.units import bytes_text
 
     with phase("import"):
@@ -162,7 +162,11 @@ def _write(newest: Path, out: Path, average: bool) -> str:
 
 
 def _write_adapter(newest: Path, out: Path, average: bool) -> str:
-    """Export a checkpoint's adapters; what to tell of it. Errors: ConfigError for one file."""
+    """Export a checkpoint's adapters and return the line that reports it.
+
+    Raises:
+        ConfigError: `out` is one file; adapters are written as a folder.
+    """
     from shoal.base.text.units import bytes_text
 
     if out.suffix == ".safetensors" and not out.is_dir():
@@ -176,7 +180,11 @@ def _write_adapter(newest: Path, out: Path, average: bool) -> str:
 
 
 def _merged(newest: Path, average: bool) -> Outgoing | None:
-    """Merge a checkpoint's adapters, None without any. Errors: ConfigError where peft is absent."""
+    """Merge a checkpoint's adapters into its base weights; return None if it has no adapters.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
     from shoal.checkpoint.format.hub_folder import ADAPTER
     from shoal.checkpoint.format.listing import read_manifest
 
@@ -195,9 +203,9 @@ def _merged(newest: Path, average: bool) -> Outgoing | None:
 
 
 def _translated(checkpoint: Path) -> Translated | None:
-    """Say a checkpoint's model in transformers' words; None for all but a llama by name.
+    """Translate a checkpoint's Llama to transformers' names; return None for any other model.
 
-    Errors: ConfigError for a run.toml that cannot be read.
+    Raises: ConfigError the run.toml cannot be read.
     """
     from shoal.checkpoint.format.hub_folder import HUB, run_folder
     from shoal.config.load import load
@@ -224,7 +232,7 @@ def _translated(checkpoint: Path) -> Translated | None:
 
 
 def _end_of_text(hub: Path) -> int | None:
-    """Find the id of the token that ends a text, in a run's hub/; None without one."""
+    """Return the id of the token that ends a text, from a run's hub/; None if the run has none."""
     from shoal.checkpoint.format.hub_folder import TOKENIZER
 
     try:
@@ -237,10 +245,14 @@ def _end_of_text(hub: Path) -> int | None:
 
 
 def checkpoints_of(path: Path, tags: bool = False) -> list[Path]:
-    """List the checkpoint folders that a path means, newest first. Errors: ConfigError if none.
+    """Return the checkpoint folders that a path names, newest first.
 
     Args:
-        tags: those of a run's tags too, after its own.
+        path: a run folder, a folder of checkpoints, or one checkpoint.
+        tags: also the tagged checkpoints of a run, after its other ones.
+
+    Raises:
+        ConfigError: the path holds no complete checkpoint.
     """
     from shoal.checkpoint.format.listing import find
 
@@ -259,7 +271,11 @@ def checkpoints_of(path: Path, tags: bool = False) -> list[Path]:
 
 
 def _check_out(out: Path) -> None:
-    """Errors: ConfigError for no folder around it, a name that is taken or promises a pickle."""
+    """Refuse an export path that cannot be written.
+
+    Raises:
+        ConfigError: its parent folder does not exist, its name is taken, or is a pickle's.
+    """
     parent = Path(os.path.realpath(out)).parent
     if not parent.is_dir():
         raise ConfigError(

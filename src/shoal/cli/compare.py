@@ -1,9 +1,9 @@
-"""`shoal compare`: what the layouts cost on this machine, for the user's own model and data.
+"""`shoal compare`: measure parallel layouts on this machine, with the user's model and data.
 
-The process that the user started never imports torch: it checks the request, then starts the real
-processes of each process count, one count after another, and draws what they wrote. The same model,
-samples, global batch and threads per process serve every row (strong scaling), and rows run one
-after another. Everything lies in `compare/NAME/`, beside the folder of the runs.
+The parent process never imports torch. It checks the request, starts the worker processes of each
+process count, one count after another, and draws what they wrote. The same model, samples, global
+batch and threads per process serve every row (strong scaling), and rows run one after another.
+Everything lies in `compare/NAME/`, beside the folder of the runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SMALLER = {
         "train.micro_batch=2",
     ),
 }
-"""Without words of the user on these, a row is smaller than the main job: seconds, not a minute."""
+"""Keys that shrink a row, where the user sets none of the group: seconds instead of a minute."""
 
 
 def compare(
@@ -93,9 +93,10 @@ def compare(
 def prepare(
     arguments: list[str], layouts: str, processes: str, steps: int, *, trust: bool = False
 ) -> Comparison:
-    """Check the request; everything that a user can get wrong is told here.
+    """Check the request and plan the rows.
 
-    Errors: ConfigError, PlanError: one line each
+    Raises:
+        ConfigError, PlanError: the request is wrong; one line each.
     """
     from shoal.base.estimates.facts import this_machine
     from shoal.cli.compare_measure import Comparison
@@ -117,7 +118,7 @@ def prepare(
     loaded = load_own(path, [*smaller, *overrides], trust=trust)
     _check_paths(loaded.config)
     train = loaded.config.train
-    # `accumulate` speaks of one layout: the largest that is asked for.
+    # `accumulate` applies to one layout: the one with the most processes.
     resolve_batch(loaded, max(counts) if train.accumulate else 1)
     resolve_length(loaded)
     _check_layout_keys(loaded.config.layout)
@@ -137,7 +138,7 @@ def prepare(
 
 
 def _smaller(overrides: list[str]) -> list[str]:
-    """Overrides that make the main job's default smaller where the user left it alone."""
+    """Return overrides that shrink the default main job where the user sets no key."""
     chosen: list[str] = []
     for keys, values in SMALLER.items():
         if not any(override.startswith(keys) for override in overrides):
@@ -146,7 +147,7 @@ def _smaller(overrides: list[str]) -> list[str]:
 
 
 def _check_paths(config: Config) -> None:
-    """Do the data and the user's functions exist? Nothing is imported."""
+    """Check that the data and the user's functions exist, without importing them."""
     from shoal.cli.start import check_tune
     from shoal.config.paths import check_data, check_function
 
@@ -158,7 +159,11 @@ def _check_paths(config: Config) -> None:
 
 
 def _check_layout_keys(section: LayoutSection) -> None:
-    """The layout is what is compared; degrees in [layout] would belong to one row only."""
+    """Refuse degrees in [layout]: the rows compare layouts, and a degree would fit one row only.
+
+    Raises:
+        ConfigError: a degree is set; the message names the layout to compare.
+    """
     for key in ("dp_replicate", "dp_shard", "pp", "cp", "tp"):
         if getattr(section, key):
             raise ConfigError(
@@ -168,7 +173,7 @@ def _check_layout_keys(section: LayoutSection) -> None:
 
 
 def _own_folder(config: Config) -> Path:
-    """`compare/NAME` beside the folder of the runs, made here; the first free number."""
+    """Make `compare/NAME-N` beside the folder of the runs, with the first free N."""
     from shoal.config.resolve import model_label
 
     parent = Path(config.run.folder).parent / "compare"
@@ -193,7 +198,7 @@ BLANK = {
 
 
 def result(comparison: Comparison) -> dict[str, Any]:
-    """The whole comparison as JSON values; a figure that is not known is null."""
+    """Return the whole comparison as JSON values; an unknown figure is null."""
     from shoal.cli.compare_rows import finish_rows
 
     said = comparison.said.get("machine", {})

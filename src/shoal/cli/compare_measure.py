@@ -1,7 +1,8 @@
-"""Runs the rows of `shoal compare`: one world of real processes per process count, supervised.
+"""Run the rows of `shoal compare`: one supervised group of processes per process count.
 
-A world measures all rows of its count in turn, as starting it costs seconds. When one of its
-processes dies, the row that had begun has that as its reason, and a fresh world does the rest.
+The processes of one count measure all rows of that count in turn, since a start costs seconds. When
+one of them dies, the row that was running gets that death as its reason, and new processes measure
+the remaining rows.
 """
 
 from __future__ import annotations
@@ -29,21 +30,24 @@ from shoal.view.compare_progress import Waiting
 from shoal.view.diagnose import WATCHED
 
 FIRST_S, PATIENCE_S = 300.0, 180.0
-"""How long all may be silent before a step's time is known, and a busy rank after it was told: less
-together than a collective may take, after which those that wait are blamed."""
+"""Seconds of silence allowed before a step's time is known, and for a busy rank afterwards.
+
+The sum is below the timeout of a collective, after which the supervisor would blame the waiting
+ranks.
+"""
 LOOK_S = 0.3
-"""How long is looked for other work on this machine."""
+"""Seconds for which the load of other processes on this machine is sampled."""
 
 
 @dataclass
 class Comparison:
-    """What was asked and what was found so far.
+    """Request and results of one comparison.
 
     Attributes:
         rows: plans, in the order of the table.
         found: figures by the number of their row.
-        said: facts that the workers told: machine, unit.
-        busy: share of this machine's cores that other work took just before.
+        said: facts that the workers reported: machine, unit.
+        busy: share of this machine's cores that other work used just before the measurement.
     """
 
     loaded: Loaded
@@ -58,10 +62,11 @@ class Comparison:
 
 
 def measure(comparison: Comparison, *, quiet: bool) -> int:
-    """Run every row that can run; gives an exit code other than 0 if nothing can be shown.
+    """Run every row that can run, and return an exit code: 0 if there is something to show.
 
     Args:
-        quiet: say nothing on standard output while it goes.
+        comparison: the request; results are added to it.
+        quiet: write no progress to standard output.
     """
     folder, rows = comparison.folder, comparison.rows
     comparison.busy = psutil.cpu_percent(LOOK_S) / 100
@@ -77,13 +82,13 @@ def measure(comparison: Comparison, *, quiet: bool) -> int:
 
 
 def _left(comparison: Comparison, processes: int) -> list[int]:
-    """Rows on that many processes that are still to do; those without memory get their reason."""
+    """Return the unmeasured rows on `processes` processes; rows without memory get their reason."""
     left = []
     for number, row in enumerate(comparison.rows):
         done = number in comparison.found or not row.runs
         if done or row.layout is None or row.processes != processes:
             continue
-        # A builder's model is known only after the first row has run.
+        # The size of a user-built model is known only after the first row has run.
         need_bytes = needed_bytes(row.layout, comparison.parameters or 0)
         machine = comparison.machine
         if need_bytes > machine.memory_bytes and not machine.gpus:
@@ -95,12 +100,16 @@ def _left(comparison: Comparison, processes: int) -> list[int]:
 
 
 def _run_layout(row: RowPlan) -> str | dict[str, int]:
-    """What `parallelize` is told."""
+    """Return the row's layout as the argument that `parallelize` takes."""
     return {"threads": row.parts} if row.strategy == "dp" else row.strategy
 
 
 def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet: bool) -> int:
-    """One world of processes that measures these rows; gives a code if none may follow."""
+    """Measure rows with one group of processes; their figures go to `comparison`.
+
+    Returns:
+        0, or an exit code if no further group may start.
+    """
     folder = comparison.folder
     results = folder / "rows.jsonl"
     skip = len(results.read_text(encoding="utf-8").splitlines()) if results.exists() else 0
@@ -142,7 +151,7 @@ def _run_world(comparison: Comparison, processes: int, numbers: list[int], quiet
 
 
 def _environment(comparison: Comparison) -> dict[str, str]:
-    """The workers' environment: as many threads per process in every row, or no row is fair."""
+    """Return the workers' environment, with the same number of threads per process in every row."""
     environ = dict(os.environ)
     paths = [str(Path.cwd()), environ.get("PYTHONPATH", "")]
     environ["PYTHONPATH"] = ":".join(path for path in paths if path)
@@ -164,7 +173,7 @@ def _listening(log: EventLog, deaths: list[dict[str, Any]]) -> Callable[..., Non
 
 
 def _last_words(deaths: list[dict[str, Any]]) -> str:
-    """Why the processes of a row died, in one line."""
+    """Return in one line why the processes of a row died."""
     if not deaths:
         return ""
     words = str(deaths[-1]["traceback"] or "").strip().splitlines()

@@ -1,7 +1,7 @@
-"""Which rows `shoal compare` has, which of them can run, and what their figures mean together.
+"""Rows of `shoal compare`: which can run, and what follows from their figures together.
 
-All of it is known before any process starts, without torch: names and counts, portions of the
-batch, and the memory that the states of all processes take together.
+All of it is known before any process starts, without torch: names and counts, the division of the
+batch, and the memory that the training states of all processes take together.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shoal.planning.settle import settle_batch
 
 ONE_PROCESS = ("single", "dp")
 NOISE = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
-"""By format: a larger distance from one process than this is more than rounding."""
+"""Tolerance by format: a larger relative distance from one process is more than rounding."""
 COMPARED_STEPS = 8
-"""First steps in which rows are compared: training magnifies rounding, later steps say nothing."""
+"""First steps compared between rows; training magnifies rounding, so later steps prove nothing."""
 
 Record = dict[str, Any]
 
@@ -43,19 +43,20 @@ class RowPlan:
 
     @property
     def runs(self) -> bool:
-        """Whether it is worth starting."""
+        """Return whether the row can run."""
         return not self.reason
 
     @property
     def processes(self) -> int:
-        """How many processes it needs."""
+        """Return the number of processes that the row needs."""
         return 1 if self.strategy in ONE_PROCESS else self.parts
 
 
 def read_names(text: str) -> list[str]:
-    """The layouts of `--layouts`, once each; `single` is always there, as the others' measure.
+    """Return the layout names of `--layouts`, once each; the baseline `single` always comes first.
 
-    Errors: ConfigError for a name outside the vocabulary.
+    Raises:
+        ConfigError: a name is no layout.
 
     >>> read_names("ddp,fsdp,ddp")
     ['single', 'ddp', 'fsdp']
@@ -70,7 +71,7 @@ def read_names(text: str) -> list[str]:
 
 
 def read_counts(text: str) -> list[int]:
-    """The process counts of `--processes`, ascending, once each.
+    """Return the process counts of `--processes`, ascending, once each.
 
     >>> read_counts("4,1,2")
     [1, 2, 4]
@@ -85,10 +86,12 @@ def read_counts(text: str) -> list[int]:
 
 
 def plan_rows(names: list[str], counts: list[int], batch: int, micro_batch: int) -> list[RowPlan]:
-    """Every row in the order of the table: layouts as they were named, each by rising count.
+    """Return every row in the order of the table: layouts as named, each by rising process count.
 
-    One process of a layout that needs several is `single`, and no row of its own. Without a
-    micro-batch (0), rows are asked only whether they divide the batch.
+    A layout that needs several processes has no row at count 1; `single` is that row.
+
+    Args:
+        micro_batch: samples; 0 checks only whether each row divides the batch.
     """
     rows = []
     for name in names:
@@ -119,7 +122,7 @@ def _plan_row(name: str, count: int, batch: int, micro_batch: int) -> RowPlan:
 
 
 def common_micro_batch(rows: list[RowPlan], batch: int) -> int:
-    """Return the largest micro-batch that every row can run which can run at all.
+    """Return the largest micro-batch that all rows can run that are able to run.
 
     Equal sizes make rows comparable: masks of dropout and statistics of BatchNorm belong to a
     micro-batch.
@@ -137,7 +140,7 @@ def common_micro_batch(rows: list[RowPlan], batch: int) -> int:
 
 
 def needed_bytes(layout: Layout, parameters: int) -> int:
-    """Memory of the states of all ranks of `layout` together, each split as its stage says.
+    """Return the bytes of training state of all ranks of `layout` together.
 
     Formula   per rank 16 bytes = weights 4 + gradients 4 + Adam 8, each of which is divided by
               dp_shard from stage 3, 2, 1 on, and all by tp and pp; a further thread of `dp` holds
@@ -157,9 +160,10 @@ def needed_bytes(layout: Layout, parameters: int) -> int:
 
 
 def check_memory(rows: list[RowPlan], parameters: int, machine: MachineFacts) -> None:
-    """Refuse a comparison whose states cannot be held; a GPU's memory is not looked into.
+    """Refuse a comparison whose training states exceed host memory; GPU memory is not checked.
 
-    Errors: PlanError that names the first such row, what it needs and what there is.
+    Raises:
+        PlanError: names the first such row, the bytes it needs and the bytes available.
     """
     for row in rows:
         if row.layout is None or machine.gpus:
@@ -170,7 +174,7 @@ def check_memory(rows: list[RowPlan], parameters: int, machine: MachineFacts) ->
 
 
 def memory_text(row: RowPlan, need_bytes: int, parameters: int, machine: MachineFacts) -> str:
-    """The line for a row that this machine's memory cannot hold."""
+    """Return the reason for a row whose states exceed this machine's memory."""
     each_bytes = need_bytes / row.parts
     fewer = int(machine.memory_bytes // each_bytes)
     nearest = f"--processes {fewer}" if 0 < fewer < row.parts else "a smaller model"
@@ -183,11 +187,12 @@ def memory_text(row: RowPlan, need_bytes: int, parameters: int, machine: Machine
 
 
 def finish_rows(rows: list[Record], cores: float) -> None:
-    """Add to measured rows what follows from `single`'s: speedup, efficiency, differences.
+    """Add to measured rows the figures relative to `single`: speedup, efficiency, differences.
 
     Args:
-        rows: as in compare.json; changed in place. Blank figures are None.
-        cores: that compute: more parts than these wait for each other; inf where GPUs do.
+        rows: as in compare.json; changed in place. Unknown figures are None.
+        cores: cores that compute; if a row has more processes than that, they wait for each other.
+            inf on GPUs.
     """
     base = next((row for row in rows if row["layout"] == "single"), None)
     for row in rows:
@@ -206,7 +211,7 @@ def finish_rows(rows: list[Record], cores: float) -> None:
 
 
 def _spread(step_s: list[float] | None) -> float | None:
-    """How far the middle half of the step times lies apart, by their median.
+    """Return the interquartile range of the step times, relative to their median.
 
     >>> _spread([1.0, 1.0, 1.0, 1.0, 3.0]), _spread([1.0, 1.5, 2.0, 2.5, 3.0])
     (0.0, 0.5)
@@ -218,7 +223,7 @@ def _spread(step_s: list[float] | None) -> float | None:
 
 
 def _largest(here: list[float | None] | None, there: list[float | None] | None) -> float | None:
-    """Largest relative distance of two sequences of losses at first; None where one is unknown."""
+    """Return the largest relative difference of two rows' first losses; None if unknown."""
     if not here or not there:
         return None
     both = list(zip(here, there, strict=False))[:COMPARED_STEPS]

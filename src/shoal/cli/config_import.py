@@ -1,10 +1,11 @@
-"""`shoal config`: turns another library's configuration into a run.toml, and says what it became.
+"""`shoal config`: convert another library's configuration to a run.toml, and report each key.
 
     shoal config import ds_config.json --processes 8 --era 0.19.8
 
 reads a DeepSpeed configuration as `shoal.neighbours` does, and default_config.yaml of Accelerate's
-likewise: a key that means nothing here is refused in one line. What a run.toml says another way (a
-schedule's first steps, weight decay on matrices) is written as the nearest, and told.
+likewise: a key that Shoal does not support is refused in one line. A setting that run.toml
+expresses differently (a schedule's first steps, weight decay on matrices) is written as the nearest
+equivalent and reported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ERA = typer.Option("", "--era", metavar="VERSION", help="DeepSpeed's version, su
 OUT = typer.Option(Path("run.toml"), "--out", metavar="FILE", help="What to write.")
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-"""What ZeRO's stages are called here."""
+"""ZeRO stages → names of layouts in run.toml."""
 
 FACADE = "the facade's own"
 
@@ -60,7 +61,7 @@ def import_(file: str = FILE, processes: int = PROCESSES, era: str = ERA, out: P
         raise ConfigError(f"--out {out}: no folder {out.parent}; try: make it first")
     values, lines = _read(file, processes, era)
     words = {key: toml_value(value) for key, value in values.items()}
-    load(None, [f"{key}={word}" for key, word in words.items()])  # refuses what no run takes
+    load(None, [f"{key}={word}" for key, word in words.items()])  # refuses bad values
     write_whole(out, _toml(words))
     for line in lines:
         typer.echo(line)
@@ -69,7 +70,7 @@ def import_(file: str = FILE, processes: int = PROCESSES, era: str = ERA, out: P
 
 
 def _read(file: str, processes: int, era: str) -> tuple[dict[str, Any], list[str]]:
-    """Read a file of either library: (section.key → value, lines on what became of its keys)."""
+    """Read a file of either library: (section.key → value, lines that report each key)."""
     from shoal.base.estimates.facts import default_processes, this_machine
     from shoal.neighbours.configs import accelerate_config
     from shoal.neighbours.configs.deepspeed_config import read
@@ -94,7 +95,7 @@ def _read(file: str, processes: int, era: str) -> tuple[dict[str, Any], list[str
 
 
 def _toml(words: dict[str, str]) -> str:
-    """Write the keys that a file gave, by section; all others stay open for a plan to choose.
+    """Return run.toml text with the imported keys by section; a plan chooses all other keys.
 
     >>> print(_toml({"train.batch": "8", "layout.strategy": '"ddp"', "train.steps": "9"}))
     # written by shoal config import
@@ -115,7 +116,7 @@ def _toml(words: dict[str, str]) -> str:
 
 
 def lines_of(settings: Settings, differs: list[str]) -> list[str]:
-    """Write the table: each key that was kept, beside its key here; then differences, and the rest.
+    """Return the report: each kept key beside its run.toml key, then differences and the rest.
 
     >>> from shoal.neighbours.configs.deepspeed_config import read
     >>> config = {"train_batch_size": 8, "gradient_clipping": 1, "wall_clock_breakdown": True}
@@ -145,13 +146,13 @@ def _table(verdicts: Iterable[Verdict], differs: list[str], told: Iterable[str])
 
 
 def translate(settings: Settings, ranks: int) -> tuple[dict[str, Any], list[str]]:
-    """Say settings in the keys of a run.toml, for a number of ranks, all of them data-parallel.
+    """Translate settings to keys of run.toml, for `ranks` data-parallel ranks.
 
     Returns:
-        section.key → value, and a line for each thing that a run does another way.
+        section.key → value, and a line for each setting that a run applies differently.
 
     Raises:
-        ConfigError: for a schedule or an optimizer that no key can name.
+        ConfigError: no key can express the schedule or the optimizer.
     """
     values: dict[str, Any] = {
         "train.batch": settings.batch,
@@ -256,6 +257,6 @@ def _schedule(settings: Settings, values: dict[str, Any], differs: list[str]) ->
 
 
 def _like(name: str) -> str:
-    """The schedule of a run that is most like one of torch's."""
+    """Return the name of the schedule of a run that is most similar to one of torch's."""
     alike = {"CosineAnnealingLR": "cosine", "OneCycleLR": "one-cycle", "ConstantLR": "constant"}
     return f"optimizer.schedule={alike.get(nearest(name, alike) or '', 'linear')}"

@@ -1,4 +1,4 @@
-"""`shoal diagnose`: what went wrong in a run, whom it hit, why, what to type next; no torch."""
+"""`shoal diagnose`: print a run's failures, ranks, causes and next commands; no torch."""
 
 from __future__ import annotations
 

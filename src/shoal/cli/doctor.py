@@ -1,8 +1,8 @@
-"""`shoal doctor`: is this machine fit for a run, link by link; torch only in the workers.
+"""`shoal doctor`: check whether this machine can run training; torch only in the workers.
 
-Alone it looks at this machine, then starts as many processes as a run would and has them talk.
-Under torchrun or srun the same command runs on every rank: the first of each machine looks at its
-own, all of them talk, and rank 0 tells.
+Alone it checks this machine, then starts as many processes as a run would and tests their links.
+Under torchrun or srun the same command runs on every rank: local rank 0 of each machine checks its
+machine, all ranks test their links, and rank 0 prints the results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def doctor(
         ("--processes", processes, 1024),
         ("--port", port, 65535),
     ):
-        if not 0 <= value <= most:  # also what is no number
+        if not 0 <= value <= most:  # also refuses NaN
             nearest = most if value > most else 0
             raise ConfigError(f"{name} {value:g}: from 0 to {most}; try: {nearest}")
     asked = (folder, free_gib, processes or default_processes(this_machine()), port)
@@ -68,7 +68,7 @@ def _this_machine(folder: Path, free_gib: float, processes: int, port: int) -> l
 
 
 def _between_processes(processes: int) -> list[Told]:
-    """What processes of this machine say of the links between them."""
+    """Start processes on this machine and return their results about the links between them."""
     from shoal.cli.links import told_by_ranks
     from shoal.machine.health_check import Told
 
@@ -81,7 +81,11 @@ def _between_processes(processes: int) -> list[Told]:
 
 
 def _on_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> tuple[Any, bool]:
-    """As a rank of a launcher: (what to tell, on rank 0 only; whether anything is wrong)."""
+    """Run the checks as a rank of a launcher.
+
+    Returns:
+        (results, on rank 0 only; whether any check failed).
+    """
     from dataclasses import replace
 
     from shoal.fabric import start_world
@@ -92,7 +96,7 @@ def _on_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> t
     own: list[Told] = []
     if world.local_rank == 0:
         host = socket.gethostname()
-        # A port is listened at by rank 0 alone; the launcher's own is in use by now.
+        # Only rank 0 listens at a port; the launcher's own port is in use by now.
         found = _this_machine(folder, free_gib, world.local_size, port if world.is_first else 0)
         own = [replace(one, host=host) for one in found]
     rows = world.gather_json([one.record() for one in own])
@@ -103,7 +107,7 @@ def _on_all_ranks(folder: Path, free_gib: float, processes: int, port: int) -> t
 
 
 def main() -> int:
-    """One of the talking processes; rank 0 writes what they found."""
+    """Run one process of the link test; rank 0 writes the results."""
     from shoal.cli.links import tell
     from shoal.fabric import start_world
     from shoal.machine.link_check import check_links

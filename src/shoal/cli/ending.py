@@ -1,7 +1,8 @@
-"""How `shoal train` ends: the exit status, what was lost if anything, and what to type next.
+"""Exit status, lost steps and next command at the end of `shoal train`.
 
-130, 138 and 143 promise that `--resume` goes on from the last step that was made. So a stop is held
-against what lies on disk: steps that no checkpoint holds make it exit status 1, and are told.
+130, 138 and 143 promise that `--resume` continues after the last step that was made. A stop is
+therefore checked against the disk: steps that no checkpoint holds make it exit status 1, and are
+reported.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from shoal.view.run_folder_reader import last_session
 
 UNSAVED_STATUS = 1
 LEAD = len("or train longer: ")
-"""Columns that stand before a command, at most."""
+"""Most columns in front of a command."""
 LAST_STEPS = 50
-"""Lines of metrics.jsonl among which the newest step is."""
+"""Last lines of metrics.jsonl that are searched for the newest step."""
 HEADER_BYTES = 200
-"""Of a rank's log that holds nothing but its first line."""
+"""Size of a rank's log that holds nothing but its first line."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What a session leaves behind.
+    """Steps made and saved by one session of a run.
 
     Attributes:
-        began: whether it came to its first step.
+        began: whether the session reached its first step.
         made: its last step, 0 if it made none.
         saved: step of the newest checkpoint, or None.
         reason: why the last save failed, if one did.
@@ -48,7 +49,7 @@ class Ending:
 
     @staticmethod
     def of(folder: Path) -> Ending:
-        """Read from the run folder; of a session that was restarted, its last attempt."""
+        """Read the ending of a run folder's last session, or of its last attempt."""
         run = RunFolder(folder)
         events = last_session(run.events.read()[0])
         restarts = [i for i, event in enumerate(events) if event["event"] == "restarting"]
@@ -62,16 +63,16 @@ class Ending:
 
     @property
     def lost(self) -> int:
-        """Steps that were made and that no checkpoint holds."""
+        """Return the number of steps that were made and that no checkpoint holds."""
         return max(0, self.made - (self.saved or 0))
 
     def status(self, outcome: Outcome) -> int:
-        """The exit status: that of the outcome, but of a stop only where all was saved."""
+        """Return the exit status: the outcome's own; for a stop that lost steps 1."""
         unsaved = self.saved is None or self.lost
         return UNSAVED_STATUS if outcome.status == "stopped" and unsaved else outcome.exit_code
 
     def trouble(self, outcome: Outcome) -> str:
-        """The line for standard error; empty where nothing went wrong."""
+        """Return the line for standard error; empty if nothing went wrong."""
         if outcome.status == "failed":
             return outcome.message
         if outcome.status == "unsaved":
@@ -80,34 +81,34 @@ class Ending:
             return f"{outcome.message}{why}: {newest}, so {self.words()} lost"
         if outcome.status == "stopped" and self.made and self.status(outcome) == UNSAVED_STATUS:
             return f"{outcome.message}; nothing was saved: {self.words()} lost"
-        # A clean stop needs no words; one that lost something has them after the signal's name.
+        # A stop that lost nothing needs no line; else the lost steps follow the signal's name.
         return outcome.message if ";" in outcome.message else ""
 
     def words(self) -> str:
-        """The steps that were lost."""
+        """Return the lost steps with their verb, such as "steps 3 – 5 are"."""
         if self.lost == 1:
             return f"step {self.made} is"
         return f"steps {self.made - self.lost + 1} – {self.made} are"
 
     def next(self, outcome: Outcome) -> str:
-        """What to type now."""
+        """Return the run folder and the next command, as lines."""
         return next_lines(self.folder, self.status(outcome), outcome.status, self.saved)
 
     def is_empty(self, outcome: Outcome) -> bool:
-        """Whether a stop came so early that the folder holds nothing anybody would look for."""
+        """Return whether a stop came so early that the folder holds neither steps nor logs."""
         logs = (self.folder / "logs").glob("rank-*.log")
         quiet = all(log.stat().st_size < HEADER_BYTES for log in logs)
         bare = self.saved is None and not (self.folder / "metrics.jsonl").exists()
         return outcome.status == "stopped" and bare and quiet
 
     def forget(self) -> str:
-        """Remove such a folder; gives the last line."""
+        """Remove the folder of a run that never made a step; return the last line to print."""
         shutil.rmtree(self.folder)
         return "stopped before the first step: nothing to save, and no run folder is left"
 
 
 def end_of_islands(folder: Path, outcomes: Sequence[Outcome]) -> tuple[int, str, list[str]]:
-    """How a run of islands ends: each one's folder is asked, as that of a run alone is.
+    """Return the exit status of a run of islands, checking the folder of each island.
 
     Returns:
         the exit status, the worst `status` of an outcome, and lines for standard error.
@@ -122,7 +123,7 @@ def end_of_islands(folder: Path, outcomes: Sequence[Outcome]) -> tuple[int, str,
             lines.append(f"island {index}: {trouble}")
     found = {outcome.status for outcome in outcomes}
     how = next(one for one in ("failed", "unsaved", "stopped", "finished") if one in found)
-    if bad:  # below 0: by a signal
+    if bad:  # a negative status is a signal
         return (max(bad) if min(bad) > 0 else 1), how, lines
     return max(statuses), how, lines
 
@@ -132,9 +133,13 @@ def _began(event: Record) -> bool:
 
 
 def next_lines(folder: Path, status: int, how: str, saved: int | None) -> str:
-    """The run folder and the next command; how: `status` of an Outcome."""
+    """Return the run folder and the next command, as lines.
+
+    Args:
+        how: `status` of an Outcome.
+    """
     shown = f"run folder: {folder}\nnext: "
-    islands = islands_of(folder)  # their merged weights are the same
+    islands = islands_of(folder)  # all islands hold the same merged weights
     resume = command("shoal", "train", "--resume", str(folder))
     again = command("shoal", "train", str(folder / "run.toml"))
     if status == 0:
@@ -153,7 +158,7 @@ def next_lines(folder: Path, status: int, how: str, saved: int | None) -> str:
 
 
 def told(text: str) -> str:
-    """A failure as lines for standard error; one line is broken at words on a narrow terminal."""
+    """Return an error as lines for standard error, wrapped at blanks on a narrow terminal."""
     text = f"shoal: {text}"
     if sys.stderr.isatty() and "\n" not in text:
         width = shutil.get_terminal_size().columns
@@ -162,7 +167,7 @@ def told(text: str) -> str:
 
 
 def command(*words: str) -> str:
-    """A command as a shell takes it; on a narrow terminal over several lines, broken at words.
+    """Quote a command for a shell; on a narrow terminal continue it over several lines.
 
     >>> command("shoal", "train", "--resume", "my runs/a")
     "shoal train --resume 'my runs/a'"

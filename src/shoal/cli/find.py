@@ -1,4 +1,4 @@
-"""`shoal find`: a learning rate to begin with and a micro-batch, on the run's model and data."""
+"""`shoal find`: search an initial learning rate and a micro-batch, on the run's model and data."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def micro_batch(
     if torchrun.launched():
         raise PlanError("shoal find micro-batch: starts its own processes; run it without torchrun")
     if memory:
-        read_bytes(memory)  # a slip there is told before anything is imported
+        read_bytes(memory)  # reports a wrong size before anything is imported
     loaded = load_own(*file_and_overrides(arguments or []), trust=trust)
     given = [key for key in ("train.batch", "train.micro_batch") if key in loaded.origins]
     search_here()
@@ -135,7 +135,7 @@ def _tried(
             from shoal.data.sources import open_source
             from shoal.fabric import start_world
             from shoal.trainer.jobs.rate_range import range_test
-        for name in ("RANK", "WORLD_SIZE"):  # one process, also inside of a job of several
+        for name in ("RANK", "WORLD_SIZE"):  # run as one process, also inside a job of several
             os.environ.pop(name, None)
         config = loaded.config
         source = open_source(config.data, config.train.seed)
@@ -143,7 +143,7 @@ def _tried(
 
 
 def _left_out(config: Config) -> list[str]:
-    """What of a configuration a test on one process does not run."""
+    """List the settings of a configuration that a test on one process does not use."""
     words = config.layout.degrees()
     asked = " ".join(f"layout.{axis}={n}" for axis, n in words.items() if n > 1)
     if config.layout.strategy not in ("auto", "single"):
@@ -152,7 +152,7 @@ def _left_out(config: Config) -> list[str]:
 
 
 def lines_of(found: RateRange, width: int = 100) -> list[str]:
-    """The curve, why it ended, and the named value with its rule."""
+    """Return the loss curve, the reason why the search ended, and the chosen rate with its rule."""
     from shoal.teach.drawings.plot import Axis, Chart, Series, plot_lines
 
     top = 1.5 * max(found.smoothed[0], min(found.smoothed))

@@ -1,10 +1,10 @@
-"""Finds the largest micro-batch that fits: the planner's answer first, then real tries around it.
+"""Find the largest micro-batch that fits: the planner's answer first, then real tries around it.
 
     tried    powers of two, three steps each, in fresh processes under the run's own layout
-    fits     the answer; twice as many was tried and ran out of memory, or is more than there is
+    fits     the answer; twice as many ran out of memory, or exceeds the data
     limit    GPUs: their memory; a CPU: --memory, else what is free (also in its cgroup), shared
-             by the processes; it is imposed on each
-A rank that died of anything else ends the search with its own words.
+             by the processes; each process enforces its share
+If a rank dies of anything else, the search ends with that rank's error.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from shoal.machine.free_memory import free_bytes
 
 UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "b": 1}
 MOST = 2**16
-"""Samples in a forward pass beyond which nobody looks."""
+"""Largest number of samples in a forward pass that is tried."""
 
 
 @dataclass
 class Found:
-    """What the tries said.
+    """Results of a micro-batch search.
 
     Attributes:
-        foreseen: the planner's largest; 0 where it has no answer.
-        tries: micro-batch → "" where it fitted, else the rank's words.
-        most: that the data give.
+        foreseen: the planner's largest micro-batch; 0 if it has no answer.
+        most: the largest micro-batch that the data set allows.
+        tries: micro-batch → "" if it fitted, else the rank's error.
     """
 
     foreseen: int
@@ -47,12 +47,15 @@ class Found:
 
     @property
     def micro_batch(self) -> int:
-        """The largest that fitted; 0 where none did."""
+        """Return the largest micro-batch that fitted; 0 if none did."""
         return max((size for size, why in self.tries.items() if not why), default=0)
 
 
 def read_bytes(text: str) -> int:
-    """Read a size with its unit. Errors: ConfigError.
+    """Return the bytes of a size with its unit.
+
+    Raises:
+        ConfigError: the text is no size.
 
     >>> read_bytes("1.5 GiB"), read_bytes("512mib")
     (1610612736, 536870912)
@@ -66,10 +69,10 @@ def read_bytes(text: str) -> int:
 
 
 def search(foreseen: int, most: int, fits: Callable[[int], bool]) -> int:
-    """Find the largest power of two that fits, from a guess; 0 where 1 does not.
+    """Return the largest power of two that fits, starting from a guess; 0 if 1 does not fit.
 
     Args:
-        fits: tries one, never the same twice.
+        fits: tries one size; no size is tried twice.
 
     >>> [search(guess, 64, lambda size: size <= 8) for guess in (1, 8, 64)]
     [8, 8, 8]
@@ -89,7 +92,11 @@ def search(foreseen: int, most: int, fits: Callable[[int], bool]) -> int:
 
 
 def find_batch(loaded: Loaded, plan: Plan, memory: str, say: Callable[[str], None]) -> Found:
-    """Search under the layout of a settled run. Errors: UserError, ClusterError: other deaths."""
+    """Search the largest micro-batch under the layout of a settled run.
+
+    Raises:
+        UserError, ClusterError: a rank died of anything but memory.
+    """
     from shoal.data.loading.dataset_kind import is_indexed
     from shoal.data.sources import open_source
     from shoal.fabric.device import accelerator
@@ -123,14 +130,14 @@ def find_batch(loaded: Loaded, plan: Plan, memory: str, say: Callable[[str], Non
 
 
 def _passes(plan: Plan) -> int:
-    """Micro-batches of a rank's step: gradients are summed, and a pipeline's ranks are all busy."""
+    """Return the micro-batches of a rank's step: enough to sum gradients and fill a pipeline."""
     return 2 * plan.layout.pp
 
 
 def _foreseen(
     loaded: Loaded, plan: Plan, source: Any, limit_bytes: int, most: int
 ) -> tuple[int, int]:
-    """The largest power of two whose foreseen peak is below the limit, and a device's memory."""
+    """Return the planner's largest power of two that fits, 0 for none, and the limit in bytes."""
     import torch
 
     from shoal.base.errors import ShoalError
@@ -156,12 +163,16 @@ def _foreseen(
                 break
             size, best = size * 2, size
     except ShoalError:
-        return 0, limit  # training goes on without a plan, and so do tries
+        return 0, limit  # a search, like training, works without a plan
     return best, limit
 
 
 def _try(loaded: Loaded, plan: Plan, folder: Path, asked: dict[str, Any]) -> str:
-    """Train three steps in fresh processes; gives "" or how memory ended. Errors: other deaths."""
+    """Train three steps in fresh processes; return "" or the error of an exhausted memory.
+
+    Raises:
+        UserError, ClusterError: a rank died of anything but memory.
+    """
     from shoal.cli.workers.worker import imports_of
     from shoal.config.save import to_toml
     from shoal.launch import supervise

@@ -1,14 +1,14 @@
 """Islands on one machine: one supervised run per island, started, watched and ended together.
 
-    runs/NAME/run.toml             what was asked for
+    runs/NAME/run.toml             the request
     runs/NAME/island-K/            an ordinary run folder: metrics, events, logs, checkpoints
     python -m shoal.cli.islands FOLDER ATTEMPT    supervises the workers of one island
 
-Islands on several machines are started one by one, with islands.at and islands.index; what runs
-then is the same but for the address. The members of a run are fixed, so when an island is lost the
-others save and stop, and all are started again from the newest round that all of them hold.
-None outlives the launcher: the kernel ends each island's supervisor with it, and so its workers;
-where a system has no parent-death signal, the guardian does.
+Islands on several machines are started one by one, with islands.at and islands.index; only the
+address differs. The members of a run are fixed. When one island is lost, the others save and stop,
+and all restart from the newest round that every island holds. No island outlives the launcher: the
+kernel ends each island's supervisor with it, and so its workers; on systems without a parent-death
+signal the guardian does.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from shoal.wire.run_token import TOKEN, find_token, new_token
 
 LOOK_S = 0.1
 GRACE_S = 30.0
-"""Beyond what the supervisors of islands take for themselves."""
+"""Seconds allowed beyond the grace of the islands' own supervisors."""
 STOPPED = (0, 143, 130, 138, 129)
-"""Exit codes of an island that ended as it should, or as it was asked to."""
+"""Exit codes of an island that completed, or that stopped as asked."""
 USER_MUST_ACT = (2, 3, UNSAVED_CODE)
 """Exit codes after which a restart would end the same way."""
 REFUSED = "shoal: this island was not started: "
-"""What the supervisor of an island says of itself, before the reason."""
+"""Prefix of the error line of an island's supervisor."""
 
 
 def island_folder(folder: Path, index: int) -> Path:
-    """Where the files of an island are.
+    """Return the folder of one island.
 
     >>> island_folder(Path("runs/far"), 2).as_posix()
     'runs/far/island-2'
@@ -71,7 +71,7 @@ def island_folder(folder: Path, index: int) -> Path:
 
 
 def islands_of(folder: Path) -> list[Path]:
-    """The island folders that hold a checkpoint, in their order."""
+    """Return the island folders that hold a checkpoint, by island index."""
     found = [path for path in folder.glob("island-*") if find(path / "checkpoints")]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
@@ -79,20 +79,21 @@ def islands_of(folder: Path) -> list[Path]:
 def launch_all(
     loaded: Loaded, plan: Plan, folder: Path, environ: Mapping[str, str], events: EventLog
 ) -> list[Outcome]:
-    """Run all islands to the end, or until one fails for good; gives how each of them ended.
+    """Run all islands to the end, or until one fails for good; return the outcome of each.
 
-    Errors: ClusterError when an island cannot be started at all
+    Raises:
+        ClusterError: an island cannot be started at all.
     """
     config = loaded.config
     count, restarts = config.islands.count, config.launch.restarts
-    if not find_token(environ):  # the port they meet at is open to every user of this machine
+    if not find_token(environ):  # every user of this machine can connect to their port
         environ = {**environ, TOKEN: new_token()}
     view = LiveView(island_folder(folder, 0), stream=sys.stdout, colour=True)
     for old, new in _set_aside(folder, count):
         typer.echo(f"{old.name} does not go on: what it holds is kept in {new}")
     with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:
         for attempt in range(restarts + 1):
-            _share_out(folder, count)  # also where one died before it had written its first
+            _share_out(folder, count)  # also for an island that died before its first checkpoint
             _write_folders(loaded, plan, folder)
             folders = [island_folder(folder, index) for index in range(count)]
             islands = [_Island(one, guardian, attempt) for one in folders]
@@ -102,7 +103,7 @@ def launch_all(
                 break
             if any(codes[island] in USER_MUST_ACT for island in lost):
                 break
-            for island in lost[lost[0] == 0 :]:  # the first one's own events are on the terminal
+            for island in lost[lost[0] == 0 :]:  # the first island's own events are on the terminal
                 text = f"island {island}: {islands[island].why(codes[island])}"
                 EventLog(islands[0].folder / "events.jsonl", None).emit("notice", text=text)
             events.emit("restarting", attempt=attempt + 1, of=restarts, islands=lost)
@@ -114,7 +115,7 @@ def launch_all(
 
 
 def _write_folders(loaded: Loaded, plan: Plan, folder: Path) -> None:
-    """A run.toml and a plan for every island; all meet on a fresh port of this machine."""
+    """Write a run.toml and a plan for every island; all meet on a free port of this machine."""
     at = f"127.0.0.1:{free_port()}"
     islands = loaded.config.islands
     for index in range(islands.count):
@@ -136,9 +137,10 @@ def _write_folders(loaded: Loaded, plan: Plan, folder: Path) -> None:
 
 
 def _set_aside(folder: Path, count: int) -> list[tuple[Path, Path]]:
-    """Rename what islands hold that a run of fewer does not have; gives old and new names.
+    """Rename the folders of islands beyond `count`; return old and new names.
 
-    Left in place it would be an island of other rounds than the rest, should there be more again.
+    A folder left in place would rejoin with weights of other rounds if the run later had more
+    islands again.
     """
     moved = []
     for own in islands_of(folder):
@@ -152,10 +154,11 @@ def _set_aside(folder: Path, count: int) -> list[tuple[Path, Path]]:
 
 
 def _share_out(folder: Path, count: int) -> None:
-    """An island that holds nothing, while others do, takes what the first of them holds.
+    """Copy the checkpoints of the first island that has some to every island that has none.
 
-    All of it: which round all islands hold is known only when they meet. Where no island holds
-    anything, the run may have begun without islands: what it saved is where all of them begin.
+    All checkpoints are copied: the islands agree on their newest common round only when they meet.
+    If no island holds a checkpoint, all islands begin from the checkpoints of the run itself, which
+    may have begun without islands.
     """
     holders = islands_of(folder) or [folder]
     given = find(holders[0] / "checkpoints")
@@ -164,7 +167,7 @@ def _share_out(folder: Path, count: int) -> None:
         if find(own):
             continue
         for source in given:
-            copy = temporary(own / source.path.name)  # a name that no half of one ever has
+            copy = temporary(own / source.path.name)  # partial copies have another name
             shutil.copytree(source.path, copy)
             copy.rename(own / source.path.name)
 
@@ -172,7 +175,7 @@ def _share_out(folder: Path, count: int) -> None:
 def _run_once(
     islands: Sequence[_Island], environ: Mapping[str, str], view: LiveView, stop: StopSignals
 ) -> list[int]:
-    """Start every island and wait until all have ended; their exit codes."""
+    """Start every island, wait until all have ended, and return their exit codes."""
     for island in islands:
         island.start(len(islands), environ)
     told = False
@@ -186,7 +189,7 @@ def _run_once(
             if told and (stop.insists or time.monotonic() > until_s):
                 break
             if any(island.refused for island in islands):
-                for island in islands:  # they would wait for it until nobody comes any more
+                for island in islands:  # they would wait in vain for the lost island
                     island.ask_to_stop()
             view.tick()
             time.sleep(LOOK_S)
@@ -197,7 +200,11 @@ def _run_once(
 
 
 class _Island:
-    """The supervisor of one island, in a process of its own; attempt: restarts of all before."""
+    """Handle of one island's supervisor process.
+
+    Args:
+        attempt: earlier restarts of the whole run.
+    """
 
     def __init__(self, folder: Path, guardian: Guardian, attempt: int = 0) -> None:
         self.folder, self.guardian, self.attempt = folder, guardian, attempt
@@ -205,7 +212,11 @@ class _Island:
         self.log_start, self._asked = 0, False
 
     def start(self, count: int, environ: Mapping[str, str]) -> None:
-        """Start it among `count` islands. Errors: ClusterError"""
+        """Start the supervisor as one of `count` islands.
+
+        Raises:
+            ClusterError: the process cannot be started.
+        """
         config = load(self.folder / "run.toml").config
         threads = str(max(1, usable_cores() // (count * config.launch.processes)))
         self.log_path.parent.mkdir(exist_ok=True)
@@ -227,39 +238,44 @@ class _Island:
         self.guardian.tell("+", self.process.pid)
 
     def grace_s(self) -> float:
-        """How long its supervisor waits for its workers."""
+        """Return the seconds that the island's supervisor waits for its workers to stop."""
         config = load(self.folder / "run.toml").config
         step_s = Progress(self.folder / "metrics.jsonl").step_s()
         return Grace(self.folder, config.launch.grace_s, _steps_to_save(config)).seconds(step_s)
 
     @property
     def refused(self) -> bool:
-        """Whether it ended without having started a worker: it cannot take part."""
+        """Return whether the island ended before it started a worker; it cannot take part."""
         return self.process.poll() not in (None, *STOPPED) and bool(self._said())
 
     def ask_to_stop(self) -> None:
-        """SIGTERM, once."""
+        """Send SIGTERM to the supervisor, once."""
         if self.process.poll() is None and not self._asked:
             self._asked = True
             self.process.terminate()
 
     def ended(self) -> int:
-        """Its exit code; a stop that came before it listened to signals is a stop as well."""
+        """Wait for the supervisor and return its exit code.
+
+        A stop that came before the supervisor handled signals counts as a stop as well.
+        """
         code = self.process.wait()
         return 128 - code if self._asked and code in ASKED else code
 
     def kill(self) -> None:
-        """SIGKILL to the supervisor; its workers die with it."""
+        """Kill the supervisor with SIGKILL; its workers die with it."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
         self.guardian.tell("-", self.process.pid)
 
     def outcome(self, code: int, signal_number: int | None, attempts: int) -> Outcome:
-        """How it ended, as `supervise` tells it of a run alone; what it claims is not yet checked.
+        """Return the island's outcome, as `supervise` returns it for a run without islands.
+
+        The outcome trusts the exit code; `ending.py` checks it against the disk.
 
         Args:
-            signal_number: by which all islands were asked to stop, if they were.
+            signal_number: the signal by which all islands were asked to stop, if one was.
         """
         if code in STOPPED:
             number = signal_number or max(0, code - 128)
@@ -272,7 +288,7 @@ class _Island:
         return Outcome("failed", code, attempts, self.why(code))
 
     def why(self, code: int) -> str:
-        """What it said of its failure, or what its worker did."""
+        """Return the supervisor's error, or else the error or exit status of its worker."""
         if said := self._said():
             return said
         for path in sorted(self.log_path.parent.glob("rank-*.error.json")):
@@ -282,7 +298,7 @@ class _Island:
         return f"ended with {how}; log: {self.log_path.parent}"
 
     def _said(self) -> str:
-        """The line with which it refused to begin; empty if it did not."""
+        """Return the error line with which the supervisor refused to start; "" if it started."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(self.log_start)
@@ -294,7 +310,11 @@ class _Island:
 
 
 def check_resumable(folder: Path) -> None:
-    """Errors: ConfigError for a run of islands that never committed a round."""
+    """Refuse to resume a run of islands without any checkpoint.
+
+    Raises:
+        ConfigError: no island holds a complete checkpoint.
+    """
     if not islands_of(folder):
         raise ConfigError(
             f"--resume {folder}: none of its islands holds a complete checkpoint; start anew with "
@@ -337,7 +357,7 @@ def _supervise(folder: Path, config: Config, attempt: int) -> Outcome:
 
 
 def _steps_to_save(config: Config) -> int:
-    """A stop is agreed on where islands merge, so up to a round is trained before it."""
+    """Return the steps until a save: islands stop only where they merge, up to a round later."""
     return 2 + config.islands.settled().period
 
 

@@ -2,7 +2,7 @@
 
 RUN/logs/job                                             the job's name, as the launcher has it
 SLURM_JOB_ID, TORCHELASTIC_RUN_ID                        where it stands
-SLURM_RESTART_COUNT, TORCHELASTIC_RESTART_COUNT          how often the job was restarted
+SLURM_RESTART_COUNT, TORCHELASTIC_RESTART_COUNT          number of restarts of the job
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 JOB_FILE = "logs/job"
-"""In a run folder: the launcher's name of the job that last wrote there."""
+"""File in a run folder: the launcher's name of the job that last wrote there."""
 
 
 def attempt_of(environ: Mapping[str, str]) -> int:
-    """Return how often the launcher restarted this job; a requeued job may run torchrun's first.
+    """Return how many times the launcher restarted this job, the maximum of Slurm's and torchrun's.
 
     >>> attempt_of({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "2"})
     2
@@ -25,7 +25,7 @@ def attempt_of(environ: Mapping[str, str]) -> int:
 
 
 def job_of(environ: Mapping[str, str]) -> str:
-    """Return the launcher's own name for the job; "" where it has none.
+    """Return the launcher's own name for the job; "" if it has none.
 
     >>> job_of({"SLURM_JOB_ID": "77"}), job_of({"TORCHELASTIC_RUN_ID": "none"})
     ('77', '')
@@ -35,7 +35,7 @@ def job_of(environ: Mapping[str, str]) -> str:
 
 
 def note_job(folder: Path, environ: Mapping[str, str]) -> None:
-    """Write the job's name into a run folder; nothing where there is none."""
+    """Write the job's name into a run folder; nothing if the job has no name."""
     if job := job_of(environ):
         (folder / JOB_FILE).parent.mkdir(exist_ok=True)
         (folder / JOB_FILE).write_text(job, encoding="utf-8")

@@ -1,6 +1,7 @@
-"""`shoal launch`: the job of a run as a person would write it, for Slurm, Kubernetes or ssh.
+"""`shoal launch`: write the job of a run for Slurm, Kubernetes or ssh.
 
-Everything is printed, to be read, changed and kept; `--submit` hands it to the client instead.
+The command prints the job so that the user can read, change and keep it; `--submit` passes it to
+the client instead.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ KIND = typer.Option("jobset", "--kind", help="jobset or trainjob.")
 IMAGE = typer.Option(..., "--image", help="A container image with Shoal (Dockerfile).")
 CLAIM = typer.Option("runs", "--claim", help="PersistentVolumeClaim of the run folders.")
 HOSTS = typer.Option(..., "--hosts", help="A file with a line `HOST slots=N` for each machine.")
-# A shell that ssh starts knows nothing of the environment that is active here.
+# A shell that ssh starts does not inherit the environment that is active here.
 PYTHON = typer.Option(sys.executable, "--python", help="On each host; default: this one's path.")
 FOLDER = typer.Option("", "--folder", help="Where the command is given; default: this folder.")
 
@@ -127,9 +128,13 @@ def ssh(
 def _job(
     arguments: list[str] | None, name: str, nodes: int, gpus: int, processes: int, grace: int
 ) -> Job:
-    """What is asked for. Errors: ConfigError, PlanError, of the run's own words too."""
+    """Return the requested job.
+
+    Raises:
+        ConfigError, PlanError: the options or the run's own arguments are wrong.
+    """
     words = list(arguments or [])
-    # A slip, or a layout for another number of processes, is told now, not after an hour's queue.
+    # A wrong key or a layout for another number of processes is reported before the job queues.
     loaded = load(*file_and_overrides(words))
     config = loaded.config
     each = processes or gpus or 1
@@ -143,7 +148,11 @@ def _job(
 
 
 def _hand_over(command: list[str], text: str) -> None:
-    """Give a text to a client. Errors: ClusterError where there is none, or it refuses."""
+    """Pass a text to a client on its standard input.
+
+    Raises:
+        ClusterError: the client is not installed, or refuses the text.
+    """
     if shutil.which(command[0]) is None:
         raise ClusterError(
             f"--submit: there is no {command[0]} here; try: without --submit, and "
@@ -155,7 +164,7 @@ def _hand_over(command: list[str], text: str) -> None:
 
 
 def _over_ssh(job: Job, hosts: list[str], folder: str) -> int:
-    """Start every host's ranks and wait; the first status that is not 0."""
+    """Start every host's ranks and wait; return the first exit status that is not 0."""
     if shutil.which("ssh") is None:
         raise ClusterError("--submit: there is no ssh here")
     token = os.environ.get(TOKEN) or new_token()
@@ -173,6 +182,6 @@ def _over_ssh(job: Job, hosts: list[str], folder: str) -> int:
         sys.stderr.write("shoal: Ctrl-C: the ranks save and stop\n")
         for one in started:
             if one.stdin is not None:
-                one.stdin.close()  # its end is their SIGTERM
+                one.stdin.close()  # closing stdin sends them SIGTERM
         codes = [one.wait() for one in started]
     return next((code for code in codes if code), 0)

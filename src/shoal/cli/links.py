@@ -1,9 +1,10 @@
-"""`shoal links`: how fast processes talk, collective by collective, beside the α–β model.
+"""`shoal links`: measure each collective between processes, beside the α–β model.
 
 Alone it starts as many processes as a run would; under torchrun or srun the same command runs on
-every rank, and rank 0 tells. Timed are bare calls (`fabric/exchanges/timed_collectives.py`); on
-gloo a reduce-scatter is an all-to-all and a sum, as in runs. Groups are neighbours, all groups of a
-size at once as in a run, and one rank of each machine; pairs talk one pair at a time.
+every rank, and rank 0 prints. The collectives are timed bare
+(`fabric/exchanges/timed_collectives.py`); on gloo a reduce-scatter is an all-to-all and a sum, as
+in runs. Groups are neighbours, all groups of a size at once as in a run, and one rank of each
+machine; pairs communicate one pair at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ USUAL = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30} | {"k": 2**10, "m": 2**20}
 LEAST_BYTES, MOST_BYTES = 256, 2**32
 TOLD = "told.json"
-"""In the folder of ranks that were started to talk: what they found."""
+"""File in the folder of the started ranks: their results."""
 
 PROCESSES = typer.Option(0, "--processes", help="As launch.processes; 0: as many as a run starts.")
 SIZES = typer.Option("", "--sizes", metavar="4KiB,1MiB,…", help="Whole messages, two or more.")
@@ -81,7 +82,7 @@ def links(
         document = _on_all_ranks(asked)
     else:
         document = _here(processes or max(2, default_processes(this_machine())), asked)
-    if document is None:  # another rank tells
+    if document is None:  # another rank prints
         return
     if html is not None:
         html.write_text(page(document), encoding="utf-8")
@@ -99,7 +100,7 @@ def links(
 
 
 def _sizes(text: str) -> list[int]:
-    """Bytes of messages, as a user writes them; the usual ones for ""."""
+    """Return the message sizes in bytes, as a user writes them; the default sizes for ""."""
     if not text:
         return list(USUAL)
     found = []
@@ -128,7 +129,7 @@ def _groups(text: str) -> list[int]:
 
 
 def _here(processes: int, asked: Document) -> Document:
-    """What processes of this machine measure, which are started for it."""
+    """Start processes on this machine and return their measurements."""
     if processes < 2:
         raise ConfigError(f"--processes {processes}: one process has no links; try: 2")
     _check_groups(asked["groups"], processes)
@@ -136,10 +137,14 @@ def _here(processes: int, asked: Document) -> Document:
 
 
 def told_by_ranks(program: str, processes: int, *words: str) -> Any:
-    """Start processes of this machine that run a module; gives what rank 0 of them tells (`tell`).
+    """Start processes of this machine that run a module; return what rank 0 passed to `tell`.
+
+    Args:
+        program: name of the module.
+        words: its arguments.
 
     Raises:
-        ClusterError: where they did not talk.
+        ClusterError: the processes could not connect.
     """
     from shoal.base.runlog.events import EventLog
     from shoal.launch import supervise
@@ -164,12 +169,12 @@ def told_by_ranks(program: str, processes: int, *words: str) -> Any:
 
 
 def tell(found: Any) -> None:
-    """Leave a JSON value for who started the ranks; rank 0 calls it."""
+    """Write a JSON value for the parent of the ranks; rank 0 calls it."""
     (Path(os.environ["SHOAL_RUN_FOLDER"]) / TOLD).write_text(json.dumps(found), encoding="utf-8")
 
 
 def _on_all_ranks(asked: Document) -> Document | None:
-    """As a rank of a launcher; None on all but the first."""
+    """Measure as a rank of a launcher; return None on all ranks but the first."""
     from shoal.fabric import start_world
 
     world = start_world()
@@ -192,7 +197,7 @@ def _check_groups(groups: list[int], ranks: int) -> None:
 
 
 def measure(world: World, asked: Document) -> Document:
-    """All that is measured, as one document; the same on every rank, each of which calls it."""
+    """Return all measurements as one document, the same on every rank; each rank calls it."""
     from itertools import combinations
 
     import torch
@@ -230,7 +235,7 @@ def measure(world: World, asked: Document) -> Document:
 
 
 def table(document: Document) -> list[str]:
-    """The document as lines of at most 100 columns."""
+    """Return the document as lines of at most 100 columns."""
     machines = len(set(document["hosts"]))
     where = f"{machines} machine{'s' * (machines > 1)}, {document['backend']}, {document['device']}"
     lines = [
@@ -267,7 +272,7 @@ def _pairs(document: Document) -> Iterator[str]:
 
 
 def _short(seconds: float) -> str:
-    """Seconds, below a millisecond in microseconds.
+    """Format seconds; below a millisecond as microseconds.
 
     >>> _short(0.00004213), _short(0.0042)
     ('42.1 us', '4.2 ms')
@@ -276,13 +281,13 @@ def _short(seconds: float) -> str:
 
 
 def charts(document: Document) -> list[Chart]:
-    """One per collective: medians as dots, the model's line beside them, for every group."""
+    """Return one chart per collective: medians as dots and the model's line, for every group."""
     from shoal.teach.drawings.plot import Axis, Chart, Series
 
     found = []
     for kind, name in NAMES.items():
         lines, dots = [], []
-        for group in document["groups"][-3:]:  # as many as there are colours for
+        for group in document["groups"][-3:]:  # at most as many as there are colours
             points = group["links"][kind]["points"]
             lines.append(
                 Series(
@@ -303,7 +308,7 @@ def charts(document: Document) -> list[Chart]:
 
 
 def page(document: Document) -> str:
-    """Table and pictures as one HTML document that needs nothing else."""
+    """Return the table and charts as one self-contained HTML document."""
     from shoal.teach.drawings.plot_svg import plot_svg
 
     text = escape("\n".join(table(document)))
@@ -315,7 +320,7 @@ def page(document: Document) -> str:
 
 
 def main() -> int:
-    """One of the talking processes; rank 0 writes what they found."""
+    """Run one of the measuring processes; rank 0 writes the results."""
     from shoal.fabric import start_world
 
     world = start_world()

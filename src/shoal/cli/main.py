@@ -1,4 +1,4 @@
-"""The command `shoal`: finds the verb, turns errors into one line and an exit code."""
+"""The command `shoal`: find the verb, turn errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -44,19 +44,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 STARTING = ("train", "compare", "doctor", "links", "prove")
-"""Verbs that start processes, and so stand on what only some systems have."""
+"""Verbs that start processes, and so need features that only some systems have."""
 
 
 KEEPING = ("train", "compare", "prove", "find")
 """Verbs that keep tokens, measurements and proofs in the cache folder."""
 BUILDING = (*KEEPING, "plan", "run", "sample")
-"""Verbs that build models, for which torch may import its compiler, which makes its own folder."""
+"""Verbs that build models, for which torch may import its compiler and make its cache folder."""
 
 
 def check_caches(verb: str) -> None:
-    """Say in a line that a cache folder cannot be used, and do with one for this command alone.
+    """Report an unusable cache folder in one line, and use a temporary one for this command.
 
-    Its workers take it from the environment. Of several ranks the first one says the line.
+    Its workers take the folder from the environment. Among several ranks, only the first prints the
+    line.
     """
     folder = cache_folder()
     own = cache(temporary_cache)
@@ -73,7 +74,7 @@ def check_caches(verb: str) -> None:
 
 
 def _keys() -> str | None:
-    """Every key of run.toml by section, for whoever asks for help; else nothing is imported."""
+    """Return every key of run.toml by section for --help; else None, without an import."""
     if "--help" not in sys.argv:
         return None
     from textwrap import fill
@@ -104,7 +105,7 @@ GROUPS = {
     "find": find.app,
     "launch": launch.app,
 }
-"""Words that another word must follow."""
+"""Groups of verbs: another word must follow."""
 for _name, _group in GROUPS.items():
     app.add_typer(_group, name=_name)
 
@@ -132,14 +133,14 @@ def main() -> None:
 
     So is a wrong option, and a file or folder that the system refuses: exit status 2, as the user
     can change it. Ctrl-C exits with 130, a closed pipe with 141; lines go to standard error. Any
-    other exception comes through. What streams are and become: `terminal.py`.
+    other exception propagates. `terminal.py` describes the standard streams.
     """
     verb = sys.argv[1] if len(sys.argv) > 1 else ""
     terminal = Terminal(verb)
     code = 1
     try:
         code = _command()
-    finally:  # also for an exception that comes through
+    finally:  # also for an exception that propagates
         if (lost := terminal.close()) is not None:
             line = lost_line(lost)
             sys.stderr.write(line)
@@ -150,22 +151,22 @@ def main() -> None:
 
 
 def _command() -> int:
-    """Run the command line; gives the exit status, and says its line."""
+    """Run the command line, print its error line if any, and return the exit status."""
     try:
         check_letters(sys.argv[1:])
         if sys.argv[1:2] and sys.argv[1] in BUILDING and "--help" not in sys.argv:
             check_caches(sys.argv[1])
-        # Without words the help is shown, which the library does best on its own.
+        # typer prints the help for an empty command line.
         bare = not sys.argv[1:] or (len(sys.argv) == 2 and sys.argv[1] in GROUPS)
         code = app() if bare else app(standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except SystemExit as ended:  # the library's own, of the help
+    except SystemExit as ended:  # raised by typer after its help
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except ShoalError as failure:
         sys.stderr.write(f"shoal: {failure}\n")
         return failure.exit_code
     except OutputLost:
-        return 0  # `main` says the rest, as it does for what is lost in the last flush
+        return 0  # `main` reports it, as it reports a failure of the last flush
     except BrokenPipeError:
         return 141
     except KeyboardInterrupt:

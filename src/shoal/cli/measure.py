@@ -1,4 +1,4 @@
-"""`shoal plan --measure`: measures this machine with as many processes as a run would have.
+"""`shoal plan --measure`: measure this machine with as many processes as a run would have.
 
 The facts go to the cache folder, where every later plan and run finds them
 (forecast/machines/measured_machine.py).
@@ -15,10 +15,10 @@ import typer
 
 
 def measure_here(arguments: list[str]) -> None:
-    """Measure with the processes of this request; what was known is measured again.
+    """Measure this machine with the processes of this request, replacing earlier measurements.
 
     Raises:
-        ConfigError, PlanError: for a request that is none.
+        ConfigError, PlanError: the request is wrong.
     """
     from shoal.base.estimates.facts import this_machine
     from shoal.base.layouts.layout import Layout
@@ -53,7 +53,7 @@ def measure_here(arguments: list[str]) -> None:
 
 
 def main() -> int:
-    """One of the measuring processes."""
+    """Run one of the measuring processes."""
     from shoal.base.runlog.atomic_files import cache_folder
     from shoal.fabric import start_world
     from shoal.machine.measure import measure_machine

@@ -1,7 +1,7 @@
-"""`shoal plan`: which layout would be fastest, does it fit, and why, before anything runs.
+"""`shoal plan`: rank layouts by step time and memory, with reasons, before anything runs.
 
-Takes what `shoal train` takes, needs no GPU, and imports torch only to look at a model of the
-user's own (or with --measure).
+It takes the arguments of `shoal train`, needs no GPU, and imports torch only to trace a model of
+the user's own (or with --measure).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def plan(
         from shoal.forecast.machines.cluster_syntax import parse_machines
 
         if on:
-            parse_machines(on)  # a slip there is told before half a minute of measuring
+            parse_machines(on)  # reports a wrong machine before half a minute of measuring
         measure_here(arguments or [])
     record, best = _planned(arguments or [], on, top, trust=trust)
     if write is not None:
@@ -84,7 +84,7 @@ def plan(
 
 
 def _planned(arguments: list[str], on: str, top: int, *, trust: bool) -> tuple[dict[str, Any], Any]:
-    """The plan's document, and its best candidate."""
+    """Return the plan's document, and its best candidate."""
     from shoal.cli.plan_subject import find_subject
     from shoal.config.trust import load_own
     from shoal.forecast.search.layout_search import search
@@ -104,7 +104,7 @@ def _planned(arguments: list[str], on: str, top: int, *, trust: bool) -> tuple[d
 
 
 def _next(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> str:
-    """What to type after reading this: a run, a plan that fits, or the plan as a file."""
+    """Return the next command: a run, a plan that fits, or the plan as a file."""
     import shlex
 
     shown = ["--on", on] if on else []
@@ -115,7 +115,7 @@ def _next(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> s
     if not on:
         chosen = _chosen(best.case)
         given = {word.partition("=")[0] for word in arguments}
-        if "layout.strategy" in given:  # a name is a whole layout
+        if "layout.strategy" in given:  # a strategy names a whole layout
             chosen = {key: value for key, value in chosen.items() if not key.startswith("layout.")}
         settings = [f"{key}={value}" for key, value in chosen.items() if key not in given]
         return f"shoal train {shlex.join([*arguments, *settings])}".rstrip()
@@ -123,7 +123,7 @@ def _next(best: Any, record: dict[str, Any], arguments: list[str], on: str) -> s
 
 
 def _without(arguments: list[str], fix: list[str]) -> list[str]:
-    """The arguments but for what a fix says otherwise: a strategy is the degrees' other word."""
+    """Return the arguments without those that a fix replaces: degrees also replace a strategy."""
     said = {word.partition("=")[0] for word in fix}
     data = {"layout.strategy", "layout.dp_replicate", "layout.dp_shard", "layout.zero"}
     data |= {"layout.servers", "layout.updates", "layout.staleness", "layout.serves"}
@@ -133,17 +133,17 @@ def _without(arguments: list[str], fix: list[str]) -> list[str]:
 
 
 ORDER = ("schedule", "chunks")
-"""Keys of a pipeline's order: told only where it is not the default."""
+"""Keys of a pipeline schedule, given only where they are not the default."""
 
 
 def _chosen(case: Any) -> dict[str, Any]:
-    """What a run must be told to be this case, where its own defaults come to something else."""
+    """Return the keys with which a run becomes this case, where its own defaults differ."""
     from shoal.base.layouts.policies import MemoryPolicy
     from shoal.base.layouts.schedule_names import DEFAULT
     from shoal.planning.settle import words_of
 
     layout, chosen = case.layout, {}
-    if layout.is_derived:  # what `auto` would not take by itself
+    if layout.is_derived:  # `auto` alone would not choose it
         words = words_of(layout)
         chosen = {f"layout.{key}": n for key, n in words.items() if key not in ORDER}
     if layout.pp > 1 and case.schedule != DEFAULT:

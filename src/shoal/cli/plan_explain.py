@@ -1,7 +1,7 @@
-"""`shoal plan --explain`: what becomes of every parameter under a layout, and why.
+"""`shoal plan --explain`: show what a layout does to every parameter, and why.
 
-The model is built and looked at in this process, on the CPU, with a few samples of its own data; no
-other process is started. The layout is the one that is asked for, or else the plan's best.
+This process builds the model and traces it on the CPU, with a few samples of its own data; it
+starts no other process. The layout is the requested one, or else the plan's best.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.config.sections import Config
 from shoal.config.trust import load_own
 
 SAMPLES = 3
-"""That the model is looked at with: no power of two, which degrees are."""
+"""Samples with which the model is traced: no power of two, as degrees are."""
 
 Look = Callable[[Any], Any]
 """Runs a model on the samples."""
@@ -31,7 +31,7 @@ Look = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Held:
-    """What one axis makes of a parameter."""
+    """Shard, collective and reason of one parameter on one axis."""
 
     axis: str = ""
     shard: str = "whole"
@@ -41,7 +41,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Derived:
-    """What an axis makes of a model: parameters by name, what is exchanged, what is to be said."""
+    """Effect of one axis on a model: parameters by name, exchanged messages, notices."""
 
     held: Mapping[str, Held] = field(default_factory=dict)
     exchanges: tuple[ExchangeRow, ...] = ()
@@ -52,7 +52,7 @@ def explain(arguments: list[str], on: str, as_json: bool, *, trust: bool) -> Non
     """Print the table, or its JSON document.
 
     Raises:
-        ConfigError, PlanError: a layout that cannot be, or not for this model.
+        ConfigError, PlanError: the layout is impossible, or impossible for this model.
     """
     import json
 
@@ -69,10 +69,10 @@ def explain(arguments: list[str], on: str, as_json: bool, *, trust: bool) -> Non
 
 
 def find_layout(loaded: Loaded, on: str) -> Layout:
-    """The layout that is asked for, exactly as a run would take it; else the plan's best.
+    """Return the requested layout, exactly as a run would take it; else the plan's best.
 
     Args:
-        on: the text of --on, which counts processes where nothing else does.
+        on: the text of --on, which sets the number of processes if nothing else does.
     """
     from shoal.base.estimates.facts import this_machine
     from shoal.cli.plan_subject import find_subject
@@ -95,7 +95,7 @@ def find_layout(loaded: Loaded, on: str) -> Layout:
 
 
 def explain_model(config: Config, layout: Layout) -> Explained:
-    """Every parameter of the configured model under `layout`."""
+    """Return every parameter of the configured model under `layout`."""
     from shoal.config.resolve import plan_of
     from shoal.parallel.placement_rows import derive
     from shoal.trace.flow.forward_record import Record
@@ -139,7 +139,7 @@ def explain_model(config: Config, layout: Layout) -> Explained:
 
 
 def over_data(layout: Layout, shape: tuple[int, ...]) -> Held:
-    """What the data-parallel axes make of one trainable parameter.
+    """Return the effect of the data-parallel axes on one trainable parameter.
 
     >>> over_data(Layout(dp_replicate=2), (4, 4)).collective
     'all_reduce of its gradient over dp_replicate'
@@ -163,7 +163,7 @@ def over_data(layout: Layout, shape: tuple[int, ...]) -> Held:
 
 
 def over_experts(layout: Layout, shape: tuple[int, ...]) -> Held:
-    """What expert parallelism makes of a stack of experts.
+    """Return the effect of expert parallelism on the stacked weights of experts.
 
     >>> over_experts(Layout(dp_replicate=4, ep=2), (8, 4, 4)).shard
     'rows 0:4 of 8'
@@ -187,7 +187,7 @@ def over_experts(layout: Layout, shape: tuple[int, ...]) -> Held:
 
 
 def _look_at(config: Config) -> tuple[Any, Look, Callable[[], tuple[FlopsRow, ...]]]:
-    """The model, how to run one like it on the first samples of its data, what that computes."""
+    """Return the model, its forward pass on the first samples, and the flops of that pass."""
     import torch
 
     from shoal.data.loading.dataset_kind import is_indexed, join
@@ -208,7 +208,7 @@ def _look_at(config: Config) -> tuple[Any, Look, Callable[[], tuple[FlopsRow, ..
         few = [source.train[place] for place in range(min(SAMPLES, len(source.train)))]
         batch = join(few, source.collate, "the first samples")
     module = build_module(lambda: build_model(config, source), config.train.seed).train()
-    # A model shows its splits in fp32; a format of the run changes none of them.
+    # The trace runs in fp32: the run's format changes none of the splits.
     inputs = split_batch(batch)[0]
 
     def look(model: Any) -> Any:
@@ -228,7 +228,7 @@ def _look_at(config: Config) -> tuple[Any, Look, Callable[[], tuple[FlopsRow, ..
 
 
 def _over_tp(module: Any, split: Any, layout: Layout) -> Derived:
-    """How every layer is split."""
+    """Return the effect of tensor parallelism on every parameter."""
     held = {}
     for name, parameter in module.named_parameters():
         one = split.parameters[name]
@@ -250,11 +250,11 @@ def _over_tp(module: Any, split: Any, layout: Layout) -> Derived:
 
 
 def _travels(name: str, reason: str, exchanges: Mapping[str, Any]) -> str:
-    """What is exchanged because a weight is split, in the words of its layer's collectives.
+    """Return the collectives that a split weight makes necessary, as text.
 
     Args:
-        reason: begins with the weight's role: column, its product's outputs are split; row, its
-            product's inputs are, so that every rank has a summand; else it is a table.
+        reason: begins with the weight's role: column, the outputs of its product are split; row,
+            the inputs of its product are, so that every rank has a summand; else it is a table.
         exchanges: of the model by module.
     """
     owner = max((o for o in exchanges if name.startswith(f"{o}.") or not o), key=len, default="")
@@ -275,7 +275,7 @@ def _travels(name: str, reason: str, exchanges: Mapping[str, Any]) -> str:
 
 
 def label_text(shape: tuple[int, ...], label: Any, degree: int) -> str:
-    """What the first of `degree` tensor-parallel ranks holds under a label, in words."""
+    """Return as text which part the first of `degree` tensor-parallel ranks holds under a label."""
     from shoal.parallel.spmd.labelling.labels import Split, Tiled
 
     if isinstance(label, Split):

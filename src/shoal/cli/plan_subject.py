@@ -1,8 +1,8 @@
-"""What `shoal plan` is asked about: a configuration turned into facts of a model and of a machine.
+"""The subject of `shoal plan`: a configuration as facts of a model and of a machine.
 
-Nothing here needs torch, but for a model of the user's own, which is traced. What a plan cannot
-take from the data (the sequence of a published model, a batch that keeps a cluster busy) is
-derived, and said in one line.
+Nothing here needs torch, but for a model of the user's own, which is traced. A fact that the data
+does not supply (the sequence length of a published model, a batch that keeps a cluster busy) is
+derived, and reported in one line.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from shoal.forecast.search.search_space import SearchSpace, space_of
 
 TOKENS_PER_STEP = 4 * 2**20
 MOST_TOKENS = 16 * 2**20
-"""Of a cluster whose batch nobody gave: what models of 1B and more are usually trained with."""
+"""Tokens per step on a cluster if the user sets no batch: common for models of 1B and more."""
 
 PUBLISHED_SEQUENCE = 8192
 
 
 @dataclass
 class Subject:
-    """What is planned, which of its fields are open, and what was assumed on the way."""
+    """Planned case, search space of its open fields, and assumptions made on the way."""
 
     case: Case
     space: SearchSpace
@@ -48,13 +48,13 @@ class Subject:
 
 
 def find_subject(loaded: Loaded, machines: str) -> Subject:
-    """Facts for one request.
+    """Return the facts of the model and the machine for one request.
 
     Args:
         machines: the text of --on; "" for this machine.
 
     Raises:
-        ConfigError, PlanError: one line each.
+        ConfigError, PlanError: the request is wrong; one line each.
     """
     config = loaded.config
     notes: list[str] = list(loaded.notices)
@@ -62,7 +62,7 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
     compute = format_on(plan_of(config), cluster, notes)
     model = find_model(loaded, cluster, WIDTHS[compute], notes)
     degrees = config.layout.degrees()
-    # `auto` leaves these axes whole; whoever asks for them wants them searched.
+    # `auto` leaves these axes at degree 1; a user who names one of them wants it searched.
     built = not machines and not {"tp", "pp", "cp"} & degrees.keys()
     space = space_of(config.layout, cluster, built=built)
     layout = space.layout
@@ -82,7 +82,7 @@ def find_subject(loaded: Loaded, machines: str) -> Subject:
 
 
 def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
-    """The machines that --on names, or this one as it was measured."""
+    """Return the machines that --on names, or this machine as it was measured."""
     from shoal.base.estimates.facts import this_machine
     from shoal.base.runlog.atomic_files import cache_folder
     from shoal.config.resolve import processes_of
@@ -102,7 +102,7 @@ def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
         )
     processes = config.launch.processes or processes_of(config.layout, machine)
     if config.layout.strategy == "dp" and machine.gpus > 1 and processes == 1:
-        processes = config.layout.threads or machine.gpus  # a device each, in one process
+        processes = config.layout.threads or machine.gpus  # one device each, in one process
     check_cores(processes, machine)
     measured = read_measured(cache_folder(), processes)
     if measured is None:
@@ -116,12 +116,12 @@ def find_cluster(config: Config, machines: str, notes: list[str]) -> Cluster:
 def find_model(
     loaded: Loaded, cluster: Cluster, element_bytes: int, notes: list[str]
 ) -> ModelFacts:
-    """The model's facts: by name, by config.json, or traced."""
+    """Return the model's facts: by its name, from config.json, or traced."""
     config = loaded.config
     section = config.model
     given = "data.sequence" in loaded.origins
     by_arithmetic = section.name in LANGUAGE and not config.layout.names_blocks
-    if tuned := config.tune.adapter != "none":  # what trains is what peft puts on
+    if tuned := config.tune.adapter != "none":  # only the adapters of peft train
         from shoal.cli.start import check_tune
 
         check_tune(config)
@@ -148,7 +148,7 @@ def find_model(
             )
     most = shape.positions or shape.context
     if not given:
-        # Whole samples of a fixed number of positions; else no more than is usual in training.
+        # Whole samples of a fixed length; else at most a length that is usual in training.
         sequence = shape.positions or min(shape.context or PUBLISHED_SEQUENCE, PUBLISHED_SEQUENCE)
         of = f" of the {most} that it can take" if most > sequence else ""
         notes.append(f"data.sequence not given: {sequence}{of}")
@@ -164,7 +164,7 @@ def _vocabulary(config: Config) -> int:
 
 
 def _traced(config: Config, cluster: Cluster, element_bytes: int) -> ModelFacts:
-    """A module that has no arithmetic of its own: one unit of each kind is looked at with torch."""
+    """Return the facts of a module without known arithmetic, by tracing one unit of each kind."""
     from shoal.data.sources import open_source
     from shoal.trainer.jobs.run_forecast import facts_of
 
@@ -175,10 +175,10 @@ def _traced(config: Config, cluster: Cluster, element_bytes: int) -> ModelFacts:
 def _batch(
     loaded: Loaded, model: ModelFacts, cluster: Cluster, layout: Layout | None, here: bool
 ) -> tuple[int, int, int]:
-    """Returns samples per step, per forward pass, micro-batches per rank; the last two 0: any.
+    """Return samples per step, per forward pass, micro-batches per rank; the last two 0: any.
 
-    On this machine the batch is what a run would settle. What else the user leaves open is the
-    plan's to choose; a batch that is left open is a usual one that the given keys divide.
+    On this machine the batch is the one that a run would choose. The plan chooses the other open
+    keys; an open batch is a common batch that the given keys divide.
 
     Args:
         here: the plan is for this machine.
@@ -207,9 +207,9 @@ def _batch(
 
 
 def usual_batch(sequence: int, devices: int) -> int:
-    """A usual number of samples per step: 4M tokens, up to 16M on thousands of devices.
+    """Return a common number of samples per step: 4M tokens, up to 16M on thousands of devices.
 
-    What no power of two divides of the devices, divides the batch: so data-parallel degrees do.
+    The odd factor of the number of devices divides the batch, so that data-parallel degrees do.
 
     >>> usual_batch(8192, 8), usual_batch(8192, 16384), usual_batch(8192, 100_000)
     (512, 2048, 3125)

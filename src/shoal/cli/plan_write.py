@@ -1,4 +1,4 @@
-"""`shoal plan --write FILE`: the chosen layout as a run.toml that `shoal train` takes."""
+"""`shoal plan --write FILE`: write the chosen layout as a run.toml that `shoal train` takes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ORIGIN = "shoal plan"
 
 
 TEXT_UP_TO = 100_000_000
-"""Parameters above which nobody wants Python's own source text as training data."""
+"""Parameters above which Python's own source text is too small a data set."""
 
 
 def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, list[str]]:
-    """Write what was asked with the plan's choices filled in.
+    """Write the request as a run.toml, with the plan's choices filled in.
 
     Returns:
-        the command that starts it ("" where it cannot), and what is still to be set in it.
+        the command that starts it ("" if none can), and the keys that the user must still set.
 
     Raises:
-        ConfigError: if the file exists: a plan never replaces what a user wrote.
+        ConfigError: the file exists: a plan never replaces a file of the user.
     """
     if path.exists():
         raise ConfigError(f"--write {path}: exists; try: another name, or move it away")
@@ -66,7 +66,7 @@ def write_plan(best: Candidate, arguments: list[str], path: Path) -> tuple[str, 
 
 
 def _start(best: Candidate, path: Path) -> tuple[str, list[str]]:
-    """How the run is started: here, or by Slurm where it is on several machines; and how else."""
+    """Return the command that starts the run, here or by Slurm, and notes on other ways."""
     if not best.fits:
         return "", [f"{path} is written, and does not start on these devices"]
     train = f"train {shlex.quote(str(path))}"

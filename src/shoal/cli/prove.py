@@ -1,7 +1,7 @@
-"""`shoal prove`: does the layout compute what one process computes, on the user's own model?
+"""`shoal prove`: compare a layout with one process, on the user's own model.
 
-Settles the request as `shoal train` does, starts the layout's processes for a few steps, and prints
-what came out. Its folder lies beside the runs, under a hidden name, and is gone afterwards.
+It settles the request as `shoal train` does, starts the layout's processes for a few steps, and
+prints the result. Its folder lies beside the runs, under a hidden name, and is removed afterwards.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ BY_BLOCKS = typer.Option(
 )
 
 FIRST_S, PATIENCE_S = 300.0, 180.0
-"""How long all may be silent before a step's time is known, and a busy rank after it was told: less
-together than a collective may take, after which those that wait are blamed."""
+"""Seconds of silence allowed before a step's time is known, and for a busy rank afterwards.
+
+The sum is below the timeout of a collective, after which the supervisor would blame the waiting
+ranks.
+"""
 EXIT_CODES = {"equal": 0, "not proven": 1, "different": 3}
 
 
@@ -71,7 +74,7 @@ def prove(
 
 
 def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) -> dict[str, Any]:
-    """Start the processes and give the report that they left."""
+    """Start the processes and return the report that they wrote."""
     from shoal.base.errors import BugError
     from shoal.cli.start import prepare, write_folder
     from shoal.cli.workers.worker import imports_of
@@ -122,7 +125,7 @@ def _run(arguments: list[str], modes: list[str], *, quiet: bool, trust: bool) ->
 
 
 def _telling(emit: Callable[..., None]) -> Callable[..., None]:
-    """As `emit`; a hang is told on standard error, with the stacks: the folder will be gone."""
+    """Wrap `emit` to print a hang with its stacks, since the folder is removed afterwards."""
     from shoal.base.text.event_sentences import event_text
 
     def tell(event: str, **fields: Any) -> None:
@@ -138,7 +141,7 @@ def _telling(emit: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _hidden(root: Path) -> Iterator[Path]:
-    """A folder under `root` that is gone afterwards, and `root` too if it was not there."""
+    """Make a folder under `root` and remove it afterwards, `root` too if it did not exist."""
     existed = root.exists()
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".prove-", dir=root))

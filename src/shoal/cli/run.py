@@ -1,8 +1,8 @@
-"""`shoal run --as deepspeed -- script.py …`: a script of another library's, answered by Shoal.
+"""`shoal run --as deepspeed -- script.py …`: run a script of another library on Shoal.
 
-The same as the line `import shoal.neighbours.deepspeed` before the script's own, and `--exact` as
-`shoal.neighbours.exact.install()` after it. Under torchrun or srun every process runs the same
-command; `--processes` starts them by torchrun.
+The verb is the same as the line `import shoal.neighbours.deepspeed` before the script's own, and
+`--exact` as `shoal.neighbours.exact.install()` after it. Under torchrun or srun every process runs
+the same command; `--processes` starts them by torchrun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OTHERS = dict.fromkeys(
     ("lightning", "pytorch_lightning", "pytorch-lightning", "fabric"),
     'Trainer(strategy="shoal"), after import shoal.neighbours.lightning',
 )
-"""Libraries that have another door."""
+"""Libraries that Shoal supports in another way."""
 WORDS = typer.Argument(..., help="The script, and its own arguments, after --.")
 
 
@@ -59,5 +59,5 @@ def run(
     except ShoalError:
         raise
     except Exception:
-        traceback.print_exc()  # the script's own, whole
+        traceback.print_exc()  # the script's own traceback, whole
         sys.exit(1)

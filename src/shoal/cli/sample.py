@@ -1,4 +1,4 @@
-"""`shoal sample`: what the model of a run writes after a text."""
+"""`shoal sample`: generate text with the model of a run."""
 
 from __future__ import annotations
 

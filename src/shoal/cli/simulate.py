@@ -1,4 +1,4 @@
-"""`shoal simulate`: look at how distributed training works, step by step and over time.
+"""`shoal simulate`: show how distributed training works, step by step and over time.
 
 WHAT is one of the table `WHATS`: collectives and sharding as step-throughs with real numbers,
 pipeline schedules and the LLM-Training-Puzzles as timelines, calculators as one screen each. All of
@@ -96,9 +96,10 @@ def simulate(
 
 
 def find(word: str) -> tuple[str, Entry]:
-    """The entry of a name, or of another name for it.
+    """Return the entry of a name, or of one of its aliases.
 
-    Errors: ConfigError with the nearest name
+    Raises:
+        ConfigError: the name is unknown; the message names the nearest.
 
     >>> find("afab")[0]
     'gpipe'
@@ -114,9 +115,10 @@ def find(word: str) -> tuple[str, Entry]:
 def check_options(
     what: str, entry: Entry, given: dict[str, float | None], words: list[str]
 ) -> None:
-    """Only options that this entry reads, and only values that make sense.
+    """Refuse options that this entry does not read, and values out of range.
 
-    Errors: ConfigError
+    Raises:
+        ConfigError: an option or a value is refused.
     """
     for name, value in given.items():
         if value is None:
@@ -137,7 +139,12 @@ def check_options(
 def _calculate(
     what: str, words: list[str], svg: Path | None, trace: Path | None, as_json: bool
 ) -> None:
-    """One screen of a calculator. Errors: ConfigError for --trace, PlanError for its own words."""
+    """Print one screen of a calculator.
+
+    Raises:
+        ConfigError: --trace was given.
+        PlanError: an argument of the calculator is wrong.
+    """
     from shoal.teach.calculate import calculate
 
     if trace is not None:
@@ -146,7 +153,7 @@ def _calculate(
 
 
 def _list() -> None:
-    """What there is, one line each."""
+    """Print all entries, one line each."""
     from shoal.teach.calculate import SCREENS
 
     group = ""

@@ -1,7 +1,7 @@
-"""Prepares and supervises a run on this machine, all without torch.
+"""Prepare and supervise a run on this machine, without torch.
 
-Whatever a user can get wrong is found here, before any process starts: keys and types, layout and
-world size, portions of the batch, data paths, import paths, the run folder and who owns it.
+Every error of the user is found here, before any process starts: keys and types, layout and world
+size, division of the batch, data paths, import paths, the run folder and its owner.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Prepared:
     """A run that may start: its configuration, folder and plan.
 
     Attributes:
-        chosen: the plan's layout was left open, and an earlier start of this run has taken it.
-        force: it goes on although what it is now comes to another result.
-        sized: an earlier start has chosen the micro-batch, or the run whose run.toml this was.
+        chosen: the run.toml leaves the layout open, and an earlier start of this run has chosen it.
+        force: resume although changed settings or code lead to another result.
+        sized: an earlier start, or the run that wrote this run.toml, has chosen the micro-batch.
     """
 
     loaded: Loaded
@@ -98,12 +98,12 @@ def prepare(
     """Check the request and settle what was left open.
 
     Args:
-        processes: how many there are, if somebody else started them.
-        force: a resume goes on with settings and code that its checkpoint was not trained with.
-        trust: also functions that a stranger's run.toml names may be called.
+        processes: the number of processes, if another launcher started them.
+        force: a resume continues with settings and code that its checkpoint was not trained with.
+        trust: call functions that another user's run.toml names.
 
     Raises:
-        ConfigError, PlanError, CheckpointError: one line each.
+        ConfigError, PlanError, CheckpointError: the request is wrong; one line each.
     """
     path, overrides = file_and_overrides(arguments)
     if resume is not None:
@@ -125,7 +125,7 @@ def prepare(
         if not force:
             _check_same(loaded, resume)
         return Prepared(loaded, resume, plan, True, chosen, force, sized)
-    # A run that never saved anything has nothing to lose; a live one is protected by its lease.
+    # A run that never saved anything has nothing to lose; its lease protects a live one.
     if find(folder / "checkpoints") or islands_of(folder):
         raise ConfigError(
             f"run.name = {loaded.config.run.name}: {folder} holds a run already; to go on with it: "
@@ -135,21 +135,25 @@ def prepare(
 
 
 def _check_same(loaded: Loaded, folder: Path) -> None:
-    """Errors: ConfigError naming all that differs from the newest checkpoint and changes results.
+    """Refuse a resume whose settings or code change the result.
 
-    What can be said without torch is said here; of data and weights the workers say it.
+    Only differences that can be found without torch are checked here; the workers check data and
+    weights.
+
+    Raises:
+        ConfigError: names each difference from the newest checkpoint that changes the result.
     """
     held = islands_of(folder)
     for found in find((held[0] if held else folder) / "checkpoints"):
         try:
             record = read_manifest(found.path).record
         except CheckpointError:
-            continue  # whoever restores it says what is wrong with it
+            continue  # the code that restores the checkpoint reports the damage
         then = str(record.get("configuration", ""))
         differences = of_configurations(then, to_toml(loaded)) if then else []
         differences += of_surroundings(record)
         if shows_when_opened(differences):
-            return  # workers refuse it, and offer --force only where it goes on
+            return  # the workers refuse it, and offer --force only if it can resume
         if line := refusal(f"--resume {folder}", found.step, differences):
             raise ConfigError(line)
         return
@@ -162,8 +166,8 @@ def settle_run(
 
     Args:
         loaded: the request.
-        processes: how many there are, if somebody else started them.
-        resume: the folder of the run that goes on, whose choice of a layout is kept.
+        processes: the number of processes, if another launcher started them.
+        resume: folder of the resumed run, whose choice of a layout is kept.
 
     Returns:
         The settled plan, and whether an earlier start of the run chose its layout.
@@ -214,14 +218,14 @@ def settle_run(
 
 
 def settle_portions(loaded: Loaded, plan: Plan) -> Plan:
-    """Settle the batch and how it is cut, in `loaded` and in the plan that has its layout.
+    """Settle the batch and its division, in `loaded` and in the plan that has its layout.
 
-    A micro-batch that an earlier start chose is kept where it divides the share of a data-parallel
-    rank; else the nearest below it, and a line says so. Islands may have other layouts, and begin
-    with an eighth of the batch, which all of them can run.
+    A micro-batch that an earlier start chose is kept if it divides the share of a data-parallel
+    rank; else the nearest below replaces it, and a line reports that. Islands may have different
+    layouts; they begin with an eighth of the batch, which all of them can run.
 
     Raises:
-        ConfigError, PlanError: they do not divide, with the nearest legal values.
+        ConfigError, PlanError: the sizes do not divide; the message names the nearest legal values.
     """
     resolve_batch(loaded, plan.layout.data_degree)
     train, chosen = loaded.config.train, chosen_micro_batch(loaded)
@@ -240,18 +244,22 @@ def settle_portions(loaded: Loaded, plan: Plan) -> Plan:
 
 
 def _islands_here(islands: IslandsPolicy) -> int:
-    """How many islands this command starts on this machine."""
+    """Return the number of islands that this command starts on this machine."""
     return 1 if islands.at or not islands.on else islands.count
 
 
 def _in_folders(islands: IslandsPolicy, folder: Path) -> bool:
-    """Whether islands have folders of their own in the run's; also the only one that is left."""
+    """Return whether islands have their own folders in the run's, even a single remaining one."""
     alone = islands.on and not islands.at and bool(islands_of(folder))
     return alone or _islands_here(islands) > 1
 
 
 def _check_goes_on(islands: IslandsPolicy, folder: Path) -> None:
-    """Errors: ConfigError where a run of islands would begin anew, or where they began."""
+    """Refuse to resume a run of islands with a command that starts no islands.
+
+    Raises:
+        ConfigError: the folder holds islands, and islands.at or islands.method excludes them.
+    """
     held = islands_of(folder)
     if held and not _in_folders(islands, folder):
         key = f"at = {islands.at}" if islands.at else f"method = {islands.method}"
@@ -262,10 +270,11 @@ def _check_goes_on(islands: IslandsPolicy, folder: Path) -> None:
 
 
 def check_tune(config: Config) -> None:
-    """Refuse adapters that have nothing to stand on.
+    """Refuse adapters without pretrained weights to adapt.
 
-    Errors: ConfigError for a missing peft, a model of ours by name, weights that do not exist, and
-    for keys beside tune.adapter=none.
+    Raises:
+        ConfigError: peft is missing, the model is one of Shoal's by name, weights do not exist, or
+            keys stand beside tune.adapter=none.
     """
     tune, name = config.tune, config.model.name
     if tune.adapter == "none":
@@ -285,7 +294,7 @@ def check_tune(config: Config) -> None:
             f"{where}: needs peft, which is not installed; try: pip install 'shoal[tune]'"
         )
     if config.model.build:
-        return  # the builder's own weights
+        return  # the weights of the user's build function
     if not is_foreign(name):
         raise ConfigError(
             f"{where}: model.name = {name} starts from random weights, and frozen ones learn "
@@ -347,7 +356,7 @@ def _check_resumable(folder: Path) -> None:
 
 
 def launch(prepared: Prepared, environ: dict[str, str]) -> int:
-    """Supervise the workers to the end; gives the exit code."""
+    """Supervise the workers to the end; return the exit code."""
     folder, config = prepared.folder, prepared.loaded.config
     folder.mkdir(parents=True, exist_ok=True)
     with RunLease(folder, config.run.name):
@@ -377,7 +386,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
                 [sys.executable, "-m", "shoal.cli.workers.worker", str(folder)],
                 processes=config.launch.processes,
                 folder=folder,
-                # Who is among the islands is fixed for the run: none comes back by itself.
+                # The members of a run of islands are fixed: none rejoins by itself.
                 restarts=0 if config.islands.on and config.islands.at else config.launch.restarts,
                 emit=events.emit,
                 on_tick=view.tick,
@@ -390,7 +399,7 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
             )
         finally:
             view.finish()
-        # While owner.json is there: a folder that was deleted and made anew is known by it alone.
+        # Only while owner.json exists: it alone reveals a deleted and re-created folder.
         ending = Ending.of(folder := events.owner.place() if events.owner else folder)
     is_moved = folder != prepared.folder
     if not is_moved and prepared.resumed and outcome.status == "failed" and not ending.began:
@@ -409,23 +418,27 @@ def launch(prepared: Prepared, environ: dict[str, str]) -> int:
 
 
 def _print_errors(lines: list[str]) -> None:
-    """Print lines on standard error, where what follows on standard output comes after them."""
+    """Print lines on standard error, after flushing standard output so that the order stays."""
     sys.stderr.writelines(told(line) for line in lines)
     sys.stderr.flush()
 
 
 def _put_back(before: dict[Path, str]) -> None:
-    """Write files again as they were before a resume: an override that failed is not the run's."""
+    """Restore files after a failed resume: an override that failed does not belong to the run."""
     for path, text in before.items():
         write_whole(path, text)
 
 
 def write_folder(prepared: Prepared, attempt: int = 0) -> EventLog:
-    """run.toml as it was resolved, and the first event; attempt: restarts before this one."""
+    """Write the resolved run.toml and the first event into the run folder; return its event log.
+
+    Args:
+        attempt: restarts before this one.
+    """
     folder = prepared.folder
     mended = mend_folder(folder) if prepared.resumed else []
     write_whole(folder / "run.toml", to_toml(prepared.loaded))
-    # What an attempt before this one knew of another model is not this one's.
+    # Facts that an earlier attempt recorded about another model do not apply to this one.
     known = read_object(folder / "plan.json") if prepared.resumed else {}
     told = {"chosen": prepared.chosen, "sized": prepared.sized}
     write_whole(folder / "plan.json", prepared.plan.to_json({**known, **told}))

@@ -1,12 +1,12 @@
-"""Standard streams that every verb can write to, whatever the command was started with.
+"""Standard streams to which every verb can write, however the command was started.
 
 an encoding that lacks letters   they are spelt in ASCII (`base/text/terminal_encoding.py`)
-closed (`>&-`, `2>&-`, `<&-`)    /dev/null stands there: what is written is dropped, and no file
-                                 that is opened later gets the number of a standard stream
+closed (`>&-`, `2>&-`, `<&-`)    /dev/null replaces it: output is dropped, and no file that is
+                                 opened later gets the number of a standard stream
 a pipe that nobody reads         a verb that only prints ends with 141; one that works
-                                 (`GOES_ON`) goes on without a word, and ends as its work does
+                                 (`GOES_ON`) continues without a word, and ends as its work does
 a full disk, a lost terminal     one line on the other stream, and status 2; one that works
-                                 says the line at its end, and ends as its work does
+                                 prints the line at its end, and ends as its work does
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from shoal.base.standard_streams import open_closed_streams
 from shoal.base.text.terminal_encoding import PLAIN_ASCII, READABLE
 
 GOES_ON = ("train", "compare", "prove", "find", "launch")
-"""Verbs whose work is worth more than what they print: a run folder, a proof, a measurement."""
+"""Verbs whose work is worth more than their output: a run folder, a proof, a measurement."""
 
 
 class OutputLost(OSError):
-    """Standard output takes no more. Without a number: typer and Rich end for a closed pipe's."""
+    """Error of a standard output that takes no more.
+
+    It has no errno: typer and Rich exit on the errno of a closed pipe.
+    """
 
 
 class _Stream(io.RawIOBase):
-    """A standard stream by its number, which remembers that it was lost.
+    """A standard stream by its file descriptor, which remembers that it was lost.
 
     Attributes:
-        failure: what the system said first; from then on everything is dropped.
+        failure: the system's first error; after it all output is dropped.
         goes_on: the first failure is no error either.
     """
 
@@ -43,14 +46,14 @@ class _Stream(io.RawIOBase):
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of it, or drop it."""
+        """Write all of the data, or drop it."""
         left = memoryview(data).cast("B")
         size = len(left)
         while left and self.failure is None:
             try:
                 left = left[os.write(self.number, left) :]
             except BlockingIOError:
-                continue  # a terminal that others made non-blocking
+                continue  # a terminal that another process made non-blocking
             except OSError as failure:
                 self.failure = failure
                 if not self.goes_on:
@@ -58,15 +61,15 @@ class _Stream(io.RawIOBase):
         return size
 
     def fileno(self) -> int:
-        """The number."""
+        """Return the file descriptor."""
         return self.number
 
     def isatty(self) -> bool:
-        """Tell whether it is a terminal."""
+        """Return whether the stream is a terminal."""
         return os.isatty(self.number)
 
     def writable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
 
@@ -74,7 +77,7 @@ class Terminal:
     """The standard streams of one command: `Terminal(verb)` replaces them, `close` ends them.
 
     Args:
-        verb: the first word after `shoal`; a script's own streams (`run`) keep Python's ways.
+        verb: the first word after `shoal`; `run` leaves a script's streams as Python made them.
     """
 
     def __init__(self, verb: str) -> None:
@@ -86,25 +89,29 @@ class Terminal:
             sys.stderr = _text(sys.stderr, self.error)
 
     def close(self) -> OSError | None:
-        """Write what is left. Gives the failure of standard output, if it was lost."""
+        """Flush the streams; return the failure of standard output if it was lost."""
         try:
             sys.stdout.flush()
             sys.stderr.flush()
         except OutputLost:
             pass
-        self.out.goes_on = True  # what the interpreter flushes at its end has been told already
+        self.out.goes_on = True  # the lost output has been reported already
         return self.out.failure
 
 
 def lost_line(failure: OSError) -> str:
-    """Say why standard output takes no more; "" for a pipe whose reader has gone."""
+    """Return why standard output takes no more; "" for a pipe whose reader has gone."""
     if failure.errno in (errno.EPIPE, errno.ESHUTDOWN):
         return ""
     return f"shoal: standard output: {failure.strerror}; try: another file or terminal\n"
 
 
 def check_letters(words: list[str]) -> None:
-    """Errors: ConfigError for a word that Python could not read in this locale's encoding."""
+    """Refuse command-line words that Python cannot decode in this locale's encoding.
+
+    Raises:
+        ConfigError: names the first such word.
+    """
     for word in words:
         if not word.isascii() and any("\udc80" <= letter <= "\udcff" for letter in word):
             shown = os.fsencode(word).decode("utf-8", "replace")
@@ -115,7 +122,7 @@ def check_letters(words: list[str]) -> None:
 
 
 def _text(stream: Any, raw: _Stream) -> Any:
-    """A text stream over `raw` like the one that Python made; another's (a test's) stays."""
+    """Return a text stream over `raw` like Python's own; a replaced stream (a test's) stays."""
     if stream is not None:
         try:
             if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != raw.number:

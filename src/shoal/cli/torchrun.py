@@ -1,12 +1,13 @@
-"""`shoal train` as a worker of somebody else's launcher: torchrun, srun, Kubernetes.
+"""`shoal train` as a worker of another launcher: torchrun, srun, Kubernetes.
 
-Every process of the launcher runs the same command. They meet first; rank 0 then settles the
-request, writes the run folder and tells the others where it is, or why not, so that all of them
-exit alike. Rank 0 draws. A restarted job finds its folder by its name, `run.name` or the launcher's
-own for the job, and goes on from its newest checkpoint, or starts anew where there is none yet.
-With `torchrun --nnodes=1:2` that is so when a node leaves or comes, too: all workers start
-again, and agents count only what failed, each for itself. Where nodes share no disk rank 0 is
-brought the newest run first (`trainer/jobs/node_starts.py`).
+Every process of the launcher runs the same command. All processes meet first. Rank 0 then settles
+the request, writes the run folder and broadcasts its path, or the error, so that all ranks exit in
+the same way. Rank 0 draws. A restarted job finds its folder by its name, `run.name` or the
+launcher's own for the job, and resumes from its newest checkpoint, or starts anew if there is none
+yet.
+With `torchrun --nnodes=1:2` the same happens when a node leaves or joins: all workers start again,
+and each agent counts only its own failures. If nodes share no disk, rank 0 first receives the
+newest run (`trainer/jobs/node_starts.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from shoal.checkpoint.format.lease import RunLease
 
 FILES = ("run.toml", "plan.json", JOB_FILE)
-"""Of a run folder, what a start needs."""
+"""Files of a run folder that a start needs."""
 
 
 def launched() -> bool:
-    """Whether torchrun or Slurm started this process as one of several."""
+    """Return whether torchrun or Slurm started this process as one of several."""
     env = os.environ
     torchrun = "RANK" in env and "WORLD_SIZE" in env
     return torchrun or count_tasks(env) not in ("", "1")
@@ -41,10 +42,10 @@ def launched() -> bool:
 def run(
     arguments: list[str], resume: Path | None, *, force: bool = False, trust: bool = False
 ) -> int:
-    """Train as one of the launcher's processes; gives the exit code.
+    """Train as one of the launcher's processes; return the exit code.
 
     Args:
-        force: go on although what differs changes the result, as a restart of the same job always
+        force: resume although differences change the result, as a restart of the same job always
             does.
     """
     from shoal.launch import run_worker
@@ -74,7 +75,7 @@ def _work(arguments: list[str], resume: Path | None, force: bool, trust: bool) -
     answer = world.broadcast_json(answer)
     if "error" in answer:
         if not world.is_first:
-            return 2  # rank 0 says why
+            return 2  # rank 0 prints the reason
         kinds = {"PlanError": PlanError, "CheckpointError": CheckpointError}
         raise kinds.get(answer["kind"], ConfigError)(answer["error"])
     folder = Path(answer.pop("folder"))
@@ -116,7 +117,7 @@ def _settle(
     force: bool,
     trust: bool,
 ) -> tuple[dict[str, Any], RunLease | None]:
-    """What rank 0 tells the others, the run folder or an error, and its hold on the folder."""
+    """Return rank 0's broadcast, the run folder or an error, and its lease on the folder."""
     from shoal.checkpoint.format.lease import RunLease
     from shoal.cli.start import prepare, write_folder
 
@@ -142,15 +143,15 @@ def _settle(
 def continued(
     arguments: list[str], resume: Path | None, environ: Mapping[str, str], attempt: int
 ) -> tuple[list[str], Path | None]:
-    """The arguments and the folder to resume of this attempt; a job keeps one folder for all.
+    """Return the arguments and the folder to resume of this attempt; a job keeps one folder.
 
     Args:
-        attempt: how often the job was restarted, as the rank says that knows of the most; 0 also
-            where its nodes became more: then the folder says that it is this job's.
+        attempt: restarts of the job, the maximum over all ranks; 0 also if the job gained nodes:
+            then the folder records that it belongs to this job.
 
     Raises:
-        ConfigError: at a restart whose folder has no name, as nothing tells where it was, and for a
-            folder of a run that may be this one's, as nothing tells whether it is.
+        ConfigError: a restarted job's folder has no name, so it cannot be found; or a folder of
+            this name may belong to this job, and no record confirms it.
     """
     from shoal.checkpoint.format.listing import find
     from shoal.config.load import load
@@ -175,7 +176,7 @@ def continued(
     if not find(folder / "checkpoints"):
         return arguments, None
     if attempt or is_of(folder, job):
-        return overrides, folder  # its own run.toml holds what the file said
+        return overrides, folder  # the folder's run.toml holds the keys of the given file
     if not job and "TORCHELASTIC_RUN_ID" in environ:
         raise ConfigError(
             f"run.name = {name}: {folder} holds a run already; to go on with it: --resume "
@@ -188,9 +189,9 @@ def continued(
 def continued_alone(
     arguments: list[str], resume: Path | None, environ: Mapping[str, str]
 ) -> tuple[list[str], Path | None]:
-    """As `continued`, for a job of one task, whose command starts its processes itself.
+    """Return `continued` for a job of one task, whose command starts its processes itself.
 
-    Only a restart of the same job goes on: an allocation may start many runs, one after another.
+    Only a restart of the same job resumes: one allocation may start many runs, one after another.
     """
     from shoal.config.load import load
 
@@ -205,7 +206,7 @@ def continued_alone(
 
 
 def _draw(folder: Path) -> Any:
-    """Draw the run from its folder in a thread; gives the function that ends it."""
+    """Draw the run from its folder in a thread; return the function that ends the thread."""
     from shoal.view.live import LiveView
 
     view = LiveView(folder, stream=sys.stdout, colour=True)

@@ -1,8 +1,8 @@
 """`shoal train`: settle everything that can be settled without torch, then start the workers.
 
-The process that the user started never imports torch: it checks the request, writes the run folder,
-supervises the workers and draws what they write into the folder. Under torchrun or Slurm, which
-start the workers themselves, every process is a worker and rank 0 draws.
+The parent process never imports torch: it checks the request, writes the run folder, supervises the
+workers and draws what they write into the folder. Under torchrun or Slurm, which start the workers
+themselves, every process is a worker and rank 0 draws.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def train(
     if force and resume is None:
         raise ConfigError("--force: goes with --resume RUN; a fresh run has nothing to differ from")
     words, folder = torchrun.continued_alone(arguments or [], resume, os.environ)
-    force = force or folder != resume  # a restart of the same job goes on, whatever differs
+    force = force or folder != resume  # a restart of the same job resumes despite any difference
     typer.echo(f"shoal {__version__}: {'resuming ' + str(folder) if folder else 'preparing a run'}")
     sys.stdout.flush()
     try:
@@ -77,9 +77,9 @@ def train(
 
 
 def foresee(prepared: Prepared) -> None:
-    """Print the layout, time and memory of a step, and what islands would wait for; start nothing.
+    """Print a step's layout, time and memory, and the islands' waiting time, without a start.
 
-    All checks of a real start have been made by then, so a dry run that says nothing wrong starts.
+    All checks of a real start come before it, so a dry run without an error can start.
     """
     from shoal.base.layouts.policies import POLICIES
     from shoal.base.text.units import bytes_text, seconds_text
@@ -104,7 +104,7 @@ def foresee(prepared: Prepared) -> None:
     )
     try:
         subject = find_subject(loaded, "")
-        # A plan would try what recompute saves; a run recomputes what it is told to.
+        # A plan would search over recompute; a run recomputes what its configuration sets.
         best = search(subject.case, replace(subject.space, given=frozenset(POLICIES)))[0]
     except PlanError as refusal:
         typer.echo(f"not foreseen: {refusal}")

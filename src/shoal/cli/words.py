@@ -1,4 +1,4 @@
-"""What stands on a command line: a run.toml, and words SECTION.KEY=VALUE that win over it."""
+"""The arguments of a command line: a run.toml, and overrides SECTION.KEY=VALUE that win over it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ TRUST = typer.Option(
 
 
 def file_and_overrides(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Tell the run.toml of a command line from its overrides. Errors: ConfigError for two files.
+    """Separate the run.toml of a command line from its overrides.
+
+    Raises:
+        ConfigError: the command line names two files.
 
     >>> file_and_overrides(["run.toml", "train.steps=3"])[1]
     ['train.steps=3']

@@ -1,1 +1,1 @@
-"""Reads run.toml and overrides into typed sections; refuses what it does not know. No torch."""
+"""Configuration of `shoal train`: typed sections of run.toml and overrides. Imports no torch."""

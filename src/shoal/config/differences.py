@@ -1,8 +1,8 @@
-"""What is not as it was when a run's checkpoint was written, one line for each difference.
+"""Differences between a run and its checkpoint, one line each.
 
 what changes the result    model, data, optimizer, batch, seed, code …: a resume stops, `--force`
-                           goes on with what is now
-what does not              layout, processes, how often is saved …: told, and the run goes on
+                           continues with the present values
+what does not              layout, processes, save interval …: reported, and the run continues
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.config.save import MICRO_BATCH
 from shoal.config.sections import Config
 
 PLACES = {"run.folder", "run.name", "islands.at", "islands.index"}
-"""Where a run is, not what: never told."""
+"""Keys for the location of a run, not its content: never reported."""
 FREE_SECTIONS = {"layout", "launch", "checkpoint", "memory", "fsdp"}
 FREE = {
     *(f"train.{key}" for key in ("steps", "epochs", "accumulate", "validate_every")),
@@ -27,21 +27,23 @@ FREE = {
     *(f"islands.{key}" for key in ("count", "connections", "bound", "cosine", "refusals")),
     "data.workers",
 }
-"""Keys, and sections, that change how and how long a run is computed, not what it comes to."""
+"""Keys, and sections, that change how and how long a run is computed, but not its result."""
 BINDING = {"layout.compress"}
 """Keys of those sections that change numbers all the same."""
 OPENED_SECTIONS, OPENED = {"model", "data", "tune"}, {"optimizer.name", "precision.compute"}
-"""Keys that workers compare once data and model are open, and that no start refuses before: the
-number of samples, names, shapes and formats of tensors must stay."""
+"""Keys that workers compare once data and model are open, and that no start refuses before.
+
+The number of samples, and the names, shapes and formats of tensors must stay.
+"""
 ABSENT = "not given"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not as it was: its name, what it was, what it is.
+    """A difference between a checkpoint and the present run: its name, old value, new value.
 
     Attributes:
-        changes: whether the run comes to another result by it.
+        changes: whether it changes the result of the run.
     """
 
     key: str
@@ -51,7 +53,7 @@ class Difference:
 
     @property
     def line(self) -> str:
-        """For a person.
+        """Return the difference as one line for a person.
 
         >>> Difference("optimizer.lr", 0.001, 0.5).line
         'optimizer.lr: 0.001 → 0.5'
@@ -60,7 +62,7 @@ class Difference:
 
 
 def changes_result(key: str) -> bool:
-    """Tell whether another value of a key of run.toml makes another result.
+    """Return whether another value of a key of run.toml changes the result.
 
     >>> changes_result("optimizer.lr"), changes_result("launch.processes")
     (True, False)
@@ -70,9 +72,10 @@ def changes_result(key: str) -> bool:
 
 
 def of_configurations(then: str, now: str) -> list[Difference]:
-    """Compare two run.toml as texts, key by key; [] where one of them cannot be read.
+    """Compare two run.toml texts, key by key; return [] if one of them cannot be parsed.
 
-    A key that only one of them has (another Shoal wrote the other) counts with its default.
+    A key that only one of them has (another version of Shoal wrote the other) counts with its
+    default.
     """
     try:
         before, after = tomllib.loads(then), tomllib.loads(now)
@@ -92,13 +95,13 @@ def of_configurations(then: str, now: str) -> list[Difference]:
                     key == MICRO_BATCH and _is_chosen(then) and _is_chosen(now)
                 )
                 found.append(Difference(key, was, is_now, changes))
-    if any(one.key == "islands.method" for one in found):  # the rest follows from it
+    if any(one.key == "islands.method" for one in found):  # the other keys follow from it
         found = [one for one in found if not one.key.startswith("islands.") or _is_named(one)]
     return found
 
 
 def _is_chosen(text: str) -> bool:
-    """Tell whether Shoal chose the micro-batch of a run.toml, so that it may follow the layout."""
+    """Return whether Shoal chose the micro-batch of a run.toml: then it follows the layout."""
     lines = (line for line in text.splitlines() if line.startswith("micro_batch = "))
     return next(lines, "").endswith("# derived")
 
@@ -106,10 +109,10 @@ def _is_chosen(text: str) -> bool:
 def of_surroundings(
     record: Mapping[str, Any], code: Mapping[str, list[str]] | None = None
 ) -> list[Difference]:
-    """Compare versions and the user's own source with what a checkpoint's record tells of them.
+    """Compare versions and the user's own source with the record of a checkpoint.
 
     Args:
-        code: `user_code()`; None: nothing is imported, and the files are read where they were.
+        code: `user_code()`; None: nothing is imported, and the files are read in their old places.
     """
     before = record.get("versions")
     before = before if isinstance(before, dict) else {}
@@ -128,7 +131,7 @@ def of_surroundings(
 
 
 def shows_when_opened(found: Sequence[Difference]) -> bool:
-    """Tell whether a resume may be impossible by what has changed, forced or not.
+    """Return whether the changes may make a resume impossible, forced or not.
 
     >>> shows_when_opened([Difference("data.sequence", 8, 9)])
     True
@@ -140,10 +143,10 @@ def shows_when_opened(found: Sequence[Difference]) -> bool:
 
 
 def refusal(where: str, step: int, found: Sequence[Difference]) -> str:
-    """Write the line with which a resume stops; "" where nothing changes the result.
+    """Return the line with which a resume stops; "" if nothing changes the result.
 
     Args:
-        where: how the user calls the run, `--resume runs/a`.
+        where: how the user named the run, `--resume runs/a`.
     """
     stops = [one.line for one in found if one.changes]
     if not stops:

@@ -1,8 +1,9 @@
-"""Reads a run: defaults, then run.toml, then `section.key=value`; each value remembers its origin.
+"""Loader of a run's configuration: defaults, then run.toml, then `section.key=value`.
 
-Nothing is guessed silently: an unknown section or key is refused with the nearest right spelling, a
-value of the wrong type with the type that is wanted, and a key under another project's name is
-accepted and answered with ours. Keys of [model] that are not ours belong to the model's builder.
+Each value has its origin. Nothing is guessed silently. An unknown section or key is refused with
+the nearest legal name, a value of the wrong type with the legal type. A key under another project's
+name is accepted, and a notice names Shoal's. Unknown keys of [model] are arguments of the model's
+builder.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ ALIASES = {
     "activation_checkpointing": "memory.recompute",
     "gradient_checkpointing": "memory.recompute",
 }
-"""Names that other projects use, in whichever section but [model] they are written."""
+"""Names that other projects use, accepted in every section but [model]."""
 
 
 @dataclass
 class Loaded:
-    """A whole configuration, where each value came from, and what the user should hear about it.
+    """A whole configuration, with the origin of each value and notices for the user.
+
+    `replace(section, origin, **values)` sets values in place, with their origin
 
     Attributes:
         origins: "section.key" → "command line", a file's path, "derived", …; a key that is not in
             it has its default.
         notices: lines for the user.
-
-    `replace(section, origin, **values)` sets values in place, with their origin
     """
 
     config: Config
@@ -62,7 +63,7 @@ class Loaded:
     notices: list[str] = field(default_factory=list)
 
     def replace(self, section: str, origin: str, **values: Any) -> None:
-        """Set derived values, marked with their origin."""
+        """Set values of a section, and record their origin."""
         changed = dataclasses.replace(getattr(self.config, section), **values)
         self.config = dataclasses.replace(self.config, **{section: changed})
         for key in values:
@@ -70,19 +71,19 @@ class Loaded:
 
 
 def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
-    """Load and check a run's configuration: overrides win over the file, that over defaults.
+    """Load and check a run's configuration: overrides win over the file, the file over defaults.
 
     Args:
         path: a run.toml, or None.
         overrides: texts `section.key=value`, later ones win.
 
     Note:
-        layout.strategy on the command line puts the degrees of the file back to defaults, and
-        another project's name of a key is taken for ours; both leave a notice.
+        layout.strategy on the command line resets the degrees of the file to defaults, and another
+        project's name of a key becomes Shoal's; both leave a notice.
 
     Raises:
-        ConfigError: one line with file or "command line", key, what is legal, the nearest;
-            PlanError for values that do not go together (compile, compress, optimizer, schedule).
+        ConfigError: one line with file or "command line", key, legal values, the nearest one.
+        PlanError: values that do not go together (compile, compress, optimizer, schedule).
     """
     loaded = Loaded(Config())
     if path is not None:
@@ -104,18 +105,18 @@ def load(path: Path | None, overrides: Iterable[str] = ()) -> Loaded:
             )
         _set(loaded, section, key, _parse(value_text), "command line")
     _let_strategy_win(loaded)
-    if loaded.config.data.packing == "on":  # rows come with their positions, by name
+    if loaded.config.data.packing == "on":  # packed rows pass their positions by name
         loaded.replace("model", "of data.packing", call="kwargs")
     _check_values(loaded.config)
     return loaded
 
 
 SHAPES = (*(axis for axis in AXES[1:]), "ep", "zero", "threads", "schedule", "chunks")
-"""Keys of [layout] that a strategy's name says, too."""
+"""Keys of [layout] that a strategy's name sets too."""
 
 
 def _let_strategy_win(loaded: Loaded) -> None:
-    """A strategy named on the command line takes the place of the degrees that a file gave."""
+    """Reset the file's degrees if the command line names a strategy."""
     if loaded.origins.get("layout.strategy") != "command line":
         return
     plain = LayoutSection()
@@ -155,7 +156,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """A value from the command line: TOML if it reads as TOML, else the text itself.
+    """Return a value from the command line: TOML if it parses as TOML, else the text itself.
 
     >>> _parse("3"), _parse("1e-3"), _parse("true"), _parse("adamw"), _parse("[0.9, 0.99]")
     (3, 0.001, True, 'adamw', [0.9, 0.99])
@@ -209,7 +210,7 @@ def _set(loaded: Loaded, section: str, key: str, value: Any, origin: str) -> Non
 
 @cache
 def _hints(section: str) -> dict[str, Any]:
-    """Type of every key of a section; found once, since a saved run.toml has a hundred keys."""
+    """Return the type of every key of a section; cached, as a run.toml has a hundred keys."""
     return get_type_hints(type(getattr(Config(), section)))
 
 
@@ -252,7 +253,7 @@ def _type_text(kind: Any) -> str:
 
 
 def _check_values(config: Config) -> None:
-    """Legal values that a type cannot say."""
+    """Check the values for rules that a type cannot express."""
     precision, optimizer = config.precision, config.optimizer
     for section in fields(Config):
         values = getattr(config, section.name)

@@ -1,6 +1,6 @@
-"""`mix:0.7*SOURCE+0.3*SOURCE`: several sources by weight, as a user writes them.
+"""Syntax of mixtures of data sources, `mix:0.7*SOURCE+0.3*SOURCE`.
 
-Weights are positive decimals; what counts is their ratio, so 7 and 3 say the same as 0.7 and 0.3.
+Weights are positive decimals; only their ratio counts, so 7 and 3 mean the same as 0.7 and 0.3.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fractions import Fraction
 from shoal.base.errors import ConfigError
 
 MOST_TURNS = 100_000
-"""Samples until a mixture's order of sources begins again, at most: five digits of a weight."""
+"""Most samples until a mixture's order of sources repeats: five digits of a weight."""
 
 NEXT = re.compile(r"\+(?=\s*[0-9.]+\s*\*)")
 """The + between two parts; one within a path is followed by no weight."""
@@ -21,7 +21,7 @@ BEGINS = re.compile(
     r"(?:^|\+)\s*(?:([^+*:]*)\*|([0-9.]+))?\s*((?:text|jsonl|parquet|hf|tokens|images|wds):"
     r"|(?:stdlib|digits|synthetic)\s*(?=\+|$))"
 )
-"""Where a part begins by its source's name, after a weight and *, a number alone, or nothing."""
+"""Start of a part by its source's name, after a weight and *, a number alone, or nothing."""
 
 WEIGHT = re.compile(r"\s*[0-9]*\.?[0-9]+\s*")
 
@@ -29,11 +29,11 @@ PART = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*\*\s*(\S.*?)\s*")
 
 
 def split_mixture(argument: str, where: str) -> list[tuple[int, str]]:
-    """Split what follows `mix:` into (samples in each round, source), in least terms.
+    """Split the text after `mix:` into (samples in each round, source), in least terms.
 
     Raises:
-        ConfigError: for a part without a weight, or with what is none; one part alone, a weight of
-            0, more digits than a round of 100,000 samples can keep, or a mixture of mixtures.
+        ConfigError: a part has no weight, or an invalid one; one part alone, a weight of 0, more
+            digits than a round of 100,000 samples can represent, or a mixture of mixtures.
 
     >>> split_mixture("0.7*text:a+b/*.txt+0.3*stdlib", "data.source")
     [(7, 'text:a+b/*.txt'), (3, 'stdlib')]
@@ -67,7 +67,7 @@ def split_mixture(argument: str, where: str) -> list[tuple[int, str]]:
 
 
 def _check_weights(argument: str, line: str) -> None:
-    """Errors: ConfigError for a source after something that is no weight, which reads as a path."""
+    """Raise ConfigError for a source after text that is no weight, which would parse as a path."""
     begins = list(BEGINS.finditer(argument))
     ends = [*(found.start() for found in begins[1:]), len(argument)]
     for found, end in zip(begins, ends, strict=False):

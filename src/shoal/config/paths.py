@@ -1,10 +1,10 @@
-"""Is the data there? Checks what `data.source` names before any process starts, without torch.
+"""Checks of `data.source` before any process starts, without torch.
 
     stdlib · digits · synthetic · text:GLOB · jsonl:GLOB · parquet:GLOB · hf:FOLDER · tokens:FOLDER
     images:FOLDER · wds:GLOB · mix:0.7*SOURCE+0.3*SOURCE · pkg.mod:function
 
-The same words are read again by shoal.data when the run opens its data; both use this file, so a
-mistake is told once, in one way. A user's module is searched for, never imported, by the check.
+shoal.data parses the same texts again when the run opens its data. Both use this file, so a mistake
+is reported once, in one way. The check searches for a user's module, but never imports it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ON_DISK = {
     "images": "images:FOLDER",
     "wds": "wds:GLOB",
 }
-"""Kinds that read files, and how they are written."""
+"""Kinds that read files, and their syntax."""
 
 KINDS = ("stdlib", *ON_DISK, "digits", "synthetic", "mix", "function")
 ROWS = ("jsonl", "parquet", "hf")
@@ -45,10 +45,10 @@ TEXTS = ("stdlib", "text", *ROWS)
 """Kinds that a tokenizer encodes."""
 
 GLOBS = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet", "wds": "tar"}
-"""Kinds that are written as a pattern of paths, and how their files mostly end."""
+"""Kinds that are written as a glob pattern, and the usual suffix of their files."""
 
 NEEDS = {"parquet": "pyarrow", "hf": "datasets", "images": "PIL", "wds": "PIL"}
-"""Kinds that a library of the extra `data` reads, and its module."""
+"""Kinds that need a library of the extra `data`, and its module."""
 
 MIXED = "mix:0.7*SOURCE+0.3*SOURCE"
 FORMS = ("stdlib", *ON_DISK.values(), "digits", "synthetic", MIXED, "pkg.mod:function")
@@ -60,12 +60,12 @@ LEAST_VOCABULARY = 257
 def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
     """Split a data source into (kind, argument); kind is one of KINDS.
 
-    The argument of text, jsonl, tokens and mix is what follows the colon, of a function the whole
-    text, of the others "".
+    The argument of text, jsonl, tokens and mix is the text after the colon. Of a function it is the
+    whole text, for the others "".
 
     Raises:
-        ConfigError: for a text that is no source, with the nearest, or names no files; `where` is
-            the key in its message.
+        ConfigError: the text is no source (with the nearest), or names no files; `where` is the key
+            in its message.
 
     >>> split_source("text:books/*.txt"), split_source("my.mod:make"), split_source("digits")
     (('text', 'books/*.txt'), ('function', 'my.mod:make'), ('digits', ''))
@@ -91,7 +91,7 @@ def split_source(source: str, where: str = "data.source") -> tuple[str, str]:
 
 
 def is_remote(source: str) -> bool:
-    """Tell whether a source, or a part of a mixture, has an address such as s3://bucket/name.
+    """Return whether a source, or a part of a mixture, has an address such as s3://bucket/name.
 
     >>> is_remote("jsonl:s3://bucket/*.jsonl"), is_remote("jsonl:web/*.jsonl")
     (True, False)
@@ -100,7 +100,7 @@ def is_remote(source: str) -> bool:
 
 
 def nearest_path(path: Path) -> str:
-    """Where a missing path goes wrong: its nearest existing folder, or what is spelt alike."""
+    """Return a hint for a missing path: a similar name, or its nearest existing folder."""
     missing = path
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
@@ -117,9 +117,9 @@ def nearest_path(path: Path) -> str:
 
 
 def fixed_folder(pattern: str) -> Path:
-    """Returns the folder of a path pattern before its first wildcard; without one, its parent.
+    """Return the folder of a path pattern before its first wildcard; without one, its parent.
 
-    `~` is expanded.
+    It expands `~`.
 
     >>> fixed_folder("books/old/**/*.txt").as_posix(), fixed_folder("books/a.txt").as_posix()
     ('books/old', 'books')
@@ -135,11 +135,11 @@ def _matches(pattern: str) -> Iterator[Path]:
 
 
 def glob_files(pattern: str, where: str = "data.source", kind: str = "text") -> list[Path]:
-    """List every file, not folder, that a pattern with `*`, `?`, `**` and `~` matches, sorted.
+    """Return every file, not folder, that a pattern with `*`, `?`, `**` and `~` matches, sorted.
 
     Raises:
-        ConfigError: if there is none, with the nearest existing folder or name; `where` is the key
-            in its message, `kind` the word before the colon.
+        ConfigError: there is none; with the nearest existing folder or name. `where` is the key in
+            its message, `kind` the word before the colon.
     """
     files = sorted(set(_matches(pattern)))
     if not files:
@@ -158,7 +158,7 @@ def _refuse_pattern(pattern: str, where: str, kind: str) -> None:
 
 
 def _locate_module(name: str) -> str | None:
-    """The first part of a dotted name that does not exist; None if all do. Imports nothing."""
+    """Return the first missing part of a dotted name, importing nothing; None if all exist."""
     search: list[str] | None = None
     done = ""
     for part in name.split("."):
@@ -180,7 +180,7 @@ def _locate_module(name: str) -> str | None:
 
 
 def search_here() -> None:
-    """Let Python find modules in the working folder, where a user's own lie; a script does not."""
+    """Add the working folder to sys.path, as Python does for a script, for a user's own modules."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -189,10 +189,10 @@ def search_here() -> None:
 def check_function(name: str, where: str) -> None:
     """Refuse a name that is not pkg.mod:function, or whose module cannot be found.
 
-    Nothing is imported; whether the module has the function is not looked at.
+    It imports nothing, and does not check that the module has the function.
 
     Note:
-        puts the working folder in sys.path.
+        adds the working folder to sys.path.
 
     Raises:
         ConfigError: with the nearest module; `where` is the key in its message.
@@ -223,14 +223,14 @@ def check_function(name: str, where: str) -> None:
 
 
 def load_function(name: str, where: str) -> Callable[..., Any]:
-    """Import the module of `pkg.mod:function` and return the function, or whatever can be called.
+    """Import the module of `pkg.mod:function` and return the function, or another callable.
 
     Note:
-        puts the working folder in sys.path.
+        adds the working folder to sys.path.
 
     Raises:
-        ConfigError: for a module or name that is missing (nearest given), that fails when imported,
-            or that cannot be called; `where` is the key in its message.
+        ConfigError: a module or name is missing (with the nearest), fails when imported, or is not
+            callable; `where` is the key in its message.
     """
     module_name, _, attribute = name.partition(":")
     module_name = current_path(module_name)
@@ -250,13 +250,16 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
         raise ConfigError(f"{where} = {name}: {module_name} has no {attribute}{hint}")
     if not callable(function):
         raise ConfigError(f"{where} = {name}: is {type(function).__name__}, not a function")
-    return function  # type checkers see Any here; callable() has just said so
+    return function  # type checkers see Any here; callable() has checked it
 
 
 def check_data_path(source: str, where: str = "data.source") -> None:
-    """Errors: ConfigError, one line, if what `source` names is not on this machine.
+    """Refuse a data source whose files, folder or module do not exist on this machine.
 
-    Looks for files, folders, modules and scikit-learn; opens and imports none of them.
+    It looks for files, folders, modules and scikit-learn; it opens and imports none of them.
+
+    Raises:
+        ConfigError: one line; `where` is the key in its message.
     """
     kind, argument = split_source(source, where)
     if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
@@ -288,7 +291,7 @@ def check_data_path(source: str, where: str = "data.source") -> None:
 
 
 def _folder_of(argument: str) -> Path:
-    """The folder before a #SPLIT."""
+    """Return the folder before a #SPLIT."""
     return Path(argument.partition("#")[0]).expanduser()
 
 
@@ -316,19 +319,19 @@ def check_tokens_folder(folder: str, where: str = "data.source") -> None:
 
 
 def token_files(folder: Path, part: str) -> list[Path]:
-    """List the files of one part, `train` or `val`, sorted: those named PART*.npy and PART*.bin.
+    """Return the files of one part, `train` or `val`, sorted: those named PART*.npy and PART*.bin.
 
-    The list is empty where there are none.
+    The list is empty if there are none.
     """
     return sorted(p for p in folder.glob(f"{part}*") if p.suffix in (".npy", ".bin"))
 
 
 def validation_share(section: DataSection) -> tuple[float, str]:
-    """Read `data.validation` as (share, ""), or as (0.0, text) where it names a second source.
+    """Parse `data.validation` as (share, ""), or as (0.0, text) if it names a second source.
 
     Raises:
-        ConfigError: for a share outside 0 … 1 (1 excluded) or a word that is no source; whether the
-            source is there is not looked at.
+        ConfigError: a share outside 0 … 1 (1 excluded), or a text that is no source. It does not
+            check that the source exists.
 
     >>> validation_share(DataSection(validation="0.1"))
     (0.1, '')
@@ -372,7 +375,7 @@ def check_tokenizer(spec: str) -> None:
 
 
 def refuse_packing(source: str) -> NoReturn:
-    """Errors: ConfigError for data that is no examples, of which several could share a row."""
+    """Raise ConfigError for packing of data that has no examples to pack."""
     raise ConfigError(
         f"data.packing = on: packs the examples of jsonl:, parquet: or hf: rows with messages, or "
         f"with prompt and completion; data.source = {source} has none; try: data.packing=off"
@@ -380,7 +383,7 @@ def refuse_packing(source: str) -> NoReturn:
 
 
 def reads_tokens(source: str, where: str = "data.source") -> bool:
-    """Tell whether a source, or a part of a mixture, is a folder of tokens.
+    """Return whether a source, or a part of a mixture, is a folder of tokens.
 
     >>> reads_tokens("mix:0.5*tokens:a+0.5*stdlib"), reads_tokens("stdlib")
     (True, False)
@@ -392,10 +395,10 @@ def reads_tokens(source: str, where: str = "data.source") -> bool:
 
 
 def check_data(section: DataSection) -> None:
-    """Refuse the first key of [data] that cannot be, before anything is opened or imported.
+    """Refuse the first invalid key of [data], before anything is opened or imported.
 
-    Looked at: that files, folders, modules and scikit-learn are there, the tokenizer (for text
-    only), dtype (for tokens only), sequence, workers, and the module of collate.
+    It checks that files, folders, modules and scikit-learn exist, the tokenizer (for text only),
+    dtype (for tokens only), sequence, workers, and the module of collate.
 
     Raises:
         ConfigError: one line.

@@ -1,9 +1,9 @@
-"""Fills in what the user left open: portions of the batch, length of the run, names, folders.
+"""Resolution of values that the user left open: batch, length of the run, names, folders.
 
-`train.batch` decides what is computed, so its default does not depend on the layout. A micro-batch
-that is left open is chosen once, for the layout of the first start (`planning/settle.py`),
-and kept. `train.accumulate` follows from both, anew at every start; given by the user, it fixes the
-micro-batch once: micro_batch = batch / (accumulate × ranks).
+`train.batch` decides what is computed, so its default does not depend on the layout. An open
+micro-batch is chosen once, for the layout of the first start (`planning/settle.py`), and saved.
+`train.accumulate` follows from both at every start. If the user sets it, it fixes the micro-batch
+once: micro_batch = batch / (accumulate × ranks).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ DEFAULT_STEPS = 150
 
 
 def resolve_batch(loaded: Loaded, degree: int) -> None:
-    """Settle train.batch in `loaded`, and train.micro_batch where the user fixes it.
+    """Set train.batch in `loaded`, and train.micro_batch if the user fixes it.
 
-    A micro-batch that is left open stays as it is: 0, or what an earlier start of the run chose
+    An open micro-batch stays as it is: 0, or the choice of an earlier start of the run
     (`chosen_micro_batch`).
 
     Args:
         loaded: is changed: train.accumulate, if given, fixes micro_batch (or batch) once and
-            becomes 0. What the user should hear is noted.
+            becomes 0. Changes are reported in its notices.
         degree: data-parallel ranks.
 
     Raises:
@@ -95,7 +95,7 @@ def resolve_batch(loaded: Loaded, degree: int) -> None:
 
 
 def micro_batch_is_open(loaded: Loaded) -> bool:
-    """Tell whether the user left the micro-batch to Shoal, which may have chosen it before."""
+    """Return whether the user left the micro-batch to Shoal, which may have chosen it before."""
     chosen = loaded.origins.get("train.micro_batch") == "derived"
     return chosen or not loaded.config.train.micro_batch
 
@@ -106,15 +106,15 @@ def chosen_micro_batch(loaded: Loaded) -> int:
 
 
 def resolve_length(loaded: Loaded) -> None:
-    """Set train.steps to 150, in place, where neither steps nor epochs are given."""
+    """Set train.steps to 150, in place, if neither steps nor epochs are given."""
     if not loaded.config.train.steps and not loaded.config.train.epochs:
         loaded.replace("train", "derived", steps=DEFAULT_STEPS)
 
 
 def resolve_validation(loaded: Loaded) -> None:
-    """Set train.validate_samples from the length of the run, in place, where it is left open.
+    """Set train.validate_samples from the length of the run, in place, if it is left open.
 
-    Where the length is counted in epochs the workers do it: they know how many samples one has.
+    If the length is in epochs, the workers do it: they know how many samples an epoch has.
     """
     train = loaded.config.train
     if train.validate_samples == "auto" and train.steps:
@@ -123,11 +123,11 @@ def resolve_validation(loaded: Loaded) -> None:
 
 
 def resolve_islands(loaded: Loaded) -> None:
-    """Fill in, in place, the values of [islands] that the user left to the method.
+    """Set, in place, the values of [islands] that the user left to the method.
 
     Raises:
-        ConfigError: for values of [islands] that cannot be, fewer than 2 kept checkpoints, or a
-            remote folder for them.
+        ConfigError: invalid values of [islands], fewer than 2 kept checkpoints, or a remote folder
+            for them.
     """
     asked = loaded.config.islands
     settled = asked.settled()
@@ -148,16 +148,16 @@ READS = {
     **dict.fromkeys(("llama", "gpt", "moe", "mixtral"), "tokens"),
     **{"resnet": "images", "vit": "images", "mlp": "numbers"},
 }
-"""What models by name are made for."""
+"""Kind of data that each named model reads."""
 
 
 def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:
-    """Refuse a model by name on data that it does not read, before it meets them.
+    """Refuse a named model for data that it cannot read, before training starts.
 
     Args:
-        model, source: `model.name` and `data.source`; a model that is not one of ours passes.
-        find_kind: says what the data are: text (tokens of our own sources), tokens (whole numbers,
-            or unknown), images or numbers; called only for a model of ours.
+        model, source: `model.name` and `data.source`; a model that is not Shoal's passes.
+        find_kind: returns the kind of the data: text (tokens of Shoal's own sources), tokens (whole
+            numbers, or unknown), images or numbers; called only for a model of Shoal's.
 
     Raises:
         ConfigError: with the nearest model that reads such data.
@@ -179,7 +179,7 @@ def check_reads(model: str, source: str, find_kind: Callable[[], str]) -> None:
 
 
 def kind_by_name(source: str) -> str:
-    """Returns what a built-in source gives, by its name alone: text or images; "" for others.
+    """Return the kind of a built-in source by its name alone: text or images; "" for others.
 
     >>> kind_by_name("text:*.md"), kind_by_name("digits"), kind_by_name("mine:samples")
     ('text', 'images', '')
@@ -187,14 +187,14 @@ def kind_by_name(source: str) -> str:
     name = source.partition(":")[0]
     ours = {**dict.fromkeys((*TEXTS, "tokens", "synthetic"), "text")}
     ours["digits"] = ours["images"] = ours["wds"] = "images"
-    del ours["hf"]  # text or images, as its columns are
+    del ours["hf"]  # text or images, by its columns
     return ours.get(name, "")
 
 
 def model_label(model: ModelSection) -> str:
-    """Returns what files about runs of a model are called: its name, or "custom" for a builder.
+    """Return the model's name for file names, or "custom" for a builder.
 
-    Of `hf:PATH` it is the folder's own name.
+    For `hf:PATH` it is the folder's own name.
 
     >>> model_label(ModelSection(name="hf:models/tiny/config.json"))
     'tiny'
@@ -208,13 +208,13 @@ def model_label(model: ModelSection) -> str:
 
 
 def resolve_folder(loaded: Loaded) -> Path:
-    """Returns the run's own folder, run.folder / run.name; nothing is made on disk.
+    """Return the run's own folder, run.folder / run.name; create nothing on disk.
 
     Note:
         without a name, sets run.name to the first free `MODEL-SOURCE-N`, from 1.
 
     Raises:
-        ConfigError: for a name that leads out of run.folder, or where a file is in the way.
+        ConfigError: the name leads out of run.folder, or a file is in the way.
     """
     run = loaded.config.run
     if ".." in Path(run.name).parts or Path(run.name).is_absolute() or run.name == ".":
@@ -237,9 +237,9 @@ def resolve_folder(loaded: Loaded) -> Path:
 
 
 def asked_layout(section: LayoutSection) -> dict[str, Any]:
-    """Collect the keys of [layout] that say which layout: strategy, degrees, what goes with them.
+    """Return the keys of [layout] that describe the layout: strategy, degrees and related keys.
 
-    `strategy` is always there; degrees, zero, threads, schedule and chunks where they are given.
+    `strategy` is always there; degrees, zero, threads, schedule and chunks only if set.
 
     >>> asked_layout(LayoutSection(tp=2, zero=2, context="ring"))
     {'strategy': 'auto', 'tp': 2, 'zero': 2}
@@ -254,11 +254,11 @@ def asked_layout(section: LayoutSection) -> dict[str, Any]:
 
 
 def plan_of(config: Config) -> Plan:
-    """Make the plan that a configuration asks for, before its layout is known.
+    """Return the plan of a configuration, before its layout is known.
 
-    Every key that a `Plan` has by the same name is taken, of all sections. Still open: layout (all
-    degrees 1), accumulate (0), placements and buckets; formats stay as written, `auto` too.
-    A micro-batch that is left open is 0.
+    It takes every key that a `Plan` has by the same name, from all sections. Still open: layout
+    (all degrees 1), accumulate (0), placements and buckets; formats stay as written, `auto` too. An
+    open micro-batch is 0.
     """
     known = {key.name for key in fields(Plan)}
     sections = (getattr(config, section.name) for section in fields(Config))
@@ -275,7 +275,7 @@ def plan_of(config: Config) -> Plan:
 def set_policies(loaded: Loaded, plan: Plan, origin: str) -> None:
     """Write a plan's policy keys back into a configuration, in place: the inverse of `plan_of`.
 
-    Only values that differ change, and get `origin`; layout, batch and the like are left alone.
+    Only values that differ change, and get `origin`; layout, batch and similar keys stay.
     """
     known = {key.name for key in fields(Policies)}
     for section in fields(Config):
@@ -287,10 +287,10 @@ def set_policies(loaded: Loaded, plan: Plan, origin: str) -> None:
 
 
 def processes_of(section: LayoutSection, machine: MachineFacts) -> int:
-    """Returns how many processes a layout wants where the user gives no number; of one island.
+    """Return the default number of processes of a layout, for one island.
 
-    The product of the degrees given; without any, 1 for single, dp and threads, else what suits the
-    machine (`default_processes`).
+    It is the product of the degrees; without any, 1 for single, dp and threads, else the machine's
+    `default_processes`.
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     >>> [processes_of(LayoutSection(**given), machine) for given in ({}, {"tp": 4}, {"threads": 2})]

@@ -1,6 +1,7 @@
-"""Writes a configuration as run.toml, each line with the origin of its value; `load` reads it back.
+"""Writer of a configuration as run.toml, each line with the origin of its value.
 
-No TOML writer is in the standard library; ours writes the few types that sections hold.
+`load` reads it back. The standard library has no TOML writer; this one writes the few types that
+sections hold.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from shoal.config.load import Loaded, load
 from shoal.config.sections import Config, keys
 
 MICRO_BATCH = "train.micro_batch"
-"""Chosen by Shoal where the user leaves it open; its origin in run.toml is then "derived"."""
+"""Shoal chooses it if the user leaves it open; its origin in run.toml is then "derived"."""
 
 
 def to_toml(loaded: Loaded) -> str:
-    """Format a configuration as the text of a run.toml: every key, with its value's origin.
+    """Return a configuration as the text of a run.toml: every key, with its value's origin.
 
-    Defaults are included; nothing is written to disk.
+    The text includes defaults; the function writes nothing to disk.
 
     >>> text = to_toml(Loaded(Config(), {"train.seed": "command line"}))
     >>> [line for line in text.splitlines() if line.startswith("seed")]
@@ -43,20 +44,20 @@ def to_toml(loaded: Loaded) -> str:
 
 
 def keep_origins(loaded: Loaded, path: Path) -> None:
-    """Restore, in `loaded`, the origins that a run's own run.toml tells beside its values.
+    """Restore, in `loaded`, the origins that a run's own run.toml records with its values.
+
+    Values that have been set since keep their new origin; an edited "default" has the file as its
+    origin.
 
     Args:
         path: the run.toml from which `loaded` was read.
-
-    Values that something else set since keep their origin; a "default" that was edited by hand has
-    the file as its origin.
     """
     section = ""
     for line in path.read_text(encoding="utf-8").splitlines():
         written, mark, origin = line.rpartition("# ")
         try:
             table = tomllib.loads(written if mark else line)
-        except tomllib.TOMLDecodeError:  # the mark stands inside a text
+        except tomllib.TOMLDecodeError:  # the mark is inside a string
             continue
         if line.startswith("["):
             section = next(iter(table))
@@ -72,7 +73,7 @@ def keep_origins(loaded: Loaded, path: Path) -> None:
 
 
 def is_derived(path: Path, key: str) -> bool:
-    """Tell whether a value in a run.toml follows from others, and is no choice of the user's."""
+    """Return whether a value in a run.toml was derived from others, and not chosen by the user."""
     loaded = load(path)
     keep_origins(loaded, path)
     return loaded.origins.get(key) == "derived"
@@ -83,7 +84,7 @@ def keep_derived(path: Path, section: str, **values: Any) -> None:
 
     Args:
         path: the run.toml.
-        section: whose keys they are.
+        section: of the keys.
         **values: by key.
 
     Raises:
@@ -96,7 +97,7 @@ def keep_derived(path: Path, section: str, **values: Any) -> None:
 
 
 def toml_value(value: Any) -> str:
-    """One value as TOML.
+    """Return one value as TOML.
 
     >>> toml_value(True), toml_value(0.1), toml_value("a\\"b"), toml_value((0.9, 0.95))
     ('true', '0.1', '"a\\\\"b"', '[0.9, 0.95]')

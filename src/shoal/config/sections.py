@@ -1,7 +1,7 @@
-"""The sections of run.toml, one dataclass each: every key, its type and its default.
+"""Sections of run.toml, one dataclass each: every key, its type and its default.
 
 These names are the public interface of `shoal train`: `section.key=value` on the command line and
-`[section]` tables in a file. A key is earned: nothing is here that nothing reads.
+`[section]` tables in a file. Every key here has a reader.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ OTHER_DTYPES = {
     **{"u8": "uint8", "u16": "uint16", "u32": "uint32", "i32": "int32", "i64": "int64"},
     **{"int16": "uint16", "int": "int32", "uint64": "int64", "long": "int64"},
 }
-"""Words that users write instead."""
+"""Alternative names of these formats."""
 
 
 @dataclass(frozen=True)
 class ModelSection(CallPolicy):
-    """[model]: what is trained, a name or a builder, then the model's own arguments.
+    """[model]: name or builder of the model, and the model's own arguments.
 
     Attributes:
-        name: of ours, a published size such as llama-3-8b, or hf:PATH.
+        name: a model of Shoal's, a published size such as llama-3-8b, or hf:PATH.
         build: pkg.mod:function giving an nn.Module, instead of a name; "" none.
         loss: pkg.mod:function(outputs, targets) giving (sum, count) or unreduced values; "" the
             model's default.
@@ -70,7 +70,7 @@ class TuneSection:
         targets: ends of the names of the layers that get one; () all linear layers but the output
             head.
 
-    `scale` is alpha, or 2 × rank where none is given
+    `scale` is alpha, or 2 × rank without one
     """
 
     adapter: str = word(("none", "lora", "dora"), {"qlora": "lora", "full": "none"})
@@ -87,13 +87,13 @@ class TuneSection:
 
     @property
     def scale(self) -> float:
-        """What peft calls lora_alpha."""
+        """Return lora_alpha of peft: alpha, or 2 × rank."""
         return self.alpha or 2.0 * self.rank
 
 
 @dataclass(frozen=True)
 class DataSection(ReadPolicy):
-    """[data]: what a run is trained and validated on.
+    """[data]: training and validation data of a run.
 
     Attributes:
         source: stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, hf:FOLDER, tokens:FOLDER,
@@ -103,13 +103,13 @@ class DataSection(ReadPolicy):
         dtype: of the .bin files of tokens:FOLDER.
         validation: share held out, 0 … below 1, or a second source, both as text.
         tokenizer: bpe:VOCABULARY, trained on the text, or the path of a tokenizer.json.
-        packing: of examples: several to a row, each a document of its own.
+        packing: several examples to a row, each a document of its own.
         sequence: tokens per sample.
         image_size: pixels on each side.
         workers: loader processes per rank; 0 loads between steps.
         collate: pkg.mod:function that joins a list of samples into a batch; "" torch's default.
 
-    Nothing is checked here: `load` checks numbers, `check_data` the rest.
+    `load` checks numbers, `check_data` the rest.
     """
 
     source: str = "stdlib"
@@ -140,7 +140,7 @@ class DataSection(ReadPolicy):
 
 @dataclass(frozen=True)
 class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
-    """How long, in which portions, and what is checked on the way."""
+    """[train]: length of the run, batch and micro-batch, and checks during training."""
 
     steps: int = number(0, least=0, usual=150)
     """optimizer steps; 0 means train.epochs decides"""
@@ -172,18 +172,17 @@ class TrainSection(CompilePolicy, DeferSyncPolicy, LoopPolicy):
 
 @dataclass(frozen=True)
 class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
-    """[layout]: how the work is split, as the user wrote it; nothing is settled or checked here.
+    """[layout]: strategy and degrees of parallelism as the user wrote them, unchecked.
 
     Attributes:
-        strategy: a name, or auto; degrees of 0 are left to it, as are zero = −1, schedule = "" and
-            chunks = 0.
+        strategy: a name, or auto; it decides degrees of 0, zero = −1, schedule = "" and chunks = 0.
         dp_replicate, dp_shard, pp, cp, tp, ep: degrees of the axes (`Layout`).
         zero: what dp_shard splits: 1 optimizer state, 2 gradients too, 3 parameters too.
         threads: replicas within one process, for strategy dp.
-        servers, updates, staleness, serves: of parameter-server
+        servers, updates, staleness, serves: of strategy parameter-server
             (base/layouts/parameter_servers.py).
 
-    `degrees()` gives those that are given; `named()` the strategy as far as it shows already
+    `degrees()` returns the degrees that are set; `named()` the strategy as far as it is known
     """
 
     strategy: str = "auto"
@@ -220,23 +219,23 @@ class LayoutSection(BlocksPolicy, CompressPolicy, TensorPolicy):
     travel as they are used, the rest is ddp between workers), or some tables: items,users.*"""
 
     def named(self) -> str:
-        """The strategy, as far as the name and the degrees tell before processes are counted."""
+        """Return the strategy, as far as name and degrees determine it without a process count."""
         if self.strategy in STAGES or self.dp_shard < 2:
             return self.strategy
         stage = "hsdp" if self.dp_replicate > 1 else "fsdp"
         return {1: "zero1", 2: "zero2"}.get(self.zero, stage)
 
     def degrees(self) -> dict[str, int]:
-        """Degrees that were given, by axis."""
+        """Return the degrees that the user set, by axis."""
         given = {axis: getattr(self, axis) for axis in (*AXES[1:], "ep")}
-        # Beside a name, a degree of 1 says nothing that the name does not.
+        # With a named strategy, a degree of 1 adds nothing.
         least = 1 if self.strategy == "auto" else 2
         return {axis: degree for axis, degree in given.items() if degree >= least or degree < 0}
 
 
 @dataclass(frozen=True)
 class RunSection:
-    """Where the run's files go."""
+    """[run]: place of the run's files."""
 
     folder: str = "runs"
     """where run folders are made"""
@@ -246,7 +245,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class LaunchSection:
-    """How many processes, and how often they may be started again."""
+    """[launch]: number of processes and of restarts."""
 
     processes: int = number(0, least=0, usual=2)
     """processes on this machine; 0: one per GPU, else 2 where there are 2 cores"""
@@ -281,7 +280,7 @@ class Config:
 
 
 def keys(section: object) -> list[Field[Any]]:
-    """List the keys of a section: its own first, then those of the policies that it inherits.
+    """Return the keys of a section: its own first, then those of the policies that it inherits.
 
     >>> [key.name for key in keys(ModelSection)]
     ['name', 'build', 'loss', 'call']

@@ -1,8 +1,8 @@
-"""Whose code a run.toml names: functions of a stranger's file are not called without a word.
+"""Ownership check of a run.toml: do not call the functions of another user's file unasked.
 
-A run.toml is code: it names functions, and with them their arguments, that are imported and called
-in this user's name. So a file counts as his own where he or root owns it and its folder, and not
-everybody may write there; of any other one what it names is called only after `--trust`.
+A run.toml is code: it names functions, and their arguments, that are imported and called with this
+user's rights. A file counts as the user's own if the user or root owns it and its folder, and not
+everybody may write there. The functions of any other file are called only after `--trust`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ CODE = (
 
 
 def load_own(path: Path | None, overrides: Iterable[str], *, trust: bool) -> Loaded:
-    """`load`, for a command that calls what the file names.
+    """Load a configuration for a command that calls its functions.
 
     A micro-batch that Shoal chose for the run which wrote the file stays its choice, and may become
     smaller on other layouts.
 
     Args:
-        trust: the user has said --trust.
+        trust: the user passed --trust.
 
     Raises:
-        as `load`; ConfigError where a stranger's file names functions.
+        ConfigError: as `load`; or another user's file names functions.
     """
     loaded = load(path, overrides)
     if path is not None:
         if not trust:
             check_owner(loaded, path)
         if loaded.origins.get(MICRO_BATCH) == str(path) and is_derived(path, MICRO_BATCH):
-            # Of another batch the choice says nothing.
+            # For another batch the choice is void.
             is_same = loaded.origins.get("train.batch") == str(path)
             size = loaded.config.train.micro_batch if is_same else 0
             loaded.replace("train", "derived", micro_batch=size)
@@ -51,7 +51,7 @@ def load_own(path: Path | None, overrides: Iterable[str], *, trust: bool) -> Loa
 
 
 def check_owner(loaded: Loaded, path: Path) -> None:
-    """Errors: ConfigError where a file that is not this user's own names a function.
+    """Raise ConfigError if a file that is not this user's own names a function.
 
     Args:
         path: from which `loaded` was read.
@@ -65,7 +65,7 @@ def check_owner(loaded: Loaded, path: Path) -> None:
 
 
 def _functions(loaded: Loaded, origin: str) -> Iterator[str]:
-    """What of a file names a function: "key = value"."""
+    """Yield "key = value" for the keys of a file whose value names a function."""
     for key in CODE:
         section, _, name = key.partition(".")
         value = getattr(getattr(loaded.config, section), name)
@@ -84,12 +84,12 @@ def _calls(key: str, text: str) -> bool:
 
 
 def _whose(path: Path) -> str:
-    """Why a file or folder is not this user's own; "" where it is."""
+    """Return the reason why a file or folder is not this user's own; "" if it is."""
     found = path.stat()
     here = "" if path.is_file() else f"its folder {path} "
     if found.st_uid not in (os.geteuid(), ROOT):
         return f"{here}is {_name(found.st_uid)}'s"
-    # In a folder with the sticky bit, as /tmp has it, nobody replaces another one's file.
+    # In a folder with the sticky bit, as /tmp, no user can replace another user's file.
     open_to_all = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
     return f"{here}may be written by everybody" if open_to_all else ""
 

@@ -1,1 +1,1 @@
-"""Opens data, orders it by one integer, and hands it out step by step, whatever the layout."""
+"""Data loading: opens data, orders it by one integer, and yields it step by step for any layout."""

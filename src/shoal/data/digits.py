@@ -1,6 +1,7 @@
-"""Samples that are not tokens: the digits that come with scikit-learn, and parts of a dataset.
+"""Datasets of samples other than tokens: scikit-learn's digits, and parts of a dataset.
 
-What is held out never depends on train.seed: runs with different seeds are measured on the same.
+The held-out part never depends on train.seed, so runs with different seeds validate on the same
+samples.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SPLIT_SEED = 0
 
 
 class QuietTensors(TensorDataset):
-    """Tensors as samples; says that reading them draws nothing at random."""
+    """Tensors as samples, with a marker that reading them draws nothing at random."""
 
     draws_nothing = True
 
@@ -38,10 +39,10 @@ class Digits:
 
 
 def open_digits(share: float) -> Digits:
-    """1797 handwritten digits (UCI, Alpaydin & Kaynak 1998), `share` of them held out.
+    """Open 1797 handwritten digits (UCI, Alpaydin & Kaynak 1998), `share` of them held out.
 
-    `class_entropy`: nats per target of guessing by the classes' frequencies, near ln 10.
-    Errors: ImportError without scikit-learn; check_data_path says so before.
+    `class_entropy`: nats per target of guessing by the classes' frequencies, near ln 10. Raises an
+    ImportError without scikit-learn; check_data_path reports that earlier.
     """
     from sklearn.datasets import load_digits  # here: 1 s, and an extra
 
@@ -63,7 +64,7 @@ def open_digits(share: float) -> Digits:
 class First(IterableDataset[Any]):
     """The first `samples` samples of an iterable: `First(data, samples)`, an IterableDataset.
 
-    Every iteration begins `data` anew; nothing is copied.
+    Every iteration restarts `data`; nothing is copied.
     """
 
     def __init__(self, data: Any, samples: int) -> None:
@@ -75,16 +76,20 @@ class First(IterableDataset[Any]):
 
 
 class EvenPart(Dataset[Any]):
-    """The training or the held-out samples of a dataset, the held-out ones spread evenly over it.
+    """The training or held-out samples of a dataset, the held-out ones spread evenly over it.
 
-    A map-style dataset that reads `dataset` on demand; `whole_index(i)` is the index there.
-    Formula  of n samples, held out: ⌊j·n/h⌋ for j < h; in training: ⌈(i+1)·n/(n−h)⌉ − 1, i < n−h.
+    A map-style dataset that reads `dataset` on demand; `whole_index(i)` is the index in `dataset`.
+    Formula of n samples, held out: ⌊j·n/h⌋ for j < h; in training: ⌈(i+1)·n/(n−h)⌉ − 1, i < n−h.
              Together that is every index once (two complementary Beatty sequences), without a list;
              data sorted by class gives up a like share of every class.
-    Takes    dataset · held, how many are held out, 1 ≤ held < n · held_out, True for that part
+
+    Args:
+        dataset: the whole dataset.
+        held: number of held-out samples, 1 ≤ held < n.
+        held_out: True for the held-out part.
 
     Raises:
-        IndexError: beyond the part.
+        IndexError: the index is beyond the part.
     """
 
     def __init__(self, dataset: Any, held: int, held_out: bool) -> None:
@@ -98,7 +103,7 @@ class EvenPart(Dataset[Any]):
         return self.held if self.held_out else self.samples - self.held
 
     def whole_index(self, index: int) -> int:
-        """The index in the whole dataset of sample `index` of this part. Errors: IndexError."""
+        """Return the index in the whole dataset of sample `index`; may raise IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         if self.held_out:
@@ -106,5 +111,5 @@ class EvenPart(Dataset[Any]):
         return -(-(index + 1) * self.samples // (self.samples - self.held)) - 1
 
     def __getitem__(self, index: int) -> Any:
-        """Sample `index` of this part. Errors: IndexError, and the dataset's own."""
+        """Return sample `index` of this part; raises IndexError and the dataset's own errors."""
         return self.dataset[self.whole_index(index)]

@@ -1,7 +1,7 @@
-"""`mix:` as a source: its parts opened with one tokenizer, mixed by weight, their held-out parts.
+"""Source `mix:`: parts opened with one tokenizer, mixed by weight, and their held-out parts.
 
-bpe:VOCABULARY is trained on a like share of all parts' text; then each part is opened as it
-would be alone, and weighted_mixture.py says which part every sample is from
+bpe:VOCABULARY is trained on an equal share of all parts' text. Then each part is opened as if
+alone, and weighted_mixture.py selects the part of every sample.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shoal.data.text.text_files import train_bpe_on
 from shoal.data.text.text_rows import CHAT, PAIR, Rows, rows_at, rows_of, texts_at
 
 WHOLE_BYTES = 2**26
-"""Of more text the tokenizer's sample is some places: the parts are read again when opened."""
+"""Bytes of text above which the tokenizer samples places: opening reads the parts again."""
 
 Open = Callable[[DataSection], Any]
 Documents = Callable[[str], list[Document]]
 
 
 class Joined(ConcatDataset[Any]):
-    """Held-out parts one after another; says whether reading them draws at random."""
+    """Concatenated held-out parts, with a marker whether reading them draws at random."""
 
     def __init__(self, datasets: list[Any]) -> None:
         super().__init__(datasets)
@@ -44,16 +44,16 @@ class Joined(ConcatDataset[Any]):
 def open_mixture(
     section: DataSection, argument: str, second: str, documents: Documents, opened: Open
 ) -> Any:
-    """The `Source` of a mixture.
+    """Return the `Source` of a mixture.
 
     Args:
-        second: another source for validation, "" none: then what each part holds out.
-        documents: the texts that a part is trained on.
+        second: another source for validation; "": each part's held-out samples.
+        documents: returns the training texts of a part.
         opened: opens one part.
 
     Raises:
-        ConfigError: for parts that do not mix: of other kinds, only to be iterated, of more token
-            ids than the first.
+        ConfigError: parts cannot be mixed: other kinds, iterables, or more token ids than the
+            first.
     """
     parts = split_mixture(argument, "data.source")
     texts = [source for _, source in parts if split_source(source)[0] in TEXTS]
@@ -112,7 +112,7 @@ def _check(first_name: str, first: Any, name: str, source: Any) -> None:
 
 
 def _shared_tokenizer(documents: list[Document], spec: str) -> str:
-    """Path of the tokenizer that is trained on all documents; from the cache if it is there."""
+    """Return the path of the tokenizer trained on all documents; from the cache if possible."""
     share, rule = share_of(documents), sample_rule(documents, WHOLE_BYTES)
 
     def build(entry: NewEntry) -> dict[str, Any]:
@@ -126,13 +126,13 @@ def _shared_tokenizer(documents: list[Document], spec: str) -> str:
 
 
 def _form(document: Document) -> tuple[str, ...]:
-    """The form of a document's examples, () where it is plain text."""
+    """Return the form of a document's examples, () for plain text."""
     field = document.field if isinstance(document, Rows) else ""
     return next((form for form in (PAIR, CHAT) if form[0] == field), ())
 
 
 def _evenly(documents: list[Document], share: float) -> Iterator[str]:
-    """About so large a share of each document's text; of examples what the model will read."""
+    """Yield about so large a share of each document's text; for examples the model's input."""
     for document in documents:
         if not (form := _form(document)):
             yield from document.sampled(document.texts(), share)
@@ -143,7 +143,7 @@ def _evenly(documents: list[Document], share: float) -> Iterator[str]:
 
 
 def _at(documents: list[Rows], count: int, wanted: int) -> Iterator[str]:
-    """The same at some places."""
+    """Yield the same text at some places."""
     if not (form := _form(documents[0])):
         return texts_at(documents, count, wanted)
     rows = rows_at(documents, count, wanted, form)

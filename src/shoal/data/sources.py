@@ -1,4 +1,4 @@
-"""`data.source` and `data.validation` in, datasets out: all that the trainer must know of data.
+"""Data sources: `data.source` and `data.validation` opened as datasets for the trainer.
 
 stdlib · text:GLOB    text ──text_files.py──> token files    tokens:FOLDER   token files already
 jsonl:GLOB, parquet:GLOB, hf:FOLDER   ──text_rows──> text, or examples ──finetuning_samples──> rows
@@ -45,25 +45,25 @@ SYNTHETIC_VOCABULARY = 2048
 SYNTHETIC_SAMPLES = 2**16
 SYNTHETIC_VALIDATION = 2**8
 OF_THE_LOADER = ("workers", "collate")
-"""Keys of [data] that say how samples are fetched, not which."""
+"""Keys of [data] for fetching, which do not select samples."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Data ready to load, and what is known about it.
+    """Datasets ready to load, and their properties.
 
     Attributes:
         train, validation: datasets (or iterables); validation None if nothing is held out.
         collate: list of samples -> batch; None: torch's default_collate.
         vocabulary: token ids are below it; None for other samples.
-        tokenizer: a `tokenizers.Tokenizer` where text was encoded here, else None.
-        unigram_entropy: nats per target that a model without context reaches: where loss should
-            fall below; digits: the class entropy; None if unknown.
+        tokenizer: a `tokenizers.Tokenizer` if text was encoded here, else None.
+        unigram_entropy: nats per target of a model without context, which the loss should fall
+            below; digits: the class entropy; None if unknown.
         description: one line for the user.
         kind: tokens: (inputs [sequence], targets [sequence]) int64 · samples: any other.
-        classes, image: names of the classes, and (channels, size), where samples are images.
+        classes, image: names of the classes, and (channels, size), if samples are images.
 
-    validation_samples of `validation`, how many one validation reads; None: all of them
+    `validation_samples`: samples of `validation` that one validation reads; None: all of them.
     """
 
     train: Any
@@ -81,17 +81,19 @@ class Source:
 
 @phase("data")
 def open_source(section: DataSection, seed: int) -> Source:
-    """Open what `data.source` names, and its validation data, as `data.validation` says.
+    """Open the datasets of `data.source` and `data.validation`.
 
-    Takes   section, all of [data] · seed, train.seed, for synthetic tokens
+    Args:
+        section: all of [data].
+        seed: `train.seed`, for synthetic tokens.
 
     Note:
-        the first call on new text trains a tokenizer and encodes it into the cache folder; a source
+        The first call on new text trains a tokenizer and encodes it into the cache folder; a source
         pkg.mod:function is imported and called.
 
     Raises:
-        ConfigError: one line: unknown source (nearest given), missing files, too little data, a
-            function of the user's that raises, a second source that does not fit the first.
+        ConfigError: one line: unknown source (with the nearest), missing files, too little data, a
+            user's function that raises, a second source that does not fit the first.
     """
     check_data(section)
     if is_remote(section.source) or is_remote(section.validation):
@@ -131,21 +133,21 @@ def open_source(section: DataSection, seed: int) -> Source:
 
 
 def open_data(source: str, *, seed: int = 0, **keys: Any) -> Source:
-    """Open a source by the name that `data.source` has for it: datasets, tokenizer, vocabulary.
+    """Open a source by its name in `data.source`: datasets, tokenizer, vocabulary.
 
     Args:
         source: jsonl:GLOB, hf:FOLDER, mix:0.7*SOURCE+0.3*SOURCE, … (docs/data.md).
-        seed: of what is drawn: random tokens.
-        keys: further keys of [data], with its values and defaults: tokenizer, sequence, packing,
-            validation, field, image_size.
+        seed: seed of random tokens.
+        keys: further keys of [data], with the same values and defaults: tokenizer, sequence,
+            packing, validation, field, image_size.
 
     Returns:
         `train` and `validation` (None: nothing held out) for `run.loader` and `run.evaluate`,
-        `vocabulary`, `tokenizer`, `description`; every process calls it, and what is slow to make
-        is made by one and cached.
+        `vocabulary`, `tokenizer`, `description`. Every process must call it; one process computes
+        slow results and caches them.
 
     Raises:
-        ConfigError: for a key or a value that means nothing, and as `shoal train` has them.
+        ConfigError: an unknown key or value, and all errors of `shoal train`.
     """
     known = {key.name: key for key in keys_of(DataSection)}
     for name in keys.keys() - known.keys() | keys.keys() & set(OF_THE_LOADER):
@@ -168,7 +170,7 @@ def open_data(source: str, *, seed: int = 0, **keys: Any) -> Source:
 def _documents(
     section: DataSection, source: str, share: float, where: str
 ) -> tuple[list[Document], list[Document]]:
-    """The texts of a source for training, and those of them that are held out."""
+    """Return the training texts of a source, and its held-out texts."""
     kind, argument = split_source(source, where)
     if kind in ROWS:
         from shoal.data.text.text_rows import find_form, row_documents  # others do without
@@ -180,7 +182,7 @@ def _documents(
 
 
 def _open_text(section: DataSection, share: float, second: str) -> tuple[Source, str]:
-    """A text source, and the second source if that is still to be opened (it is not text)."""
+    """Open a text source; return the second source if still to be opened (it is not text)."""
     if by_row := split_source(section.source)[0] in ROWS:
         from shoal.data.text.finetuning_source import open_finetuning  # others do without
 
@@ -216,10 +218,10 @@ def _open_text(section: DataSection, share: float, second: str) -> tuple[Source,
 
 
 def share_of(share: float, train: Any, held: Any) -> int | None:
-    """Samples of a share of all, where more are held out; None where they are not.
+    """Return the samples of a share of all, if more are held out, else None.
 
-    Text is held out by whole files, so that no file is on both sides: of twenty files one is the
-    least, whatever the share. What one validation reads of them is the share all the same.
+    Text is held out by whole files, so that no file is on both sides: of twenty files at least one,
+    whatever the share. One validation still reads only the share.
     """
     if held is None or not share:
         return None
@@ -294,7 +296,7 @@ def _open_pictures(
     share: float,
     known: tuple[str, ...] | None = None,
 ) -> Source | None:
-    """Images and their classes; None where a source has none. `known`: the training data's."""
+    """Open images and classes; None if a source has none. `known`: the training data's classes."""
     where = "data.source" if known is None else "data.validation"
     found: dict[str, Any] | None = None
     if kind == "images":
@@ -349,15 +351,15 @@ def _open_function(name: str, share: float) -> Source:
 
 
 def _part(section: DataSection, source: str) -> DataSection:
-    """The section for one of several sources, with the keys that this one has a use for."""
+    """Return the section for one of several sources, with the keys that apply to it."""
     dtype = section.dtype if reads_tokens(source) else "auto"
     return replace(section, source=source, dtype=dtype, collate="")
 
 
 def _with_second(source: Source, section: DataSection, second: str, seed: int) -> Source:
-    """The source with another's training data as validation.
+    """Return the source with another source's training data as validation.
 
-    Errors: ConfigError if the two do not fit: tokens and samples, or ids beyond the vocabulary.
+    Raises a ConfigError if the two do not fit: tokens and samples, or ids beyond the vocabulary.
     """
     where = f"data.validation = {second}"
     kind = split_source(second)[0]

@@ -1,4 +1,4 @@
-"""The only room that makes process groups, calls collectives and moves tensor bytes."""
+"""Process groups, collectives and transfers of tensor bytes: no other package makes them."""
 
 from shoal.fabric.collectives.traffic_counts import Traffic
 from shoal.fabric.world import World, start_world

@@ -1,4 +1,4 @@
-"""Names of torch that are private, that changed, or that must be imported early; tested on 2.13."""
+"""Private, changed or early-import names of torch, in one file; tested on torch 2.13."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ importlib.import_module("torch.distributed.nn.functional")
 
 
 def fused_optimizer_devices() -> list[str]:
-    """Kinds of devices for which torch's optimizers have one kernel of a whole step."""
+    """Return the device types for which torch's optimizers have a fused kernel."""
     from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
     return list(_get_fused_kernels_supported_devices())
 
 
 def is_unshared(tensor: torch.Tensor) -> bool:
-    """Tell whether nothing but this one tensor holds its memory, a view or a collective neither."""
+    """Return whether a tensor alone owns its memory: no view and no collective refers to it."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     # The second use is the storage that is asked here.
     return count is not None and count(tensor.untyped_storage()._cdata) == 2
 
 
 KNOCK = 1
-"""The tag of what nobody fetches; collectives have tags of their own."""
+"""Tag of messages that no rank receives; collectives use other tags."""
 
 
 def gloo_group(
@@ -47,16 +47,16 @@ def gloo_group(
     threads: int,
     timeout: timedelta,
 ) -> dist.ProcessGroupGloo:
-    """A gloo group beside the default one; every one of its `count` members calls it.
+    """Create a gloo group beside the default one; each of its `count` members must call it.
 
     Args:
-        store: of this group alone.
-        address: of this machine, where it listens and nowhere else.
-        threads: its exchanges under way at a time.
-        timeout: for connecting.
+        store: the store that this group alone uses.
+        address: the one address of this machine on which the group listens.
+        threads: exchanges that the group runs at a time.
+        timeout: time limit for connecting.
 
     Raises:
-        RuntimeError: where the members do not connect in time.
+        RuntimeError: the members do not connect in time.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -74,10 +74,10 @@ def exchange_bytes(
     to: Sequence[int],
     timeout: timedelta,
 ) -> dist.Work:
-    """Begin an all-to-all of unequal parts: `to[i]` elements to member i, `of[i]` from it.
+    """Start an all-to-all of unequal parts: `to[i]` elements to member i, `of[i]` from it.
 
     Raises:
-        RuntimeError: for a group that is broken.
+        RuntimeError: the group is broken.
     """
     options = dist.AllToAllOptions()
     options.timeout = timeout
@@ -88,31 +88,32 @@ def exchange_bytes(
 
 
 def knock(group: dist.ProcessGroupGloo, member: int) -> None:
-    """Announce a byte that nobody will fetch: it fails at once where the connection is closed.
+    """Announce a byte that no member receives; a closed connection makes this fail at once.
 
     Raises:
-        RuntimeError: for a connection that is closed.
+        RuntimeError: the connection is closed.
     """
     group.send([torch.zeros(1, dtype=torch.uint8)], member, KNOCK)  # type: ignore[attr-defined]
 
 
 def empty_mesh(mesh: DeviceMesh) -> None:
-    """Let go of the groups that a mesh lists.
+    """Remove the process groups that a DeviceMesh lists, so that Python can free them.
 
-    DTensor caches how each operation is split by its specifications, in C++ and for ever; these
-    name the mesh, which since torch 2.13 lists its groups: no garbage collector sees that chain.
+    DTensor caches sharding decisions by DTensorSpec, in C++ and for ever. A DTensorSpec refers to
+    its mesh, and since torch 2.13 the mesh refers to its groups. Python's garbage collector does
+    not see that chain.
     """
     for one in (mesh, getattr(mesh, "_root_mesh", None)):
         getattr(one, "_pg_registry", {}).clear()
 
 
 def own_connection(store: dist.Store) -> dist.Store:
-    """The same store over a connection that no other thread uses."""
+    """Return the same store over a connection that no other thread uses."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     return clone
 
 
 def default_store() -> dist.Store:
-    """The store of the default process group, whoever made that."""
+    """Return the store of the default process group, also if other code initialized that group."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store

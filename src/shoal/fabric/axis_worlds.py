@@ -1,11 +1,11 @@
-"""Parts of a world: the ranks that differ along some axes of a layout only, as worlds of their own.
+"""Sub-worlds along the axes of a layout: the ranks that differ on these axes only.
 
 With axes pp 2 × dp 2 × tp 2, rank = (pp · 2 + dp) · 2 + tp: ranks 0 and 1 split layers among
 themselves (tp), 0 and 2 hold the same part of the model (dp), 0 and 4 are two stages of one
 pipeline (pp). A part is a `World`, so whatever works on all ranks works on a part, unchanged.
 
 Every rank must make the same parts in the same order, also those it is not in: that is how process
-groups are made. Parts are kept, so asking twice makes one.
+groups are made. `World` caches its parts, so a second call creates no group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 
 
 def members(degrees: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]:
-    """List the ranks of every part in which only the named axes differ, ascending within a part.
+    """List the ranks of every sub-world in which only the named axes differ, in ascending order.
 
     Args:
         degrees: of all axes, outermost first; the last one's neighbours have consecutive ranks.
@@ -44,17 +44,17 @@ def members(degrees: Mapping[str, int], names: Sequence[str]) -> list[tuple[int,
 
 
 def along(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> World:
-    """Returns this rank's part of `world`: the ranks that differ along the named axes only.
+    """Return this rank's part of `world`: the ranks that differ along the named axes only.
 
-    The part is a World. A collective: every rank calls it alike, as it makes process groups; made
-    once, then kept.
+    The part is a World. A collective: every rank must call it with the same arguments, since it
+    creates process groups. The first result is cached.
 
     Args:
         world: of all processes.
         degrees: of all axes, outermost first.
 
     Raises:
-        BugError: where the product of the degrees is not `world.size`.
+        BugError: the product of the degrees is not `world.size`.
     """
     if math.prod(degrees.values()) != world.size:
         raise BugError(f"axes {dict(degrees)} do not make {world.size} ranks")
@@ -62,10 +62,10 @@ def along(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> Wor
 
 
 def among(world: World, parts: Sequence[tuple[int, ...]]) -> World:
-    """Returns, as a World, the part that this rank is in; a rank in none gets itself alone.
+    """Return the part that contains this rank, as a World; a rank in no part gets itself alone.
 
-    A collective: every rank gives the same `parts` in the same order, as it makes a process group
-    of each; made once, then kept. A part of all ranks is `world` itself.
+    A collective: every rank passes the same `parts` in the same order, since each becomes a process
+    group. The first result is cached. A part of all ranks is `world` itself.
 
     Args:
         world: of all processes: torch lets a group be made by all of them together only.
@@ -104,10 +104,10 @@ def _part(world: World, ranks: tuple[int, ...]) -> World:
 
 
 def mesh(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> DeviceMesh:
-    """Returns torch's DeviceMesh of this rank's part of `world` along the named axes.
+    """Return torch's DeviceMesh of this rank's part of `world` along the named axes.
 
-    The axes of the mesh are `names`, outermost first. A collective: every rank calls it alike. The
-    mesh and its groups are made once, then kept by `world`.
+    The axes of the mesh are `names`, outermost first. A collective: every rank must call it with
+    the same arguments. `world` caches the mesh and its groups.
 
     Args:
         degrees: of all axes, outermost first; their product is `world.size`.
@@ -115,7 +115,7 @@ def mesh(world: World, degrees: Mapping[str, int], names: Sequence[str]) -> Devi
     key = (tuple(degrees.items()), tuple(names))
     if key not in world.meshes:
         parts = [along(world, degrees, [name]) for name in names]
-        # Any: torch's signature wants groups that are there, and of several or of one.
+        # Any: torch's signature requires existing groups, either several or one.
         groups: Any = [part.group for part in parts]
         shape = [degrees[name] for name in names]
         ranks = torch.tensor(along(world, degrees, names).ranks).view(shape)

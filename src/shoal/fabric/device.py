@@ -1,15 +1,15 @@
-"""Devices: which one a process computes on, what it can do, and which backend carries its tensors.
+"""Device of a process, its capabilities, and the communication backend of its tensors.
 
-Whatever differs between a CPU and an accelerator is asked here, so that other rooms spell no
-vendor's name. torch answers where it can (`torch.accelerator`, `torch.get_device_module`), for any
-device that it knows; NVIDIA's and AMD's are both `cuda` to torch.
+All differences between a CPU and an accelerator are in this module, so that other packages name no
+vendor. It asks torch where possible (`torch.accelerator`, `torch.get_device_module`), for any
+device that torch supports; NVIDIA's and AMD's devices are both `cuda`.
 
     tensors on the host      gloo, on every machine
     tensors on a device      the backend that torch names for it: NCCL (cuda), XCCL (xpu), …
     a group of a run with devices carries both: "cpu:gloo,cuda:nccl"
 
-Peaks are the caching allocator's: what tensors held, not what it keeps. A copy between host and
-device goes on beside kernels only if the host's side is pinned, so that its pages stay in place.
+Peaks are allocated bytes of the caching allocator, not reserved ones. A copy between host and
+device overlaps with kernels only if the host memory is pinned.
 
 Source    torch.accelerator, torch.distributed.init_process_group (`backend`), cudaHostRegister
 Limits    Apple's `mps` has neither float64 nor collectives: there a run computes on the CPU
@@ -32,34 +32,34 @@ from shoal.fabric._torch import fused_optimizer_devices
 HOST = torch.device("cpu")
 
 UNUSED = ("mps",)
-"""Accelerators that torch knows and no run uses."""
+"""Accelerators that torch supports and that no run uses."""
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 def accelerator() -> str | None:
-    """Returns torch's name of this machine's kind of accelerator; None where there is none."""
+    """Return torch's device type of this machine's accelerator; None without one."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or found.type in UNUSED else found.type
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether memory and kernels are a device's own: neither the host's nor shapes alone."""
+    """Return whether a device has its own memory and kernels: neither `cpu` nor `meta`."""
     return device.type not in ("cpu", "meta")
 
 
 def pick_device(
     local_rank: int, local_size: int, devices: int, bound: bool, kind: str = "cuda"
 ) -> torch.device:
-    """This process's GPU, or the CPU where the machine has none; never a mix on one machine.
+    """Return this process's GPU, or the CPU on a machine without one; never a mix on one machine.
 
     Args:
-        devices: how many this process sees.
-        bound: the launcher gave each process one of its own.
-        kind: torch's name of them.
+        devices: number of devices visible to this process.
+        bound: the launcher made one device visible to each process.
+        kind: torch's device type.
 
     Raises:
-        PlanError: for more processes than GPUs.
+        PlanError: the machine has more processes than GPUs.
 
     >>> pick_device(1, 2, devices=4, bound=False), pick_device(0, 1, devices=0, bound=False)
     (device(type='cuda', index=1), device(type='cpu'))
@@ -79,14 +79,14 @@ def pick_device(
 
 
 HIDES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""What hides devices from a process."""
+"""Environment variables that hide devices from a process."""
 
 
 def own_device(local_rank: int, local_size: int, bound: bool) -> torch.device:
-    """This process's device by its number on the machine, made the current one.
+    """Select this process's device by its local rank, and make it the current device.
 
     Raises:
-        as `pick_device`.
+        PlanError: the machine has more processes than GPUs.
     """
     kind = accelerator()
     if kind is None:
@@ -98,7 +98,7 @@ def own_device(local_rank: int, local_size: int, bound: bool) -> torch.device:
 
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where a group that exists can send from: with a device's own backend that, else the CPU."""
+    """Return the device whose tensors a group sends: the accelerator if supported, else CPU."""
     kind = accelerator()
     if kind is not None and _carried(group).get(kind) == dist.get_default_backend_for_device(kind):
         return torch.device(kind, torch.accelerator.current_device_index())
@@ -106,7 +106,7 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def backends(device: torch.device) -> str:
-    """What a process group is made with: host tensors over gloo, a device's over its own backend.
+    """Return the `backend` of a process group: gloo for host tensors, plus the device's backend.
 
     >>> backends(torch.device("cpu")), backends(torch.device("cuda", 1))
     ('gloo', 'cpu:gloo,cuda:nccl')
@@ -117,31 +117,31 @@ def backends(device: torch.device) -> str:
 
 
 def carries_host_tensors(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group takes tensors in host memory, as all that Shoal makes do."""
+    """Return whether a group accepts tensors in host memory, as all of Shoal's groups do."""
     return "cpu" in _carried(group)
 
 
 def runs_in_queues(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether messages of a device run one after another per communicator, as NCCL's do."""
+    """Return whether a communicator serializes a device's messages, as NCCL's do."""
     return is_accelerator(device) and _carried(group).get(device.type) not in (None, "gloo")
 
 
 def _carried(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Backend by kind of device."""
+    """Return the backends of a group by device type."""
     told = dist.get_backend_config(group)
     return dict(pair.split(":", 1) for pair in told.split(",") if ":" in pair)
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a device can do that plans and messages ask about; `lines` says what is missing.
+    """Capabilities of a device that plans and messages depend on; `lines` lists the missing ones.
 
     Attributes:
-        bf16: products in bfloat16.
-        float64: proofs.
+        bf16: matrix products in bfloat16.
+        float64: float64 arithmetic, which proofs need.
         flash: torch's flash attention, in half formats.
-        fused: optimizers in one kernel.
-        pinned: copies to the host that compute does not wait for.
+        fused: optimizers with one kernel per step.
+        pinned: copies to the host that overlap with compute.
     """
 
     bf16: bool = True
@@ -158,12 +158,12 @@ INSTEAD = {
     "fused": "no fused optimizers: one kernel per operation",
     "pinned": "no pinned memory: copies to the host are waited for",
 }
-"""What a device without an ability does instead: the row of the table, and the words at start."""
+"""Fallback for each missing capability: the table's row, and the words printed at start."""
 
 
 @functools.cache
 def abilities(device: torch.device) -> Abilities:
-    """What a device can do, as torch says.
+    """Return a device's capabilities, as torch reports them.
 
     >>> abilities(torch.device("cpu"))
     Abilities(bf16=True, float64=True, flash=True, fused=True, pinned=False)
@@ -183,14 +183,14 @@ def abilities(device: torch.device) -> Abilities:
 
 
 def _has_flash(device: torch.device) -> bool:
-    """Compute capability 8.0 and newer among NVIDIA's; of others none is known to give the sums."""
+    """Return whether the device has flash attention: NVIDIA's compute capability 8.0 or newer."""
     if device.type != "cuda":
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def what_is_missing(device: torch.device) -> str:
-    """One line on what an accelerator cannot do, for the start of a run; "" if it can do all."""
+    """Return one line on an accelerator's missing capabilities; "" if none is missing."""
     if not is_accelerator(device):
         return ""
     able = abilities(device)
@@ -199,40 +199,40 @@ def what_is_missing(device: torch.device) -> str:
 
 
 def takes_flash(q: torch.Tensor) -> bool:
-    """Whether torch's flash kernel of a device takes queries [..., head_dim] as they are."""
+    """Return whether torch's flash kernel accepts queries [..., head_dim] as they are."""
     dim = q.shape[-1]
     return q.dtype in HALF and dim % 8 == 0 and dim <= 256 and abilities(q.device).flash
 
 
 def device_name(device: torch.device) -> str:
-    """What the vendor calls a device, or torch's name of it."""
+    """Return the vendor's name of a device, or else torch's."""
     tells = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(tells(device)) if tells is not None else str(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what was queued; nothing to do on the CPU."""
+    """Wait until a device has finished its queued work; does nothing on the CPU."""
     if is_accelerator(device):
         torch.get_device_module(device).synchronize(device)
 
 
 def recorded_event(device: torch.device) -> Any:
-    """An event in a device's current stream, after what was queued so far."""
+    """Record an event in a device's current stream, after the work queued so far."""
     event = torch.get_device_module(device).Event()
     event.record()
     return event
 
 
 def numbers_on(device: torch.device, numbers: Sequence[float]) -> torch.Tensor:
-    """float64 numbers on a device, [numbers], without the host waiting for the copy."""
+    """Copy float64 numbers to a device, [numbers], without blocking the host."""
     return to_device(torch.tensor(numbers, dtype=torch.float64), device)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to a device, without the host waiting for what the device still has to do.
+    """Copy a tensor to a device, without blocking the host on the device's queued work.
 
-    From memory that is not pinned the driver copies at once, when the stream has come so far. torch
-    keeps pinned memory that was let go, and lends it again when the copy from it is over.
+    From pageable memory the driver copies synchronously, when the stream reaches the copy. torch
+    caches freed pinned memory, and reuses it after the copy from it is done.
     """
     if tensor.device.type == "cpu" and abilities(device).pinned:
         tensor = tensor.pin_memory()
@@ -240,10 +240,10 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def device_generators(device: torch.device | None = None) -> list[torch.Generator]:
-    """The generators that passes on a device draw from, besides the CPU's.
+    """Return the random generators that passes on a device use, besides the CPU's.
 
     Args:
-        device: None: of all that this process has begun to use.
+        device: None: all devices that this process has used.
     """
     kind = accelerator() if device is None else device.type
     if kind is None or kind in ("cpu", "meta"):
@@ -257,45 +257,45 @@ def device_generators(device: torch.device | None = None) -> list[torch.Generato
 
 
 def first_accelerator(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device of the first tensor that lies on one; None if all are the host's."""
+    """Return the device of the first tensor on an accelerator; None if all are in host memory."""
     return next((t.device for t in tensors if is_accelerator(t.device)), None)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most bytes that tensors held on a device since the start, or since `forget_peak_bytes`."""
+    """Return the peak bytes of tensors on a device since the start or `forget_peak_bytes`."""
     return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def forget_peak_bytes(device: torch.device) -> None:
-    """Count the peak from what is held now."""
+    """Reset the peak to the bytes that tensors hold now."""
     torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def held_bytes(device: torch.device) -> int:
-    """What tensors hold on a device now."""
+    """Return the bytes that tensors hold on a device now."""
     return int(torch.get_device_module(device).memory_allocated(device))
 
 
 def total_bytes(device: torch.device) -> int:
-    """A device's memory."""
+    """Return a device's memory in bytes."""
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def limit_bytes(device: torch.device, most: int) -> None:
-    """Let this process hold no more of a device's memory: its allocator refuses then."""
+    """Limit this process's device memory: its allocator raises out-of-memory above the limit."""
     share = min(1.0, most / total_bytes(device))
     torch.get_device_module(device).set_per_process_memory_fraction(share, device)
 
 
 def times_asked(device: torch.device) -> int:
-    """How often the allocator has asked a device for memory; 0 where it does not count that."""
+    """Return the allocator's count of device allocations; 0 if it keeps no count."""
     if not is_accelerator(device):
         return 0
     return int(torch.get_device_module(device).memory_stats(device).get("num_device_alloc", 0))
 
 
 def outside_bytes(device: torch.device) -> int:
-    """What is taken on a device beside the allocator: contexts, libraries, other processes."""
+    """Return the device bytes used outside the allocator: contexts, libraries, other processes."""
     module: Any = torch.get_device_module(device)
     torch.zeros(1, device=device)
     free, total = module.mem_get_info(device)
@@ -303,15 +303,15 @@ def outside_bytes(device: torch.device) -> int:
 
 
 def give_back_unused() -> None:
-    """Return what the allocator keeps and no tensor holds; nothing to do without a device."""
+    """Release the allocator's unused reserved memory; does nothing without a device."""
     if accelerator() is not None:
         torch.accelerator.empty_cache()
 
 
 def utilisation(device: torch.device) -> float | None:
-    """Returns the share of the last sample period a device ran a kernel, 0–1; None if unknown.
+    """Return the share (0–1) of the last sample period in which a kernel ran; None if unknown.
 
-    Limits: needs NVIDIA's management library for Python; without it the answer is None too.
+    Limits: needs NVIDIA's management library for Python (NVML); returns None without it.
     """
     tells = getattr(torch.get_device_module(device), "utilization", None)
     if not is_accelerator(device) or tells is None:
@@ -323,12 +323,12 @@ def utilisation(device: torch.device) -> float | None:
 
 
 def pin(host: torch.Tensor, device: torch.device, owner: object) -> Any:
-    """Pin host memory that exists, until the handle that is returned is called or `owner` goes.
+    """Pin existing host memory until the returned handle is called or `owner` is collected.
 
     torch's own pinned allocator rounds up to a power of two: up to twice the memory.
 
     Returns:
-        None where it stays pageable: copies are then right, and waited for.
+        None if the memory stays pageable: copies are then correct, but synchronous.
     """
     if device.type != "cuda":
         return None

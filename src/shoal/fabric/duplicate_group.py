@@ -1,8 +1,8 @@
-"""A twin: the same processes over a second process group, so that a second thread may talk too.
+"""A duplicate process group: the same ranks over a second gloo group, for a second thread.
 
-Two threads must not use one process group: collectives are matched by their order, and two threads
-have none. So what runs beside training (saving a checkpoint) speaks over a second group, always
-gloo on the CPU, and the training thread's collectives never meet its messages.
+Two threads must not use one process group: ranks match collectives by their order, and two threads
+have no common order. So background work (saving a checkpoint) uses a second group, always gloo on
+the CPU. Its messages never mix with the training thread's collectives.
 
 Source: a shared group deadlocks asynchronous saves in several trainers (reliability row 24).
 """
@@ -20,23 +20,23 @@ from shoal.fabric.rendezvous.process_info import Place
 from shoal.fabric.world import World
 
 TWIN_TIMEOUT = timedelta(hours=1)
-"""How long a rank waits for the others' word: they may be writing to a slow disk meanwhile."""
+"""Time that a rank waits for the other ranks, which may be writing to a slow disk."""
 
 
 def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
-    """Make a World over a second process group, gloo on the CPU, for a thread beside training.
+    """Create a World over a second process group, gloo on the CPU, for a background thread.
 
-    A collective: every rank calls it, in its training thread.
+    A collective: every rank must call it, in its training thread.
 
     Args:
         world: of all processes.
-        timeout: how long one of its collectives waits for the others.
+        timeout: time limit of each of its collectives.
 
     Returns:
-        a World on the CPU with the same ranks; of one process, without any group.
+        a World on the CPU with the same ranks; without a group if there is one process.
 
     Raises:
-        what torch raises when the ranks do not all come.
+        RuntimeError: of torch, if not all ranks call it in time.
 
     Note:
         messages and small tensors: gloo over TCP, 0.2 ms per message on one machine.
@@ -59,10 +59,10 @@ def twin(world: World, timeout: timedelta = TWIN_TIMEOUT) -> World:
 
 
 def leave(world: World) -> None:
-    """Destroy a twin's process group, once no thread uses it; its World has none afterwards.
+    """Destroy a duplicate group, once no thread uses it; its World has none afterwards.
 
-    A collective: it waits for all ranks (barrier). Without a group nothing happens. A group that is
-    only dropped keeps gloo's threads alive, which abort the interpreter's exit.
+    A collective: it waits for all ranks (barrier). Without a group it does nothing. A group that is
+    only dereferenced keeps gloo's threads alive, which abort the interpreter at exit.
     """
     group, world.group = world.group, None
     if group is not None:

@@ -1,10 +1,10 @@
-"""A world: the processes that train together, and the few things they say to each other.
+"""A world: the processes that train together, with their collectives and short messages.
 
-Everything else asks a `World` instead of `torch.distributed`: rank and size, sums, short JSON
-messages (never pickled objects: a peer's pickle would run as code), a vote, a barrier. A world of
-one process needs no process group, so code written against it runs alone, unchanged.
+Other packages use a `World` instead of `torch.distributed`: rank and size, sums, short JSON
+messages, a vote, a barrier. Messages are never pickled objects, since a peer's pickle would run as
+code. A world of one process needs no process group, so the same code runs on one process.
 
-How a process learns its place, first match wins:
+Sources of rank and size; the first match wins:
   a process group that exists already    adopted as it is
   SHOAL_STORE                            started by `shoal train`'s own supervisor
   RANK, WORLD_SIZE, MASTER_ADDR          torchrun, Kubernetes
@@ -62,29 +62,29 @@ _holders: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKe
 
 
 def holds_groups(owner: Any, forget: Callable[[Any], None]) -> None:
-    """Have `forget(owner)` called when process groups end, so that `owner` lets go of its own.
+    """Register `forget(owner)`, called when process groups end, so that `owner` drops its own.
 
     Args:
-        owner: kept alive no longer than others do; a second call replaces its `forget`.
-        forget: must not refer to `owner`, which it would keep alive.
+        owner: held by a weak reference; a second call replaces its `forget`.
+        forget: must not refer to `owner`, else it keeps `owner` alive.
     """
     _holders[owner] = forget
 
 
 class World:
-    """The processes of one run, as seen by one of them.
+    """The processes of one run, seen from one of them.
 
     Attributes:
-        rank, size: this process and how many there are.
-        local_rank: its number on this machine; picks the GPU.
-        device: where its tensors live.
-        messages: where those of its short messages do.
-        ranks: its members' numbers among all processes.
-        backend: what its parts are made with; None: as torch chooses for the device.
-        parts, meshes: made of it so far (see `axes`).
-        traffic: what it sent and how long it waited.
-        key: by which members of its groups prove themselves (collectives/json_messages.py).
-        keepers: by rank, the first that sees the same disk; () where all see one.
+        rank, size: rank of this process, and the number of processes.
+        local_rank: rank on this machine; selects the GPU.
+        device: device of its tensors.
+        messages: device of its short messages.
+        ranks: global ranks of its members.
+        backend: backend of its sub-worlds; None: torch's choice for the device.
+        parts, meshes: cached sub-worlds and meshes (see `axis_worlds.py`).
+        traffic: counters of sent bytes and waiting time.
+        key: key by which members of its groups authenticate (collectives/json_messages.py).
+        keepers: by rank, the first rank that sees the same disk; () if all ranks share one.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class World:
         self.local_size = place.local_size
         self.started_by = place.started_by
         self.device = device
-        # A message in host memory makes nobody wait for the device.
+        # A message in host memory does not wait for the device.
         self.messages = HOST if group is None or carries_host_tensors(group) else device
         self.group = group
         self.owns_group = owns_group
@@ -118,16 +118,16 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Rank 0: the one that speaks for all."""
+        """True on rank 0, which prints and writes for all ranks."""
         return self.rank == 0
 
     @property
     def keeps(self) -> bool:
-        """Whether it writes for all who see the same disk as this rank: rank 0, where all do."""
+        """True on the rank that writes for all ranks on its disk: rank 0 if all ranks share one."""
         return self.rank == (self.keepers[self.rank] if self.keepers else 0)
 
     def all_reduce(self, tensor: torch.Tensor, *, wait: bool = True) -> dist.Work | None:
-        """All-reduce a tensor, in place: the sum over ranks; `wait=False` gives pending work."""
+        """All-reduce a tensor by sum, in place; `wait=False` returns the pending work."""
         if self.group is None:
             return None
         self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size)
@@ -138,11 +138,11 @@ class World:
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
-        """Reduce-scatter a flat tensor: begin to sum it; each rank gets its own part of the sum.
+        """Reduce-scatter a flat tensor by sum; return a handle of this rank's part.
 
         Args:
-            tensor: [elements], left as it is until the result was waited for.
-            cuts: rank r gets the elements from cuts[r] to cuts[r + 1].
+            tensor: [elements]; must not change until the result is read.
+            cuts: rank r gets elements cuts[r] to cuts[r + 1].
         """
         from shoal.fabric.collectives.uneven_collectives import PendingSum, reduce_scatter
 
@@ -152,7 +152,7 @@ class World:
         return reduce_scatter(tensor, cuts, self.rank, self.group)
 
     def all_gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> dist.Work | None:
-        """All-gather a flat tensor of which ranks hold parts: begin to complete it, in place."""
+        """All-gather a flat tensor in place, of which each rank holds a part; may be unequal."""
         if self.group is None:
             return None
         from shoal.fabric.collectives.uneven_collectives import all_gather_parts
@@ -161,7 +161,7 @@ class World:
         return all_gather_parts(tensor, cuts, self.rank, self.group)
 
     def all_reduce_max(self, number: int) -> int:
-        """All-reduce a number by its maximum over ranks."""
+        """All-reduce a number by maximum over ranks."""
         if self.group is None:
             return number
         told = torch.tensor([number], device=self.messages)
@@ -181,7 +181,7 @@ class World:
         return out.view(self.size, *tensor.shape)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Gather one equal-shaped tensor of every rank: [size, ...] on rank 0, None elsewhere."""
+        """Gather one equal-shaped tensor of every rank: [size, ...] on rank 0, else None."""
         if self.group is None:
             return tensor.unsqueeze(0).clone()
         out = tensor.new_empty((self.size, *tensor.shape)) if self.is_first else None
@@ -193,7 +193,7 @@ class World:
         return out
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Overwrite a tensor with rank `source`'s, in place."""
+        """Overwrite a tensor with that of rank `source`, in place."""
         if self.group is None:
             return
         size_bytes = tensor.numel() * tensor.element_size()
@@ -202,38 +202,38 @@ class World:
             dist.broadcast(tensor, group_src=source, group=self.group)
 
     def all_reduce_least(self, tensor: torch.Tensor) -> None:
-        """All-reduce a tensor, in place, by its least values over ranks."""
+        """All-reduce a tensor by minimum over ranks, in place."""
         if self.group is not None:
             self.traffic.count(ALL_REDUCE, tensor.numel() * tensor.element_size(), self.size)
             with self.traffic.waiting():
                 dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
 
     def gather_json(self, message: Any) -> list[Any]:
-        """Every rank's message, by rank, on every rank. Messages are JSON values.
+        """All-gather every rank's JSON message, by rank.
 
-        For words of a rank's own, which are short: what grows with the model and is the same on
-        all ranks is compared (`differing`), or told by one (`broadcast_json`).
+        Use it for short messages that differ between ranks. Compare (`differing`) or broadcast
+        (`broadcast_json`) messages that grow with the model and are equal on all ranks.
         """
         if self.group is None:
             return [json.loads(json.dumps(message))]
         return json_messages.gather(self, message)
 
     def broadcast_json(self, message: Any, source: int = 0) -> Any:
-        """Rank `source`'s message on every rank."""
+        """Broadcast rank `source`'s JSON message and return it on every rank."""
         if self.group is None:
             return json.loads(json.dumps(message))
         return json_messages.broadcast(self, message, source)
 
     def differing(self, message: Any) -> tuple[int, Any, Any] | None:
-        """The first rank whose message is not rank 0's: (rank, rank 0's, its own); None if none."""
+        """Return (rank, rank 0's message, its own) of the first rank that differs, else None."""
         return None if self.group is None else json_messages.differing(self, message)
 
     def differing_places(self, numbers: Sequence[int]) -> list[int]:
-        """Places at which ranks' whole numbers differ; every rank gives as many."""
+        """Return the indices at which ranks' integers differ; every rank must pass as many."""
         return [] if self.group is None else json_messages.differing_places(self, numbers)
 
     def all_true(self, flag: bool) -> bool:
-        """Whether the flag is true on every rank; the same answer everywhere."""
+        """Return whether the flag is true on every rank; all ranks get the same answer."""
         if self.group is None:
             return flag
         falses = torch.tensor([0 if flag else 1], device=self.messages)
@@ -241,10 +241,10 @@ class World:
         return int(falses.item()) == 0
 
     def local_first(self, work: Callable[[], Any]) -> Any:
-        """`work()` on every rank, on local rank 0 of each machine before the others there.
+        """Run `work()` on every rank, on local rank 0 of each machine before the others there.
 
-        For what is prepared once per machine (data, a cache) and may take hours: the others wait
-        at the store, not in a collective, whose deadline is for peers that hang.
+        Use it for work that is prepared once per machine (data, a cache) and may take hours. The
+        other ranks wait at the store, since the deadline of a collective is for peers that hang.
         """
         if self.size == 1 or self.store is None:
             return self._local_first_by_barrier(work)
@@ -258,7 +258,7 @@ class World:
         return work()
 
     def told_on_machine(self, work: Callable[[], Any]) -> Any:
-        """`work()` of each machine's local rank 0, a JSON value, on all ranks of that machine.
+        """Run `work()` on each machine's local rank 0; return its JSON value on all ranks there.
 
         It may take hours, as in `local_first`; if it raises, the others get None.
         """
@@ -277,7 +277,7 @@ class World:
         return json.loads(self.store.get(key))
 
     def machine_barrier(self) -> None:
-        """Wait until all ranks of this machine are here, which may take hours, as `local_first`."""
+        """Wait for all ranks of this machine, which may take hours, as in `local_first`."""
         if self.size == 1 or self.store is None:
             self.barrier()
             return
@@ -292,14 +292,14 @@ class World:
         return result if self.local_rank == 0 else work()
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.group is not None:
             self.traffic.begin("barrier")
             with self.traffic.waiting():
                 dist.barrier(group=self.group)
 
     def close(self) -> None:
-        """Leave together: barrier, then destroy the group, else gloo may abort at exit (X1)."""
+        """Leave the world: barrier, then destroy the group, else gloo may abort at exit (X1)."""
         heirs = [w for w in _worlds if w is not self and w.group is self.group is not None]
         if self.owns_group and heirs:  # another run of this process goes on with the group
             heirs[0].owns_group, heirs[0].store = True, self.store
@@ -310,10 +310,11 @@ class World:
 
 
 def start_world(environ: Mapping[str, str] | None = None) -> World:
-    """Join the processes that this one was started with; see the module for how they are found.
+    """Join the processes started with this one; the module lists how rank and size are found.
 
-    Errors: ClusterError when peers do not appear within two minutes, naming how many were awaited.
-    Source: environment contracts of torchrun and Slurm; restart race and guard, pytorch elastic.
+    Raises a ClusterError when peers do not join within two minutes, with the number of missing
+    peers. Source: environment contracts of torchrun and Slurm; restart race and guard, pytorch
+    elastic.
     """
     open_closed_streams()
     if dist.is_initialized():
@@ -359,17 +360,17 @@ def start_world(environ: Mapping[str, str] | None = None) -> World:
 
 
 def _await_all(store: dist.Store, place: Place) -> bytes:
-    """Wait for everybody, and say for whom: torch would wait as long as for a collective.
+    """Wait for all ranks and name the missing ones: torch would wait as long as for a collective.
 
     Returns:
         a random word, the same on all ranks.
 
     Raises:
-        ClusterError: naming who did not come.
+        ClusterError: ranks did not join; the message names them.
     """
     keys = [f"here/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], "")
-    if store.add("here", 1) == place.size:  # one key is awaited: all keys of all ranks are ranks²
+    if store.add("here", 1) == place.size:  # wait for one key: all keys on all ranks are ranks²
         store.set("all here", secrets.token_hex(16))
     until_s = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     while True:
@@ -380,7 +381,7 @@ def _await_all(store: dist.Store, place: Place) -> bytes:
         except RuntimeError:
             away = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         if not away and left_s > 0:
-            continue  # the last one is about to say that all are here
+            continue  # the last rank is about to set the key
         who = f"rank{'s' * (len(away) > 1)} {', '.join(away)}"
         if not away:
             raise ClusterError(
@@ -397,9 +398,9 @@ def _await_all(store: dist.Store, place: Place) -> bytes:
 
 
 def _wait(store: dist.Store, keys: list[str], timeout: timedelta) -> None:
-    """Wait for keys. Errors: RuntimeError after the timeout.
+    """Wait for keys in a store; raise a RuntimeError after the timeout.
 
-    torch's store in a file looks every 10 ms, where a peer is often no later than one.
+    torch's FileStore polls every 10 ms, but a peer is often less than 1 ms late.
     """
     pause_s, until_s = 0.0002, time.monotonic() + 0.05
     while time.monotonic() < until_s:
@@ -415,7 +416,7 @@ _stores: dict[str, dist.Store] = {}
 
 
 def _meeting_store(place: Place) -> dist.Store:
-    """The store of this job, opened once per process: its port cannot be bound a second time."""
+    """Return this job's store, opened once per process: its port cannot be bound a second time."""
     at = place.meets_at
     if at not in _stores and place.file:
         _stores[at] = dist.FileStore(place.file)
@@ -430,27 +431,28 @@ def _meeting_store(place: Place) -> dist.Store:
 
 
 def _leave_at_exit() -> None:
-    """For scripts that never call `close`, or die of an exception: gloo's threads must end here.
+    """Destroy the process group at exit, for scripts that never call `close` or that raise.
 
-    Without a barrier, since peers may be gone; those that still wait for this rank fail at once.
+    gloo's threads must end here. There is no barrier, since peers may be gone; peers that still
+    wait for this rank fail at once.
     """
     if dist.is_initialized():
         _destroy_group()
 
 
 def _destroy_group() -> None:
-    """Destroy the group for good: whoever still refers to it keeps gloo's threads alive."""
+    """Destroy the process group and drop references to it, which keep gloo's threads alive."""
     await_rest()
     _let_go()
     dist.destroy_process_group()
 
 
 def _let_go() -> None:
-    """Drop every reference to a group, also of worlds that only the collector would find.
+    """Drop every reference to process groups, also from worlds that await garbage collection.
 
-    A script that destroys its own group leaves gloo's threads to the last reference; if that goes
-    while the interpreter is torn down, the process aborts. Meshes and sharded modules hold groups
-    too, and DTensor's caches hold meshes for ever.
+    After a script destroys its group, gloo's threads live until the last reference to it. If that
+    reference ends while the interpreter shuts down, the process aborts. Meshes and sharded modules
+    hold groups too, and DTensor's caches hold meshes for ever.
     """
     for world in _worlds:
         for mesh in world.meshes.values():
@@ -463,9 +465,9 @@ def _let_go() -> None:
 
 
 def meeting_store(prefix: str = "meeting") -> dist.Store | None:
-    """Returns the default process group's store over a connection of its own; None without one.
+    """Return the default group's store over a connection of its own; None without a group.
 
-    A thread that asks must not wait behind the main one, which may stand in the store for hours.
+    A second thread must not wait behind the main thread, which may wait at the store for hours.
     """
     try:
         return dist.PrefixStore(prefix, own_connection(default_store()))
@@ -474,21 +476,21 @@ def meeting_store(prefix: str = "meeting") -> dist.Store | None:
 
 
 LOOK_S, LIMIT_S = 0.012, 5.0
-"""Longer than two of those 5 ms · how long is waited at most."""
+"""Seconds of rest, longer than two of those 5 ms intervals · most seconds to wait."""
 RUNLOOP = "gloo_runloop"
 
 
 def await_rest(tasks: Path = Path("/proc/self/task")) -> None:
-    """Let gloo's threads end what they are in the middle of, Python's lock released meanwhile.
+    """Wait until gloo's threads are idle, with Python's lock (GIL) released.
 
-    Only then may the last reference to a group go. A thread of gloo that has finished a transfer
-    gives up what was sent, for which it needs Python's lock. Whoever drops the last reference waits
-    for that thread; if it is a C++ object (DistributedDataParallel's reducer, for one) it holds the
-    lock meanwhile, and both wait for ever: 2 of 80 worlds whose model outlived the group.
+    Only then is it safe to drop the last reference to a group. A gloo thread that has finished a
+    transfer frees the sent tensor, for which it needs the GIL. The owner of the last reference
+    waits for that thread. A C++ owner (DistributedDataParallel's reducer, for one) holds the GIL
+    meanwhile, and both wait for ever: 2 of 80 worlds whose model outlived the group.
 
-    The kernel tells who rests: a thread that sleeps in a wait without limit is never switched, one
-    that waits for Python's lock wakes every 5 ms, one that got no core is not asleep. Linux only;
-    elsewhere some time must do.
+    The kernel shows which threads are idle: a thread in a wait without limit has no context
+    switches, a thread that waits for the GIL wakes every 5 ms, and a thread without a core is not
+    asleep. Linux only; other systems wait for a fixed time.
 
     Source: docs/lab-log.md, "A world that did not end"
     """
@@ -503,7 +505,7 @@ def await_rest(tasks: Path = Path("/proc/self/task")) -> None:
 
 
 def _switches(tasks: Path) -> dict[str, str | None]:
-    """How often each of gloo's workers was switched; None of one that is not asleep."""
+    """Return the context switches of each of gloo's workers; None for one that is not asleep."""
     found: dict[str, str | None] = {}
     for task in tasks.glob("*"):
         try:

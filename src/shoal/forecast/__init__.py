@@ -1,1 +1,1 @@
-"""Forecasts: memory, time and bytes of a run on a machine, by arithmetic. No torch."""
+"""Forecast memory, time and traffic of a run on a machine, by arithmetic and without torch."""

@@ -1,5 +1,5 @@
-"""Islands: groups of processes that train alone, merge what they learnt, and train on.
+"""Islands: groups of processes that train alone, merge their changes, and train on.
 
-Who sends what and how it is applied is a method (`methods/`, one file each); the exchange of one
-part of the model, from the message to the vote, stands in `round_exchange.py`.
+A method (`methods/`, one file each) defines the messages and how islands apply them.
+`round_exchange.py` exchanges one part of the model, from the message to the vote.
 """

@@ -1,31 +1,31 @@
-"""Which islands' changes enter the mean: decided from a few numbers before anything is added up.
+"""Admission of islands' changes to the mean, decided from a few numbers before the sum.
 
-Every island sees the same numbers, whether change m_i is finite and the products G_ij = m_i · m_j,
-so all refuse the same ones without a word. In this order:
+Every island sees the same numbers: whether change m_i is finite, and the products G_ij = m_i · m_j.
+So all islands refuse the same changes without a message. In this order:
 
     finite   m_i has a NaN or an infinity: refused
     norm     ‖m_i‖ is more than e^(bound · s) × c: refused
     cosine   of m_i to the mean of the others' directions is below `cosine`, with ≥ 3 islands left:
-             the worst is refused and the rest looked at again; of two it cannot be said which is
-             wrong, so that is only told. Who remains must be a majority, else nobody is admitted
+             the worst is refused and the rest judged again. Of two it is unknown which is wrong,
+             so that is only reported. The rest must be a majority, else no island is admitted
 
 c  the median of the norms that were admitted in the last 20 committed rounds, of all islands; or
-   this round's median where that is larger: if most grow alike, a learning rate rose or the data
-   changed, and no single island is at fault. (Not where others exist and only one is finite.) In
-   the first round this round's median alone, if ≥ 3 islands have one; of 2 it is only told
-s  1.4826 · MAD of the logarithms of those norms, kept within 0.2 … 0.5. Logarithms, because what a
-   learning rate or a warm-up does to norms is multiplication. At least 0.2: equal norms in the past
-   must not make 10 % a crime; with the usual bound of 8 it allows 5 × the median, more than the 3 ×
-   between the first rounds of a warm-up. At most 0.5, 55 ×: a fast growth in the past must not let
-   × 1000 pass
-   Of two middle values the lower one is the median: then one of two islands cannot raise it.
+   this round's median if that is larger: if most norms grow, a learning rate rose or the data
+   changed, and no single island is at fault. (Not if others exist and only one is finite.) In
+   the first round this round's median alone, if ≥ 3 islands have one; with 2 it is only reported
+s  1.4826 · MAD of the logarithms of those norms, clamped to 0.2 … 0.5. Logarithms, because a
+   learning rate or a warm-up multiplies norms. At least 0.2: after equal norms in the past,
+   10 % more must not be refused; with the usual bound of 8 it allows 5 × the median, more than the
+   3 × between the first rounds of a warm-up. At most 0.5, 55 ×: a fast growth in the past must not
+   admit × 1000
+   Of two middle values the lower one is the median, so that one of two islands cannot raise it.
    An island that did k times as many steps has a change between √k and k times as large. So a norm
-   is read twice, as it is and per token, against the past read likewise, and is refused only if
-   both readings say so
+   is tested twice, as it is and per token, against the past in the same units, and is refused only
+   if both tests fail
 
-The others' directions are changes scaled to length 1, unweighted: one island, one voice, or a huge
-or fast one would make the honest ones look wrong. Changes of different data have cosines near 0 and
-are right, so the bound is below 0.
+The others' directions are changes scaled to length 1, unweighted; otherwise a huge or fast change
+would make the honest ones look wrong. Correct changes from different data have cosines near 0, so
+the bound is below 0.
 
 Fragments of a model differ in size: each has its own `Admission`.
 
@@ -52,18 +52,18 @@ NORMAL = 1.4826  # standard deviation / MAD of normally distributed numbers
 TINY = 1e-12  # a squared length that is nothing but rounding, beside directions of length 1
 
 Change = tuple[float, float]
-"""Its norm, above 0, and the tokens it was trained on."""
+"""(norm of a change, above 0, tokens that it was trained on)."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who enters the mean; islands go by their numbers.
+    """Admitted and refused islands of a merge; islands go by their numbers.
 
     Attributes:
-        refused: why, one line for people that names the island.
-        told: lines on what looks odd and was admitted.
+        refused: reason by island, one line that names the island.
+        told: warnings on changes that look odd and were admitted.
         norms: of every finite change · cosines: to the mean of the others' directions.
-        tokens: what each trained on.
+        tokens: tokens that each island trained on.
     """
 
     admitted: tuple[int, ...]
@@ -75,14 +75,14 @@ class Verdict:
 
 
 class Admission:
-    """The test which islands' changes to one fragment enter the mean, with past norms as memory.
+    """Admission test for the islands' changes to one fragment, with past norms as memory.
 
-    `judge` refuses what is not finite, too large or against the others, and changes nothing;
-    `commit` adds a round's admitted norms to the memory of the last 20.
+    `judge` refuses changes that are not finite, too large or opposed to the others, and has no side
+    effect. `commit` adds a round's admitted norms to the memory of the last 20.
 
     Args:
-        bound: how many deviations (1.4826 · MAD of log norms, kept within 0.2 … 0.5) the norm of a
-            change may lie above the median of past rounds.
+        bound: most deviations (1.4826 · MAD of log norms, clamped to 0.2 … 0.5) of a norm above the
+            median of past rounds.
         cosine: least cosine of a change to the mean of the others' directions, with 3 islands or
             more.
     """
@@ -98,12 +98,12 @@ class Admission:
         tokens: Sequence[float],
         islands: Sequence[int] | None = None,
     ) -> Verdict:
-        """The same verdict from the same numbers and the same past; changes nothing.
+        """Judge the changes; the same numbers and past give the same verdict. No side effects.
 
         Args:
-            gram: [R, R]: products of the decoded changes.
-            tokens: [R]: what each change was trained on.
-            islands: [R]: whose they are, where only some meet; left out: 0, 1, 2, …
+            gram: [R, R]: inner products of the decoded changes.
+            tokens: [R]: tokens that each change was trained on.
+            islands: [R]: islands of the changes, if only some merge; default: 0, 1, 2, …
         """
         named = list(range(len(finite))) if islands is None else list(islands)
         worked = dict(zip(named, map(float, tokens), strict=True))
@@ -131,7 +131,7 @@ class Admission:
         return Verdict(admitted, refused, tuple(told), norms, cosines, worked)
 
     def commit(self, verdict: Verdict) -> None:
-        """The round happened: what was admitted is now part of the past."""
+        """Add the admitted norms of a committed round to the memory."""
         admitted = [
             (verdict.norms[island], verdict.tokens[island])
             for island in verdict.admitted
@@ -141,14 +141,14 @@ class Admission:
             self._past.append(admitted)
 
     def state(self) -> dict[str, Any]:
-        """The past, for a checkpoint: by round, admitted norms with their tokens."""
+        """Return the past for a checkpoint: by round, admitted norms with their tokens."""
         return {"past": [[list(change) for change in round_] for round_ in self._past]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave.
+        """Load the past that `state` returned.
 
         Raises:
-            CheckpointError: for anything else.
+            CheckpointError: the value is not one of `state`.
         """
         try:
             past = [[(float(a), float(b)) for a, b in round_] for round_ in state["past"]]
@@ -223,9 +223,9 @@ class Admission:
 
 
 class Refusals:
-    """Counts, by island, of rounds in a row in which it was refused; at `limit` it is to stop.
+    """Consecutive refused rounds of each island; at `limit` the island must stop.
 
-    A round in which it was not refused sets an island back to 0, one without it changes nothing.
+    A round that admits an island resets its count to 0; a round without the island changes nothing.
     """
 
     def __init__(self, limit: int) -> None:
@@ -233,10 +233,10 @@ class Refusals:
         self._in_a_row: dict[int, int] = {}
 
     def count(self, islands: Iterable[int], refused: Collection[int]) -> tuple[int, ...]:
-        """Once per round: who took part, and who of them was refused in any of its fragments.
+        """Count one round: its islands, and those that any fragment refused.
 
         Returns:
-            those that stop now.
+            the islands that must stop now.
         """
         for island in islands:
             times = self._in_a_row.get(island, 0)
@@ -244,20 +244,20 @@ class Refusals:
         return tuple(i for i, times in sorted(self._in_a_row.items()) if times >= self.limit)
 
     def state(self) -> dict[str, int]:
-        """For a checkpoint: times in a row, by island."""
+        """Return the counts by island, for a checkpoint."""
         return {str(island): times for island, times in self._in_a_row.items() if times}
 
     def load(self, state: Mapping[str, int]) -> None:
-        """Go on from what `state` gave."""
+        """Load the counts that `state` returned."""
         self._in_a_row = {int(island): times for island, times in state.items()}
 
 
 class _Reading:
-    """Norms divided by tokens^power, as logarithms, less the median of the same in the past.
+    """Logarithms of norms / tokens^power, minus the median of the same in the past.
 
     Attributes:
         growth: this round's median.
-        limit: what is allowed · all are logarithms of factors.
+        limit: the largest allowed value · all are logarithms of factors.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class _Directions:
         }
 
     def cosines(self, islands: Sequence[int]) -> dict[int, float]:
-        """Of each of these to the mean of the others among them; 0 where that mean is 0."""
+        """Return each island's cosine to the mean of the others; 0 if that mean is 0."""
         pointing = [island for island in islands if island in self.pointing]
         found = {}
         for island in pointing:

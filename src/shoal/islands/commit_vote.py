@@ -1,20 +1,20 @@
-"""The vote on an outer step: it happens for all islands or for none.
+"""Vote on an outer step: it happens on all islands or on none.
 
-Each island works out the new weights and outer state by itself, from the same bytes, and tells the
-others how that went. They commit if all say yes and all have the same digest, which they see from
-the same ballots, so that all decide alike:
+Each island computes the new weights and outer state itself, from the same bytes, and sends a
+ballot. The islands commit if all vote ok and all have the same digest. All see the same ballots, so
+all decide the same:
 
-    ok          nothing failed, and what came out is finite
+    ok          nothing failed, and the result is finite
     digest      sha256 of the proposed weights and outer state, over all of the island's processes;
-                where islands are never equal (noloco), of what a pair steps with
-    tokens      what it trained on for this: its weight in the mean
+                under noloco, whose islands are never equal, of a pair's mean message
+    tokens      tokens of its change: its weight in the mean
     steps_per_s its speed, which decides its share of the next round; None: not measured
-    used        samples used of those that were dealt, in their order
-    stop        it wants to end after this round
+    used        samples used of those dealt to it, in order
+    stop        it requests the end after this round
     saved       the last committed round is on its disk; None: still being written, vote again
 
-Ballots are JSON: bytes of another machine are read, never run. An island that dies in the vote may
-leave some that committed and some that did not; `common_round.py` settles that at resume.
+Ballots are JSON: bytes of another machine are parsed, never executed. If an island dies in the
+vote, some islands may have committed and others not; `common_round.py` resolves that at resume.
 
 Source: Gray 1978 (two-phase commit); torchft's should_commit and PCCL's vote on hashes are kin
 """
@@ -36,7 +36,7 @@ NOBODY_ADMITTED = "nobody's change was admitted"
 
 @dataclass(frozen=True)
 class Ballot:
-    """One island's word on one fragment of one round; the fields are explained above."""
+    """Vote of one island on one fragment of one round; the module explains the fields."""
 
     round: int
     fragment: int
@@ -47,19 +47,19 @@ class Ballot:
     used: int
     stop: bool = False
     why: str = ""
-    """where `ok` is not: what went wrong, for people"""
+    """reason if `ok` is False, for people"""
     saved: bool | None = True
 
     def to_bytes(self) -> bytes:
-        """As it travels."""
+        """Return the ballot as JSON bytes."""
         return json.dumps(asdict(self), allow_nan=False).encode()
 
     @staticmethod
     def from_bytes(message: bytes, island: int) -> Ballot:
-        """The ballot that `island` sent.
+        """Parse the ballot that `island` sent.
 
         Raises:
-            ClusterError: that names the island and what is wrong.
+            ClusterError: the message is no ballot; the error names the island and the fault.
         """
         found = read_object(message, f"island {island}: its ballot")
         names = [field.name for field in fields(Ballot)]
@@ -76,11 +76,11 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the ballots say together.
+    """Result of a vote.
 
     Attributes:
-        why: where nothing is committed: one line that names the islands.
-        stop: the islands that want to end.
+        why: if nothing is committed: one line that names the islands.
+        stop: the islands that request the end of the run.
     """
 
     committed: bool
@@ -89,13 +89,13 @@ class Outcome:
 
 
 def count(ballots: Sequence[Ballot], islands: Sequence[int] | None = None) -> Outcome:
-    """Whether the step happens.
+    """Count ballots and return whether the step is committed.
 
     Args:
-        islands: whose ballots these are; left out: island 0, 1, 2, …
+        islands: islands of the ballots; default: 0, 1, 2, …
 
     Raises:
-        ClusterError: where they are about different rounds or fragments: no step can be right.
+        ClusterError: the ballots are for different rounds or fragments, so no step can be right.
     """
     named = list(range(len(ballots))) if islands is None else list(islands)
     cast = dict(zip(named, ballots, strict=True))
@@ -113,22 +113,22 @@ def count(ballots: Sequence[Ballot], islands: Sequence[int] | None = None) -> Ou
 
 
 def decide(ballots: Sequence[Ballot], partners: Sequence[int]) -> Outcome:
-    """Decide whether the outer step of these partners is committed, by all islands' ballots.
+    """Decide by all islands' ballots whether these partners commit their outer step.
 
-    It is if every partner votes ok and all have the same digest. An island that could not save
-    stops everybody's step, also of those who do not merge with it: were they a round ahead and
-    saved it, no round would be left that all hold.
+    They do if every partner votes ok and all have the same digest. An island that could not save
+    stops the step of all islands, also of those that do not merge with it. If those saved a later
+    round, no common round would be left.
 
     Args:
-        ballots: of all islands of the run, in their order.
-        partners: numbers of those that merge.
+        ballots: ballots of all islands of the run, in their order.
+        partners: numbers of the islands that merge.
 
     Returns:
-        committed, why not, and who of the ballots that counted wants to stop: those of the
-        partners, or only of the islands that could not save.
+        whether to commit, the reason if not, and the islands that request a stop: among the
+        partners, or only among the islands that could not save.
 
     Raises:
-        ClusterError: where these ballots are about different rounds or fragments.
+        ClusterError: the ballots are for different rounds or fragments.
     """
     unsaved = {island: one for island, one in enumerate(ballots) if not one.saved}
     if unsaved:
@@ -137,13 +137,13 @@ def decide(ballots: Sequence[Ballot], partners: Sequence[int]) -> Outcome:
 
 
 def cure(ballots: Sequence[Ballot]) -> tuple[bool, str]:
-    """Name the cure of an outer step that was not committed: (training is at fault, what to do).
+    """Return (training is at fault, remedy) for an outer step that was not committed.
 
-    True where an island could not save, or its numbers are at fault (not finite, no change
-    admitted); else False, the cluster's fault: islands came to different weights.
+    True if an island could not save, or its numbers are at fault (not finite, no change admitted).
+    Else False, the cluster's fault: islands computed different weights.
 
     Args:
-        ballots: of all islands of the run.
+        ballots: ballots of all islands of the run.
     """
     if not all(ballot.saved for ballot in ballots):
         return True, "mend that, and resume"
@@ -156,10 +156,10 @@ def cure(ballots: Sequence[Ballot]) -> tuple[bool, str]:
 
 
 def read_object(message: bytes, whose: str) -> dict[str, Any]:
-    """A JSON object out of bytes that another machine sent; NaN in it is let through.
+    """Parse a JSON object from another machine's bytes; NaN is accepted.
 
     Raises:
-        ClusterError: that begins with `whose`.
+        ClusterError: the bytes are no JSON object; the message starts with `whose`.
     """
     try:
         found = json.loads(message)
@@ -171,7 +171,7 @@ def read_object(message: bytes, whose: str) -> dict[str, Any]:
 
 
 def name_islands(islands: Iterable[int]) -> str:
-    """Islands as people read them.
+    """Format the names of islands for people.
 
     >>> name_islands([2]), name_islands([0, 1, 3])
     ('island 2', 'islands 0, 1 and 3')
@@ -208,7 +208,7 @@ def _check_places(cast: dict[int, Ballot]) -> None:
 
 
 def _apart(digests: dict[int, str]) -> str:
-    """Which islands came to another state than most, or an empty text."""
+    """Return a text on the islands whose digest differs from the majority, or ""."""
     (common, votes), *rest = Counter(digests.values()).most_common()
     if not rest:
         return ""

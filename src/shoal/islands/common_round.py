@@ -1,15 +1,15 @@
-"""From which round a resumed run goes on: the newest that all given islands hold, bit for bit.
+"""Round from which a resumed run continues: the newest that all islands hold, bit for bit.
 
 Each island keeps the state before and after its last commit, with round number and digest, until
-the next commit is known to all. An island that died in a vote may have committed a round that the
-others did not, or the other way round; so when a run resumes, they tell each other what they hold:
+all islands know the next commit. An island that died in a vote may have committed a round that the
+others did not, or the reverse. So when a run resumes, the islands exchange their rounds:
 
     island 0   {7: "ab…", 8: "cd…"}
     island 1   {6: "55…", 7: "ab…"}        →  round 7
     island 2   {}                              takes it from island 0, the lowest that holds it
 
-An island that holds nothing is new; one that holds other rounds than the rest stops the resume,
-because to overwrite what somebody saved is for people to decide.
+An island without rounds is new. An island with other rounds than the rest stops the resume, because
+only a person may decide to overwrite saved state.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Held = Mapping[int, str]
 
 @dataclass(frozen=True)
 class Resume:
-    """The round after which islands go on, and where each takes its state from.
+    """Round after which the islands continue, and the donor of each island's state.
 
     Attributes:
-        donors: by island: the island whose state it takes, itself if it holds one.
+        donors: by island: the island whose state it loads, itself if it holds one.
     """
 
     round: int
@@ -38,7 +38,7 @@ class Resume:
 
 
 def newest_common(held: Sequence[Held]) -> int | None:
-    """The newest round that all of these hold with equal digests.
+    """Return the newest round that all islands hold with equal digests.
 
     >>> newest_common([{7: "a", 8: "b"}, {7: "a", 8: "c"}])
     7
@@ -50,16 +50,17 @@ def newest_common(held: Sequence[Held]) -> int | None:
 
 
 def resume_point(held: Sequence[Held]) -> Resume | None:
-    """Find the newest round that all islands with saved states hold with equal digests.
+    """Return the newest round that all islands with saved states hold with equal digests.
 
-    An island that holds nothing takes the state of the lowest that does. None where none of them
-    holds anything: a new run.
+    An island without state loads that of the lowest island that has one. None if no island has
+    state: a new run.
 
     Args:
         held: by island: round → digest of the state after it.
 
     Raises:
-        CheckpointError: where no round is common, with what each holds and what could be done.
+        CheckpointError: no round is common; the message lists each island's rounds and the
+            remedies.
 
     >>> resume_point([{}, {7: "a"}, {6: "x", 7: "a"}])
     Resume(round=7, donors=(1, 1, 2))
@@ -74,13 +75,14 @@ def resume_point(held: Sequence[Held]) -> Resume | None:
 
 
 def refuse_damaged(folders: Sequence[str]) -> None:
-    """Refuse to begin a new run where one was: that must be somebody's decision.
+    """Refuse to start a new run over damaged checkpoints of an earlier one.
 
     Args:
-        folders: by island: of checkpoints that cannot be read, not one of them; "" where none is.
+        folders: by island: folder whose checkpoints are all unreadable; "" if there is none.
 
     Raises:
-        CheckpointError: the same on all islands, naming them.
+        CheckpointError: an island has such a folder; all islands raise the same message, which
+            names them.
 
     >>> refuse_damaged(["", ""])
     """
@@ -93,15 +95,15 @@ def refuse_damaged(folders: Sequence[str]) -> None:
 
 
 def to_bytes(held: Held) -> bytes:
-    """Encode what this island holds, round → digest, as JSON for the other islands."""
+    """Encode this island's rounds and digests as JSON for the other islands."""
     return json.dumps({str(round_): digest for round_, digest in held.items()}).encode()
 
 
 def from_bytes(message: bytes, island: int) -> dict[int, str]:
-    """Decode what `island` holds, round → digest, from the message that `to_bytes` made.
+    """Decode the rounds and digests of `island` from a message of `to_bytes`.
 
     Raises:
-        ClusterError: that names the island, for anything else.
+        ClusterError: the message is malformed; the error names the island.
     """
     found = read_object(message, f"island {island}: its list of saved rounds")
     for round_, digest in found.items():

@@ -1,11 +1,11 @@
-"""What an island's codes left out and still owe the others, as that island's checkpoints keep it.
+"""Error feedback of an island's codecs, in that island's checkpoints.
 
     left.RANK.TAG   error feedback of one piece: of a message as FRAGMENT/OWNER/CHUNK, of a sum that
                     this island passes on as FRAGMENT/sum/CHUNK; see `fabric.halves`
 
-It is the island's own, like its inner optimizer's state, and belongs to pieces: another number of
-islands, another layout inside or another code cuts other pieces, and another island owes other
-numbers. Then nothing is taken back, and one line says so: what was owed is lost, once.
+Like the state of its inner optimizer, it belongs to one island and to its pieces. Another number of
+islands, another layout inside or another codec has other pieces, and another island has other
+errors. Then nothing is loaded, and one line reports it: the residuals are lost, once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LEFT = "left."
 
 @dataclass
 class Leftovers:
-    """Error feedback of one process of an island, on its way to checkpoints and back.
+    """Error feedback of one process of an island, as tensors of a checkpoint.
 
     Attributes:
-        feedback: None where the code leaves nothing out.
-        rank: of this process in its island.
-        pieces: settings that decide whose pieces these are and how they are cut (islands, layout,
-            code), by key: what was saved under others is dropped.
+        feedback: residuals of the codec; None if the codec is lossless.
+        rank: rank of this process in its island.
+        pieces: settings that determine the pieces (islands, layout, codec), by key; residuals saved
+            under other settings are dropped.
     """
 
     feedback: Feedback | None
@@ -38,7 +38,7 @@ class Leftovers:
     pieces: Mapping[str, Any]
 
     def parts(self) -> dict[str, tuple[Tensor, Shard]]:
-        """What is left by its name in a checkpoint, each whole on this rank."""
+        """Return the residuals by their names in a checkpoint, each whole on this rank."""
         found = {}
         for tag, tensor in self._tensors().items():
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -49,24 +49,24 @@ class Leftovers:
         return found
 
     def record(self) -> dict[str, Any] | None:
-        """Whose pieces they are, the same on every rank; None where nothing is left out."""
+        """Return the settings of the pieces, the same on every rank; None for a lossless codec."""
         return None if self.feedback is None else dict(self.pieces)
 
     def owns(self, names: Iterable[str], kept: Mapping[str, Any] | None) -> list[str]:
-        """Which of a checkpoint's tensors this rank takes back; `kept` as `record` gave it."""
+        """Return the checkpoint's tensors that this rank loads; `kept` as `record` returned it."""
         if self.feedback is None or kept != self.pieces:
             return []
         return [name for name in names if name.startswith(self._own)]
 
     def load(self, tensors: Mapping[str, Tensor], kept: Mapping[str, Any] | None) -> str:
-        """Take back what `parts` gave; nothing is left of a run that had other pieces.
+        """Load the residuals that `parts` returned; drop those of other pieces.
 
         Args:
-            kept: as `record` gave it.
-            tensors: others' are passed over.
+            kept: the result of `record`.
+            tensors: tensors by name; those of other ranks are ignored.
 
         Returns:
-            one line where something was left and is dropped, else "".
+            one line if residuals were dropped, else "".
         """
         mine = self.owns(tensors, kept)
         if self.feedback is not None:

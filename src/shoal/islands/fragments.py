@@ -1,13 +1,13 @@
-"""Cuts a model into fragments that travel between islands one by one, and says when each does.
+"""Fragments of a model, which travel between islands one by one, and their schedule.
 
     block k of the model  →  fragment k mod P          strided: each has early and late layers
     fragment p, round of H steps:   applied after step a = ⌊(p+1)·H/P⌋,   sent after step a − τ
 
 A block is a layer of a stack: the parameters whose names agree up to the first integer
-(`blocks.3.…`). What is in no block (embeddings, head, last norm) goes, largest first, to the
-fragment that is lightest in bytes. The last fragment is applied with the round's last step, so
-nothing is on its way when a round ends; and a fragment is sent only when the one before it was
-applied, so one is on its way at a time, however few steps a slow island takes.
+(`blocks.3.…`). Parameters in no block (embeddings, head, last norm) go, largest first, to the
+fragment with the fewest bytes. The last fragment is applied with the round's last step, so no
+fragment is in flight when a round ends. A fragment is sent only after the previous one was applied,
+so one is in flight at a time, however few steps a slow island takes.
 
 Source: Douillard et al. 2025 (streaming DiLoCo), strided fragments; one in flight as torchft's
 `local_sgd.py`. There fragment p is sent at ⌊p·H/P⌋ and may be applied in the next round.
@@ -21,18 +21,17 @@ from dataclasses import dataclass
 from shoal.base.errors import ConfigError
 
 Block = tuple[tuple[str, ...], int]
-"""The name of a stack of layers, and the number of a layer in it."""
+"""(name of a stack of layers, number of a layer in it)."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a fragment travels, in inner steps of the round that are done (1 … H).
+    """Schedule of a fragment, in finished inner steps of the round (1 … H).
 
     Attributes:
-        fragment: from 0.
-        send_after: its message is what was learnt until then.
-        apply_after: the island waits for it here at the latest, and takes it; at least
-            `send_after`.
+        fragment: index, from 0.
+        send_after: step after which it is sent; its message is the change until then.
+        apply_after: step after which the island waits for it and applies it; at least `send_after`.
     """
 
     fragment: int
@@ -41,7 +40,7 @@ class Moment:
 
 
 def block_of(name: str) -> Block | None:
-    """The block that a parameter belongs to; None if its name has no integer.
+    """Return the block of a parameter; None if its name has no integer.
 
     >>> block_of("model.layers.12.mlp.0.weight"), block_of("head.weight")
     ((('model', 'layers'), 12), None)
@@ -54,16 +53,16 @@ def block_of(name: str) -> Block | None:
 
 
 def deal(bytes_of: Mapping[str, int], fragments: int) -> tuple[tuple[str, ...], ...]:
-    """The names of every fragment; each name in exactly one, none empty, whatever their order.
+    """Partition parameter names into non-empty fragments, whatever their order.
 
     Args:
-        bytes_of: of the whole parameter, the same on all ranks and islands.
+        bytes_of: bytes of each whole parameter, the same on all ranks and islands.
 
     Raises:
-        ConfigError: if there are fewer parameters than fragments.
+        ConfigError: there are fewer parameters than fragments.
 
     Note:
-        a model of fewer blocks than fragments is dealt by single parameters, largest first.
+        A model with fewer blocks than fragments is partitioned by parameters, largest first.
 
     >>> sizes = {"embed": 8, "blocks.0.w": 4, "blocks.1.w": 4, "blocks.2.w": 4, "norm": 1}
     >>> deal(sizes, 2)
@@ -96,13 +95,13 @@ def deal(bytes_of: Mapping[str, int], fragments: int) -> tuple[tuple[str, ...], 
 
 
 def moments(steps: int, fragments: int, overlap: int) -> tuple[Moment, ...]:
-    """When the fragments of a round of `steps` inner steps travel, in order.
+    """Return the schedule of the fragments in a round of `steps` inner steps, in order.
 
     Args:
-        overlap: τ, steps that go on meanwhile; fewer where the round has too few.
+        overlap: τ, inner steps during a transfer; fewer if the round has too few.
 
     Note:
-        with fewer steps than fragments several travel after the same step, in this order.
+        With fewer steps than fragments, several travel after the same step, in this order.
 
     >>> [(m.send_after, m.apply_after) for m in moments(50, 4, 1)]
     [(11, 12), (24, 25), (36, 37), (49, 50)]

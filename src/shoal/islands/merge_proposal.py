@@ -1,8 +1,8 @@
-"""What an island says when a fragment of the model is exchanged, and how the exchange ended.
+"""Metadata of an island's message for a fragment, and the result of its exchange.
 
-A round has a merge for every fragment, and its events tell of all: an island may be refused in one
-fragment only. What is said once for a round (the divisor, the digest) is that of its last merge,
-which ends it.
+A round has a merge for every fragment, and its event reports all: an island may be refused in one
+fragment only. The fields of a whole round (divisor, digest) come from its last merge, which ends
+it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shoal.islands.commit_vote import Ballot
 
 @dataclass(frozen=True)
 class Say:
-    """What an island tells of itself with the message of a fragment.
+    """Metadata that an island sends with the message of a fragment.
 
     Attributes:
-        tokens: that its change was learnt from: its weight in a mean by tokens.
-        used: samples that it used of those it was dealt.
-        steps_per_s: of its inner steps, without waiting for others.
-        stop: it was asked to stop after this round.
+        tokens: training tokens of its change: its weight in a mean by tokens.
+        used: samples that it used of those assigned to it.
+        steps_per_s: speed of its inner steps, without waiting for others.
+        stop: the island requests a stop after this round.
     """
 
     tokens: int
@@ -36,25 +36,25 @@ class Say:
 
 @dataclass(frozen=True)
 class Merge:
-    """How the exchange of one fragment ended.
+    """Result of the exchange of one fragment.
 
-    The same on every rank of the partners, but for `plain`, `seconds` and `sent_bytes`.
+    Equal on every rank of the partners, except `plain`, `seconds` and `sent_bytes`.
 
     Attributes:
-        committed: merged weights and outer optimizer state have moved.
-        why: if not, else "".
+        committed: merged weights and outer optimizer state were updated.
+        why: reason if not, else "".
         partners: islands that merged, this one included.
-        verdict: whose changes counted.
-        ballots: of all islands of the run, in their order.
-        divisor: what the weighted sum of changes was divided by; 0 if none was admitted.
+        verdict: admitted and refused islands.
+        ballots: ballots of all islands of the run, in their order.
+        divisor: divisor of the weighted sum of changes; 0 if none was admitted.
         digest: sha256 of the merged weights and state as proposed, over all ranks of an island; of
             names and shapes under noloco, whose weights stay each island's own.
-        plain: means of what no optimizer moves (running statistics), by name: this rank's parts; {}
-            if not committed.
-        seconds: from the message to the vote.
-        sent_bytes: coded, by this rank.
-        spread: how far apart the weights of the admitted were just before, as a share of their
-            norm; None where the method makes them equal, or fewer than two were admitted.
+        plain: means of tensors without optimizer (running statistics), by name: this rank's parts;
+            {} if not committed.
+        seconds: seconds from the message to the vote.
+        sent_bytes: encoded bytes sent by this rank.
+        spread: distance of the admitted islands' weights before the merge, relative to their norm;
+            None if the method makes them equal, or fewer than two were admitted.
     """
 
     round: int
@@ -73,19 +73,20 @@ class Merge:
 
     @property
     def stop(self) -> bool:
-        """Whether an island asked all to stop."""
+        """True if an island requested a stop."""
         return any(ballot.stop for ballot in self.ballots)
 
     def refused(self, island: int) -> str:
-        """Why an island's change did not count; empty if it did."""
+        """Return the reason for which an island's change was refused; empty if it was not."""
         return self.verdict.refused.get(island, "")
 
 
 def refusals(merges: Sequence[Merge]) -> dict[int, str]:
-    """Collect whose changes were refused in a round: island → why, ascending; {} if nobody's.
+    """Collect the islands refused in a round: island → reason, ascending; {} if none.
 
     Args:
-        merges: of the round's fragments, in their order; the first that refused an island says why.
+        merges: merges of the round's fragments, in order; the first refusal of an island gives its
+            reason.
     """
     found: dict[int, str] = {}
     for merge in merges:
@@ -94,11 +95,12 @@ def refusals(merges: Sequence[Merge]) -> dict[int, str]:
 
 
 def round_fields(merges: Sequence[Merge]) -> dict[str, Any]:
-    """Collect what the event of a round says of its merges, as plain JSON values.
+    """Collect the fields of a round's event from its merges, as plain JSON values.
 
     Args:
-        merges: of the round's fragments, in their order, not empty. Of the last: tokens_all (of all
-            islands), admitted, divisor, digest, why, and spread if it has one; of all: refused.
+        merges: merges of the round's fragments, in order, not empty. From the last: tokens_all (of
+            all islands), admitted, divisor, digest, why, and spread if it has one; from all:
+            refused.
     """
     last = merges[-1]
     return {
@@ -113,10 +115,10 @@ def round_fields(merges: Sequence[Merge]) -> dict[str, Any]:
 
 
 def lines(merges: Sequence[Merge]) -> list[str]:
-    """List lines for people on a round's merges; [] if there is nothing to tell.
+    """List the printed lines of a round's merges; [] if there is nothing to report.
 
-    First what looked odd and was admitted (`Verdict.told`), then each fragment that was not
-    committed, but the last: the round's own event tells of that one.
+    First the warnings on admitted changes (`Verdict.told`), then each uncommitted fragment except
+    the last, which the round's own event reports.
     """
     told = [line for merge in merges for line in merge.verdict.told]
     return told + [

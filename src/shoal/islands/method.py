@@ -1,14 +1,14 @@
-"""A method: what an island sends of what it learnt, and what it does with what all sent.
+"""Base class of merge methods: the message of an island, and the use of all messages.
 
     message   m_i = W − w_i                     of a fragment, after its last inner step
-    merge     D = Σ n_i·m_i / Σ n_i             n_i: tokens that m_i was learnt from, or 1
-    step      W, u ← outer optimizer(W, u, D)   the same bits on every island that took part
+    merge     D = Σ n_i·m_i / Σ n_i             n_i: training tokens of m_i, or 1
+    step      W, u ← outer optimizer(W, u, D)   the same bits on every partner
     adopt     w_i ← w_i + (1 − α)·(W − w_i as it was sent)
-              α = `islands.mixing`, what is kept of the own; all that was learnt since is kept
+              α = `islands.mixing`, share of the own weights; changes since the sending stay
 
-So says the base class here, which is DiLoCo with any torch optimizer outside; a method is a file in
-`methods/` that changes what differs. Weights by tokens make islands of unequal speed fair: the 60
-steps of a slow island count as 60 beside the 240 of a fast one.
+The base class is DiLoCo with any torch optimizer as outer optimizer; a method is a file in
+`methods/` that overrides the differences. Weights by tokens treat islands of unequal speed fairly:
+the 60 steps of a slow island count as 60, the 240 of a fast one as 240.
 
 Source: Douillard et al. 2023 (DiLoCo), algorithm 1; McMahan et al. 2017 (weights by examples)
 """
@@ -28,20 +28,20 @@ from shoal.islands.two_tiers import TwoTiers, members
 
 
 class Method:
-    """Base class of the methods by which islands merge: DiLoCo with any torch optimizer outside.
+    """Base class of the methods by which islands merge: DiLoCo with any torch outer optimizer.
 
     Rounds and islands are counted from 0.
 
     Attributes:
-        policy: settled (`IslandsPolicy.settled`).
-        resets_inner: the inner optimizer begins anew when an island has adopted the merged weights.
-        pulls: `before_update` does something, so it must be called before every inner update.
-        keeps: share of what a code left out of a message that the next one carries on.
-        common_past: who merges has always merged together, so what they remember of past rounds
-            (the norms that admission compares with) is the same.
+        policy: the resolved policy (`IslandsPolicy.settled`).
+        resets_inner: the inner optimizer is reset when an island has adopted the merged weights.
+        pulls: `before_update` changes gradients, so it must run before every inner update.
+        keeps: share of a message's encoding error that is added to the next message.
+        common_past: the partners have always merged together, so their records of past rounds (the
+            norms for admission) are equal.
 
     Raises:
-        ConfigError: for an outer optimizer that torch lacks, or that refuses its numbers.
+        ConfigError: torch lacks the outer optimizer, or it refuses its numbers.
     """
 
     name: ClassVar[str]
@@ -55,40 +55,41 @@ class Method:
         self._build = self.builder()
 
     def builder(self) -> Build:
-        """What makes the outer optimizer."""
+        """Return the constructor of the outer optimizer."""
         return outer_builder(self.policy)
 
     def open(self, local: Mapping[str, Tensor]) -> Outer:
-        """W as the run begins, all islands alike: a copy of this rank's part of every parameter."""
+        """Create W at the start, equal on all islands: a copy of this rank's parts."""
         if self.policy.regions > 1:
             return TwoTiers(local, self._build, self.policy.far_period)
         return Outer(local, self._build)
 
     def fragments(self, bytes_of: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-        """Names of the parameters of every fragment; see `fragments.deal`."""
+        """Return the parameter names of every fragment; see `fragments.deal`."""
         return deal(bytes_of, self.policy.fragments)
 
     def moments(self, steps: int) -> tuple[Moment, ...]:
-        """When the fragments travel in a round in which this island takes so many inner steps."""
+        """Return the schedule of the fragments in a round of `steps` inner steps of this island."""
         return moments(steps, self.policy.fragments, self.policy.overlap)
 
     def partners(self, round_number: int, index: int, count: int) -> tuple[int, ...]:
-        """The islands that island `index` merges with in a round, itself included, ascending."""
+        """Return the islands that merge with island `index` in a round, itself included."""
         return members(round_number, index, count, self.policy.regions, self.policy.far_period)
 
     def weigh(
         self, tokens: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
     ) -> tuple[list[float], float]:
-        """What each partner's message is multiplied by, and what their sum is divided by.
+        """Return the weight of each partner's message, and the divisor of their sum.
 
         Args:
-            tokens: that each message was learnt from.
-            norms: of the messages, as decoded.
-            admitted: whose message counts; the others' weigh 0 and are not in the divisor.
+            tokens: training tokens of each message.
+            norms: norms of the decoded messages.
+            admitted: the partners whose message counts; the others have weight 0 and are not in the
+                divisor.
 
         Returns:
-            (weights, divisor), in the order of the partners; the divisor is 0 only if nobody is
-            admitted, or none of them has learnt from any token.
+            (weights, divisor), in the order of the partners; the divisor is 0 only if no partner is
+            admitted, or all admitted ones have 0 tokens.
         """
         del norms
         by_tokens = self.policy.weighting == "tokens"
@@ -101,7 +102,7 @@ class Method:
     def message(
         self, outer: Outer, names: Sequence[str], local: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """OLD − NEW of what this rank holds of a fragment, in the dtype of W, on the CPU."""
+        """Return OLD − NEW of this rank's part of a fragment, in the dtype of W, on the CPU."""
         return {
             name: outer.weights[name] - _like(local[name], outer.weights[name])
             for name in names
@@ -109,16 +110,16 @@ class Method:
         }
 
     def spread(self, gram: Sequence[Sequence[float]]) -> float | None:
-        """How far apart the partners' weights are, of their norm; None where they end up equal.
+        """Return the relative distance between the partners' weights; None if they end up equal.
 
         Args:
-            gram: inner products of the messages of those whose change counted.
+            gram: inner products of the admitted messages.
         """
         del gram
         return None
 
     def step(self, outer: Outer, mean: Mapping[str, Tensor]) -> bool:
-        """Propose W', u' from the mean of the messages. Gives whether they are finite."""
+        """Propose W', u' from the mean of the messages; return whether they are finite."""
         return outer.propose(mean)
 
     @torch.no_grad()
@@ -134,8 +135,8 @@ class Method:
         """Write the merged weights of a fragment into the island's own, in place.
 
         Args:
-            refused: the own message did not count, so nothing of it is kept.
-            sent: what `sent` gave; None where the island did not train on meanwhile.
+            refused: the own message was refused, so the island drops its change.
+            sent: result of `sent`; None if the island did not train during the transfer.
         """
         kept = 0.0 if refused else self.policy.mixing
         for name in names:
@@ -151,14 +152,14 @@ class Method:
     def sent(
         self, outer: Outer, names: Sequence[str], local: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """A copy of this rank's part of a fragment as it leaves: where W lies, in W's dtype."""
+        """Copy this rank's part of a fragment at sending, on the device and in the dtype of W."""
         weights = outer.weights
         return {
             name: _like(local[name], weights[name]).clone() for name in names if name in weights
         }
 
     def before_update(self, outer: Outer, local: Mapping[str, nn.Parameter]) -> None:
-        """Called before every inner update, when `.grad` is the mean gradient of the step."""
+        """Adjust gradients before every inner update, when `.grad` is the step's mean gradient."""
 
 
 def _like(part: Tensor, weight: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
-"""The weights that islands have merged so far, and the optimizer that moves them.
+"""Merged weights of the islands, and the outer optimizer that updates them.
 
     D      mean over islands of W − w_i: old minus new, so that it is a descent direction
     W, u   ← outer optimizer(W, u, D)      e.g. DiLoCo's u ← 0.9·u + D, W ← W − 0.7·(D + 0.9·u)
 
-torch's optimizers subtract, hence the sign: D stands where a gradient stands. Learning rate 1 and
-momentum 0 give W − mean(W − w_i) = mean(w_i), plain averaging.
-A step is first proposed: W' and u' are made beside W and u, which stay untouched, so that taking a
-step back costs nothing and gives the same bits, and whoever reads W meanwhile reads what all agreed
-on. W and u are kept on the CPU in at least float32, one tensor per parameter, in the shape of what
-this rank holds of it; that may be a slice, or nothing.
+torch's optimizers subtract, hence the sign: D takes the role of the gradient. Learning rate 1 and
+momentum 0 give W − mean(W − w_i) = mean(w_i), plain averaging. A step is first proposed: W' and u'
+are new tensors, and W and u stay unchanged. So an undo costs nothing and restores the same bits,
+and readers of W see the committed weights. W and u are on the CPU in at least float32, one tensor
+per parameter, in the shape of this rank's part; that may be a slice, or empty.
 
 Source: Douillard et al. 2023 (DiLoCo), algorithm 1; the sign as in torchft's `local_sgd.py`.
 """
@@ -27,27 +26,28 @@ from shoal.base.errors import BugError, CheckpointError, ConfigError, one_of
 from shoal.base.layouts.island_options import IslandsPolicy
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes the outer optimizer over parameters that are not empty."""
+"""Constructor of the outer optimizer over non-empty parameters."""
 
 State = dict[str, Any]
-"""What an optimizer keeps of one parameter, by its own keys."""
+"""Optimizer state of one parameter, by the optimizer's own keys."""
 
 UNFIT = ("optimizer", "lbfgs", "sparseadam", "adafactor", "muon")
-"""Of torch.optim: the base class, what needs a closure or sparse gradients, and what looks at whole
-matrices, of which a rank may hold a part."""
+"""Unsupported classes of torch.optim: the base class, those that need a closure or sparse
+gradients, and those that need whole matrices, of which a rank may hold a part.
+"""
 
 
 class Outer:
-    """Merged weights W and outer optimizer state of what this rank holds, by parameter name.
+    """Merged weights W and outer optimizer state of this rank's parts, by parameter name.
 
-    `propose` makes the next ones beside them, `commit` takes these over, `undo` drops them.
+    `propose` computes the next ones separately, `commit` installs them, `undo` drops them.
 
     Attributes:
         local: this rank's part of every parameter; copied.
-        build: makes the optimizer.
-        weights: W by name, CPU, at least float32; tensors that are replaced, never written to.
+        build: constructor of the optimizer.
+        weights: W by name, CPU, at least float32; tensors are replaced, never written to.
 
-    trouble  why no step can be proposed, other than numbers that are not finite
+    trouble: reason why no step can be proposed, other than non-finite numbers.
     """
 
     trouble = ""
@@ -61,21 +61,21 @@ class Outer:
         self._digests: dict[str, bytes] = {}
 
     def at(self, round_number: int) -> Outer:
-        """The weights that are merged in a round, from 0; with one tier always these."""
+        """Return the outer state that a round (from 0) merges; with one tier always this one."""
         del round_number
         return self
 
     def propose(self, mean: Mapping[str, Tensor]) -> bool:
-        """Make W', u' of some parameters; the others stay as they are.
+        """Compute W', u' of some parameters; the others stay as they are.
 
         Args:
             mean: D by name, in the shapes of `weights`.
 
         Returns:
-            whether all that was made is finite.
+            whether all new numbers are finite.
 
         Raises:
-            BugError: if a step is open already, or for a name that is not held.
+            BugError: a step is already proposed, or this rank has no such name.
         """
         self._open(mean)
         for name, change in mean.items():
@@ -87,10 +87,10 @@ class Outer:
         return self._finite(mean)
 
     def restart(self, weights: Mapping[str, Tensor]) -> bool:
-        """Propose given weights, with an optimizer that has no memory of these parameters.
+        """Propose given weights, with an optimizer without state for these parameters.
 
         Returns:
-            and errors: as `propose`.
+            whether all weights are finite; raises as `propose`.
         """
         self._open(weights)
         for name, weight in weights.items():
@@ -99,7 +99,7 @@ class Outer:
         return self._finite(weights)
 
     def commit(self) -> None:
-        """What was proposed becomes W and u. Errors: BugError if nothing was."""
+        """Install the proposed W and u; raise BugError if nothing was proposed."""
         if self._before is None:
             raise BugError("islands: an outer step was committed that nobody proposed")
         for name in self._before:
@@ -107,7 +107,7 @@ class Outer:
         self._before = None
 
     def undo(self) -> None:
-        """Bit for bit as before `propose`; nothing to do if nothing was proposed."""
+        """Restore the state before `propose`, bit for bit; does nothing without a proposal."""
         for name, state in (self._before or {}).items():
             self._held[name].data = self.weights[name]
             self._put(name, state)
@@ -115,9 +115,10 @@ class Outer:
         self._before = None
 
     def digest(self) -> str:
-        """SHA-256 of what islands that merged hold alike: names, weights and state, by name.
+        """Return the SHA-256 of state that merged islands share: names, weights and state, by name.
 
-        What is proposed counts. Hashes again only what a proposal touched since the last call.
+        It includes the proposal, and rehashes only the tensors that a proposal changed since the
+        last call.
         """
         whole = hashlib.sha256()
         for name in sorted(self._held):
@@ -127,11 +128,11 @@ class Outer:
         return whole.hexdigest()
 
     def agreed(self) -> str:
-        """SHA-256 of what those who merge now must have alike; what is proposed counts."""
+        """Return the SHA-256 that the partners of this merge must share, proposal included."""
         return self.digest()
 
     def tensors(self) -> dict[str, Tensor]:
-        """W and u as committed: "NAME" → weight, "NAME.KEY" → state; never written to later."""
+        """Return committed W and u: "NAME" → weight, "NAME.KEY" → state; never written to later."""
         found: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             found[name] = weight
@@ -141,14 +142,14 @@ class Outer:
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave; all of it or, after an error, nothing.
+        """Load tensors that `tensors` returned; all of them or, after an error, none.
 
         Args:
-            tensors: other names' are passed over; a parameter without state begins anew.
+            tensors: unknown names are ignored; a parameter without state starts with fresh state.
 
         Raises:
-            CheckpointError: naming what is missing, has another number of elements, or belongs to
-                another outer optimizer.
+            CheckpointError: a tensor is missing, has another number of elements, or belongs to
+                another outer optimizer; the message names it.
         """
         if self._before is not None:
             raise BugError("islands: outer weights were loaded while a step is open")
@@ -204,7 +205,7 @@ class Outer:
         return found.digest()
 
     def _sorted(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Copies of saved state by parameter and key, once everything is seen to fit."""
+        """Check saved state and return copies by parameter and key."""
         kinds = _state_kinds(self._build)
         states: dict[str, dict[str, Tensor]] = {name: {} for name in self.weights}
         for path, part in tensors.items():
@@ -233,16 +234,17 @@ class Outer:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Tell whether no element of a tensor is NaN or infinite; True for an empty one.
+    """Return whether no element of a tensor is NaN or infinite; True for an empty one.
 
-    A sum is finite only if all of it is, and takes a hundredth of the time of looking at each
-    (measured: 0.09 against 11 ms for a million); it may overflow, and then each is looked at.
+    A sum is finite only if all elements are, and takes a hundredth of the time of a test per
+    element (measured: 0.09 against 11 ms for a million). If the sum is not finite, it may have
+    overflowed, so each element is tested.
     """
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, formats, shapes and every bit."""
+    """Return the SHA-256 of names, dtypes, shapes and every bit of tensors."""
     found = hashlib.sha256()
     for name, part in sorted(tensors.items()):
         found.update(name.encode())
@@ -251,18 +253,20 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def outer_builder(policy: IslandsPolicy) -> Build:
-    """Makes `policy.outer` of torch.optim with the section's learning rate and momentum.
+    """Return a constructor of torch.optim's `policy.outer` with the policy's settings.
 
     Args:
-        policy: settled. Momentum is sgd's (with Nesterov's look ahead), rmsprop's, or the first
-            beta of adam and its kin; an optimizer that has none (adagrad, rprop, …) goes without.
+        policy: the resolved policy: learning rate and momentum. Momentum is that of sgd (with
+            Nesterov) or rmsprop, or the first beta of adam and its variants; an optimizer without
+            momentum (adagrad, rprop, …) ignores it.
 
     Raises:
-        ConfigError: with the nearest name, or for numbers that the class refuses.
+        ConfigError: the optimizer is unknown (the message suggests the nearest name), or the class
+            refuses its numbers.
 
     Note:
-        adam and its kin keep torch's ε, far too small for means of changes (DiLoCo's authors wanted
-        0.1); fedopt has them with an ε of their own.
+        adam and its variants keep torch's ε, far too small for means of changes (DiLoCo's authors
+        used 0.1); fedopt has them with its own ε.
     """
     classes: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value
@@ -302,9 +306,9 @@ def _tensors(state: State) -> dict[str, Tensor]:
 
 
 def _state_kinds(build: Build) -> dict[str, set[str]]:
-    """Keys of what the optimizer keeps, "single" numbers and "shaped" as the parameter is.
+    """Return the optimizer's state keys per parameter: "single" numbers, and "shaped" tensors.
 
-    Found by a step on two numbers.
+    A step on two numbers determines them.
     """
     two = nn.Parameter(torch.zeros(2))
     optimizer = build([two])

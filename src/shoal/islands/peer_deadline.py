@@ -1,22 +1,23 @@
-"""How long an island waits for the others before it calls them lost: learnt, not guessed.
+"""Deadline of an island for the others, learnt from the durations of past exchanges.
 
-A process that died is noticed at once, because its connections close. A deadline is for silence: a
-stopped process, a cut link. Too short ends a healthy run; too long only wastes time. So it is
-generous, and follows what exchanges have really taken, the waiting for slower islands included:
+A dead process is detected at once, because its connections close. A deadline is for silence: a
+stopped process, a cut link. Too short a deadline ends a healthy run; too long a deadline only
+wastes time. So it is generous, and follows the measured durations of exchanges, including waits for
+slower islands:
 
     slowest     = max over the last 20 exchanges of  seconds · max(1, bytes / their bytes)
     deadline_s  = 15 + max(round_s, 3 · (1 + 4/n) · slowest),  at most 1800 s over the larger one
     no exchange yet, or only ones with less than 1/16 of the bytes:  600 + round_s
 
-15 s     a link that is cut for 5 s is silent for longer: TCP waits twice as long after each packet
-         that it has sent again, so the next try may come 13 s after the cut began. This is added,
+15 s     a link that is cut for 5 s is silent for longer: TCP doubles its wait after each
+         retransmission, so the next try may come 13 s after the cut began. This is added,
          not a floor, because an exchange may take its usual time before or after the cut
-3 (1+4/n)  n exchanges seen: one says little (15 ×), twenty say much (3.6 ×)
-round_s  the island's own inner steps of this round: who gives up sooner than that loses more, the
-         round and a restart, than waiting could have cost
-600 s    others may still load, compile or download when the first exchange begins; the least, too,
-         when one of them is known to do something else first, as validating
-1800 s   a dead island is noticed within half an hour, whatever was learnt
+3 (1+4/n)  n past exchanges: one is little evidence (15 ×), twenty are much (3.6 ×)
+round_s  the island's own inner steps of this round: giving up sooner costs more, the round and a
+         restart, than waiting
+600 s    others may still load, compile or download when the first exchange starts; also the least
+         if one of them is known to do other work first, such as validation
+1800 s   a dead island is detected within half an hour, whatever was learnt
 
 Clocks of different machines are never compared: seconds come from this process's `time.monotonic`.
 
@@ -44,19 +45,19 @@ class Patience:
         self._paused = False
 
     def others_pause(self) -> None:
-        """Before the next exchange another island does what no past exchange tells the time of."""
+        """Allow extra time before the next exchange: another island does other work first."""
         self._paused = True
 
     def learn(self, seconds: float, size_bytes: int) -> None:
-        """An exchange of that many bytes came to its end; one that failed teaches nothing."""
+        """Learn from a successful exchange of that many bytes; failed ones are not passed here."""
         self._past.append((seconds, size_bytes))
         self._paused = False
 
     def deadline_s(self, size_bytes: int, round_s: float = 0.0) -> float:
-        """How long silence is borne in an exchange of so many bytes.
+        """Return the allowed silence in an exchange of so many bytes, in seconds.
 
         Args:
-            round_s: what this island's inner steps since the last exchange took.
+            round_s: seconds of this island's inner steps since the last exchange.
         """
         seen, unknown_s = self._comparable(size_bytes), FIRST_S + round_s
         if not seen:

@@ -1,15 +1,16 @@
-"""One part of the model on its way between islands, from the message to the vote, in a thread.
+"""Exchange of one fragment between islands, from the message to the vote, in a thread.
 
-    first half    everybody's coded part j to island j                        plane.begin
+    first half    each island's encoded part j to island j                    plane.begin
     statistics    finite? Gram matrix of all messages; tokens and speeds      plane.gather
-    admission     the same verdict everywhere, from the same numbers
+    admission     the same verdict on all islands, from the same numbers
     second half   Σ n_i·m_i / Σ n_i of the admitted, the same bytes to all    Arrived.finish
     candidate     W', u' of the outer optimizer; finite? digest over all ranks of the island
-    vote          all are well and have the same digest: commit; else W, u as before    plane.gather
-                  told again while an island still writes the round before
+    vote          all vote ok with the same digest: commit; else W, u as before    plane.gather
+                  repeated while an island still saves the previous round
 
-Inner steps go on meanwhile. Inside an island every phase ends with a word among its ranks, so that
-all of them know when one has lost its peer: either every rank of an island commits, or none does.
+Inner steps continue meanwhile. Inside an island every phase ends with a message among its ranks, so
+that all of them know when one has lost its peer: either every rank of an island commits, or none
+does.
 """
 
 from __future__ import annotations
@@ -51,22 +52,23 @@ Value = TypeVar("Value")
 class Merger:
     """Exchange of fragments with the same rank of other islands, one at a time, in a thread.
 
-    `send` begins one, `result` waits for its `Merge`; all ranks of all islands call them alike. The
-    thread proposes, commits or undoes the step of `outer`; the island's own weights stay.
+    `send` starts an exchange, `result` waits for its `Merge`; all ranks of all islands call them in
+    the same order. The thread proposes, commits or undoes the step of `outer`; the island's own
+    weights do not change.
 
     Attributes:
         plane: connections to the same rank of other islands.
-        inner: the island's ranks on a group of their own, for the thread.
-        shares: who sends what.
-        codec: how messages are coded.
-        feedback: what codes left out; None: they leave nothing out.
-        patience: gives the deadlines, and learns from every exchange.
-        round_s: seconds of the inner steps since the last exchange, set by the caller: the deadline
-            follows from it.
+        inner: the island's ranks on a separate group, for the thread.
+        shares: division of the message among the ranks.
+        codec: codec of the messages.
+        feedback: residuals of the codec; None: it is lossless.
+        patience: deadlines, learnt from every exchange.
+        round_s: seconds of the inner steps since the last exchange, set by the caller for the
+            deadline.
 
     admission two per fragment: [2·fragment] judges rounds of a region, [2·fragment + 1] of all
-    last_save of the round before, told by the caller: nobody votes while it is written, nor with
-              yes if it failed
+    last_save of the previous round, set by the caller: no vote while it is written, and no vote
+              ok if it failed
     """
 
     def __init__(
@@ -97,11 +99,11 @@ class Merger:
         say: Say,
         plain: Mapping[str, torch.Tensor],
     ) -> None:
-        """Begin the exchange of a fragment; `result` ends it.
+        """Start the exchange of a fragment; `result` ends it.
 
         Args:
             message: OLD − NEW of this rank's parts, by name; may be changed after this returns.
-            plain: tensors that are only averaged.
+            plain: tensors to be averaged without an optimizer.
         """
         if self._thread is not None:
             raise BugError("islands: a fragment was sent while another is on its way")
@@ -128,11 +130,11 @@ class Merger:
 
     @property
     def busy(self) -> bool:
-        """Whether a fragment is on its way."""
+        """True while a fragment is in flight."""
         return self._thread is not None
 
     def result(self) -> Merge:
-        """Wait for the fragment on its way. Errors: IslandLost when others are silent."""
+        """Wait for the pending exchange; raises IslandLost when other islands are silent."""
         if self._thread is None:
             raise BugError("islands: no fragment is on its way")
         self._thread.join()  # every wait inside has a deadline
@@ -157,7 +159,7 @@ class _Work:
     plain_piece: torch.Tensor
     say: Say
     saves_s: float = 0.0
-    """waited for islands that still wrote: no deadline needs to follow that, they say so"""
+    """seconds waited for islands that still saved; they report it, so no deadline learns from it"""
 
     def run(self) -> Merge:
         merger = self.merger
@@ -199,7 +201,7 @@ class _Work:
         )
 
     def _settle(self, outcome: Outcome, verdict: Verdict, partners: Sequence[int]) -> None:
-        """W and u move, or stay."""
+        """Commit or undo the proposed W and u."""
         merger = self.merger
         if not outcome.committed:
             self.outer.undo()
@@ -207,8 +209,8 @@ class _Work:
         self.outer.commit()
         self.admission(partners).commit(verdict)
         if merger.feedback is not None:
-            # What a refused message left out is as wrong as what it held; the sum that its island
-            # passed on is everybody's, and went out.
+            # The residual of a refused message is as wrong as the message; the sum that its island
+            # sent belongs to all islands, and was sent.
             admitted = merger.plane.index in verdict.admitted
             merger.feedback.commit(lambda tag: admitted or is_of_sum(tag))
 
@@ -216,7 +218,7 @@ class _Work:
         merger = self.merger
 
         def begin() -> list[Arrived]:
-            # Fewer islands cut other pieces, and what is left of one belongs to that one.
+            # Fewer islands have other pieces, and a residual belongs to its own piece.
             tag = f"{self.fragment}" if plane is merger.plane else f"{self.fragment}.near"
             found = [
                 plane.begin(
@@ -239,10 +241,11 @@ class _Work:
     def _judge(
         self, plane: Plane, partners: Sequence[int], first: Sequence[Arrived]
     ) -> tuple[Verdict, list[list[float]]]:
-        """The verdict on every partner, from statistics of all ranks and islands; their products.
+        """Judge every partner from statistics of all ranks and islands; return the products too.
 
         Args:
-            first: the weights' first half, and the running statistics' if there are any.
+            first: the first half of the weights, and that of the running statistics if there are
+                any.
         """
         mine = {
             "finite": [all(each) for each in zip(*(one.finite for one in first), strict=True)],
@@ -267,7 +270,7 @@ class _Work:
         return verdict, gram
 
     def admission(self, partners: Sequence[int]) -> Admission:
-        """What remembers the norms of past rounds with these partners."""
+        """Return the admission test with the norms of past rounds with these partners."""
         merger = self.merger
         if not merger.method.common_past:
             return Admission(merger.admission[0].bound, merger.admission[0].cosine)
@@ -277,8 +280,8 @@ class _Work:
     def _second_half(
         self, first: list[Arrived], weights: list[float], divisor: float
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """(means of the fragment's parameters, of plain tensors) of this rank's parts."""
-        if not divisor:  # nobody is admitted: all know, and nothing is sent
+        """Return means of the fragment's parameters and of plain tensors, this rank's parts."""
+        if not divisor:  # no island is admitted: all know it, and nothing is sent
             return {}, {}
 
         def finish() -> list[torch.Tensor]:
@@ -294,9 +297,9 @@ class _Work:
     def _vote(
         self, partners: Sequence[int], finite: bool, verdict: Verdict
     ) -> tuple[Outcome, list[Ballot], str]:
-        """Commit or not, and the digest of what all islands hold then.
+        """Vote on the step; return the outcome, the ballots and the digest that all islands share.
 
-        Ballots of all islands travel, those of the partners are counted.
+        All islands exchange ballots; those of the partners are counted.
         """
         plane = self.merger.plane
         digests = self.merger.inner.gather_json([self.outer.digest(), self.outer.agreed()])
@@ -312,13 +315,13 @@ class _Work:
             self.saves_s = time.monotonic() - began_s
 
     def _ballot(self, finite: bool, digest: str, verdict: Verdict) -> Ballot:
-        """This island's word, the same on all of its ranks, of which the first speaks for it."""
+        """Return this island's ballot, equal on all of its ranks; rank 0 sends it."""
         merger, say = self.merger, self.say
         mine = [say.tokens, say.used, say.steps_per_s, say.stop]
         told = merger.inner.gather_json([finite, self.outer.trouble, mine, merger.last_save.told()])
         say = Say(*told[0][2])
         if merger.plane.index not in verdict.admitted:
-            say = replace(say, tokens=0, used=0)  # what was learnt there is lost
+            say = replace(say, tokens=0, used=0)  # that island's change is lost
         saved, why = told[0][3]
         if any(one[3][0] is None for one in told):
             saved = None
@@ -343,7 +346,7 @@ class _Work:
         )
 
     def _together(self, work: Callable[[], Value]) -> Value:
-        """`work()` on every rank of the island; all raise IslandLost if one of them did."""
+        """Run `work()` on every rank of the island; all raise IslandLost if one of them did."""
         lost: IslandLost | None = None
         value: Value | None = None
         try:
@@ -364,18 +367,18 @@ class _Work:
 def _among(
     gram: Sequence[Sequence[float]], partners: Sequence[int], admitted: Sequence[int]
 ) -> list[list[float]]:
-    """The products of those whose change counted."""
+    """Return the inner products of the admitted partners."""
     places = [place for place, island in enumerate(partners) if island in admitted]
     return [[gram[a][b] for b in places] for a in places]
 
 
 def _hash_of_all(digests: Sequence[str]) -> str:
-    """One digest of those of an island's ranks."""
+    """Return one digest of the digests of an island's ranks."""
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _added(matrices: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """Sum of matrices, in their order: the same bits wherever it is done."""
+    """Sum matrices in their order: the same bits on any machine."""
     size = len(matrices[0])
     return [
         [sum(m[row][column] for m in matrices) for column in range(size)] for row in range(size)
@@ -383,16 +386,16 @@ def _added(matrices: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
 
 
 PAUSE_S = 1.0
-"""How long a vote waits for a save before the others are told that it is still being written."""
+"""Seconds that a vote waits for a save before it reports that the save is unfinished."""
 
 
 class LastSave:
-    """Whether what islands last agreed on lies on this one's disk, as two threads tell each other.
+    """State of the last save, shared by the training thread and the exchange thread.
 
-    The training thread begins a save after a committed round and hears how it ended; the one that
-    exchanges votes on the next round. No island may vote before its save has ended, nor with yes
-    after one that failed: so whenever islands die, there is a round that all of them hold. Before
-    the first save there is nothing to wait for.
+    The training thread starts a save after a committed round and records its end; the exchange
+    thread votes on the next round. No island may vote before its save has ended, nor vote ok after
+    a failed save. So whenever islands die, all of them hold a common round. Before the first save
+    there is nothing to wait for.
     """
 
     def __init__(self, pause_s: float = PAUSE_S) -> None:
@@ -401,16 +404,16 @@ class LastSave:
         self._ended.set()
 
     def begin(self) -> None:
-        """From now on nothing is voted until `end`."""
+        """Start a save: no vote until `end`."""
         self._ended.clear()
 
     def end(self, why: str = "") -> None:
-        """It is on disk, or `why` it is not."""
+        """End a save: it is on disk, or `why` not."""
         self._why = why
         self._ended.set()
 
     def told(self) -> tuple[bool | None, str]:
-        """(whether it is on disk, why not); None while it is written, for `pause_s` at most.
+        """Return (whether it is on disk, why not), after `pause_s` at most; None while unfinished.
 
         >>> save = LastSave(pause_s=0.0)
         >>> save.begin(); save.told()

@@ -1,26 +1,25 @@
-"""Which samples each island trains on: ranges of the one endless stream, dealt round by round.
+"""Sample ranges of each island: ranges of one endless stream, dealt round by round.
 
-Positions count samples in the stream that `base/plans/batches.py` describes. All that must be
-remembered is one integer and a short list: everything before `cursor` has been dealt, and of that
-`open` was never used. A round goes like this, on every island alike:
+Positions count samples in the stream that `base/plans/batches.py` describes. The state is one
+integer and a short list: all positions before `cursor` were dealt, except the unused ones in
+`open`. Every island runs the same round:
 
     steps         = inner_steps(H, speeds)               H_i = max(1, round(H · v_i / v_max))
-    wanted        = stream.samples_of(steps, batch, n)   what just these steps take
+    wanted        = stream.samples_of(steps, batch, n)   samples of exactly these steps
     after, dealt  = stream.deal(wanted)                  open ranges first, island by island
     island i runs   steps_in(dealt[i], n, batch)         exactly H_i steps
-    commit          what was used after the last message left is underway: the next one brings it
-    refused         stream = after.give_back(what was dealt, and what was underway)
+    commit          samples used after the last message are in flight: the next message has them
+    refused         stream = after.give_back(dealt samples, and samples in flight)
 
-Nothing is dealt again but what a refused or discarded round took, which goes back whole; a crash
-goes on from the last committed `stream`, saved as it is before the deal, so that any number of
-islands may go on from it. So over committed rounds each position is used once, and none is left out
-for good.
+Only the samples of a refused or discarded round are dealt again; they return whole. After a crash
+the run continues from the last committed `stream`, saved before the deal, so that any number of
+islands can resume. So over committed rounds each position is used exactly once.
 
 A step is contiguous and never straddles an epoch, so a step at the end of an epoch or of an open
-range is short. It counts as one of the H_i: `samples_of` deals less instead, and no rest comes into
-being that would cut short steps for ever. With period 1, island i of R trains on
-[p + i·B, p + (i+1)·B), which together is data parallelism's step of R·B; only where an epoch ends
-they differ: there data parallelism makes one short step, and of the islands just one does.
+range is short. It counts as one of the H_i: `samples_of` deals fewer samples instead, so that no
+remainder causes short steps for ever. With period 1, island i of R trains on [p + i·B, p +
+(i+1)·B), which together is data parallelism's step of R·B; only where an epoch ends they differ:
+there data parallelism makes one short step, and of the islands just one does.
 
 Source: Liu et al. 2024 (asynchronous local SGD: inner steps by speed)
 """
@@ -45,13 +44,13 @@ class Span:
 
     @property
     def samples(self) -> int:
-        """How many they are."""
+        """Number of samples."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Samples still to be dealt to islands: all positions from `cursor` on, and those in `open`.
+    """Samples not yet dealt to islands: all positions from `cursor` on, and those in `open`.
 
     Attributes:
         open: ranges before the cursor; sorted, none empty, none touching another or the cursor.
@@ -61,13 +60,13 @@ class Stream:
     open: tuple[Span, ...] = ()
 
     def deal(self, wanted: Sequence[int]) -> tuple[Stream, tuple[tuple[Span, ...], ...]]:
-        """wanted[i] samples for island i, in the order of the islands, open ranges first.
+        """Deal wanted[i] samples to island i, in the order of the islands, open ranges first.
 
         Returns:
-            the stream without them, and each island's spans.
+            the remaining stream, and each island's spans.
 
         Raises:
-            BugError: for a negative number.
+            BugError: a number is negative.
 
         >>> after, dealt = Stream(100, (Span(8, 10),)).deal([4, 4])
         >>> [[(span.start, span.stop) for span in spans] for spans in dealt], after.cursor
@@ -82,10 +81,10 @@ class Stream:
         return Stream(left[-1].start, left[:-1]), tuple(dealt)
 
     def give_back(self, spans: Iterable[Span]) -> Stream:
-        """The stream with what was dealt and not used; ranges that touch become one.
+        """Return the stream with unused spans added back; ranges that touch are joined.
 
         Raises:
-            BugError: for positions that are open already, or that were never dealt.
+            BugError: positions are open already, or were never dealt.
 
         >>> Stream(16).give_back([Span(12, 16), Span(4, 6), Span(6, 8)])
         Stream(cursor=12, open=(Span(start=4, stop=8),))
@@ -110,7 +109,7 @@ class Stream:
     def samples_of(
         self, steps: Sequence[int], batch: int, samples_per_epoch: int | None
     ) -> list[int]:
-        """How many samples each island's steps[i] steps take, if dealt from here.
+        """Return the samples that each island's steps[i] steps use, if dealt from here.
 
         Args:
             batch: samples per optimizer step of one island.
@@ -124,12 +123,12 @@ class Stream:
         return [sum(stop - start for start, stop in islice(cuts, count)) for count in steps]
 
     def to_json(self) -> dict[str, Any]:
-        """As a checkpoint keeps it."""
+        """Return JSON values for a checkpoint."""
         return {"cursor": self.cursor, "open": [[span.start, span.stop] for span in self.open]}
 
     @staticmethod
     def from_json(kept: Any) -> Stream:
-        """Errors: CheckpointError for what `to_json` never wrote."""
+        """Parse the value of `to_json`; raise CheckpointError for anything else."""
         try:
             found = Stream(kept["cursor"], tuple(Span(*pair) for pair in kept["open"]))
             ends = [end for span in found.open for end in (span.start, span.stop)]
@@ -147,10 +146,10 @@ class Stream:
 
 
 def split(spans: Sequence[Span], samples: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """The first `samples` of these spans, and what is left of them.
+    """Split spans into the first `samples` samples and the rest.
 
     Raises:
-        BugError: where they hold fewer, or for a negative number.
+        BugError: the spans have fewer samples, or the number is negative.
     """
     first, left = [], []
     missing = samples
@@ -167,10 +166,10 @@ def split(spans: Sequence[Span], samples: int) -> tuple[tuple[Span, ...], tuple[
 
 
 def unused(spans: Sequence[Span], consumed: int) -> tuple[Span, ...]:
-    """Drop the first `consumed` samples of an island's spans, in their order; give the rest.
+    """Return an island's spans without the first `consumed` samples.
 
     Raises:
-        BugError: where they hold fewer, or for a negative number.
+        BugError: the spans have fewer samples, or the number is negative.
 
     >>> unused((Span(8, 10), Span(100, 104)), consumed=3)
     (Span(start=101, stop=104),)
@@ -183,7 +182,7 @@ def steps_in(
 ) -> list[tuple[int, int]]:
     """Cut spans into optimizer steps: (start, stop) positions of at most `batch` samples each.
 
-    None straddles a span or an epoch, so that the last one of either may be short.
+    No step straddles a span or an epoch, so the last one of either may be short.
 
     Args:
         samples_per_epoch: None for a stream without epochs.
@@ -207,8 +206,8 @@ def inner_steps(period: int, speeds: Sequence[float | None]) -> list[int]:
     """Compute the inner steps of each island in a round, by speed, so that all end together.
 
     Args:
-        period: H, the steps of the fastest; every island takes at least 1.
-        speeds: steps per second; None or 0: not known yet, which counts as the fastest.
+        period: H, the steps of the fastest island; every island runs at least 1.
+        speeds: steps per second; None or 0: not known yet, counted as the fastest.
 
     >>> inner_steps(50, [4.0, 1.0, None, 0.01])
     [50, 12, 50, 1]

@@ -1,8 +1,8 @@
-"""Who of an island sends which part of the weights: every element once, by one of its ranks.
+"""Division of an island's message among its ranks: one rank sends each element.
 
-Under fsdp or tp each rank holds its own part of a parameter and sends that. What several ranks hold
-alike (replicas of ddp, norms under tp) is dealt to them in equal pieces, so that all their
-connections carry something, and is put together again by a gather among them:
+Under fsdp or tp each rank holds its own part of a parameter and sends that. Replicated parts (under
+ddp, or norms under tp) are divided among their ranks in equal pieces, so that all connections are
+used. A gather among these ranks reassembles them:
 
     message of a fragment ── cut ──> this rank's flat piece ── the plane ──> its mean
     mean of every parameter here <── join (gather among holders) ── mean of the flat piece
@@ -25,14 +25,14 @@ Holders = tuple[int, ...]
 
 
 class Shares:
-    """Division of an island's message among its ranks, so that every element is sent by one.
+    """Division of an island's message among its ranks, so that each element is sent once.
 
-    Making it and `join` are collectives: all ranks of the island call them.
+    The constructor and `join` are collectives: all ranks of the island must call them.
 
     Args:
-        shards: where the parts that this rank holds lie in the whole, by name.
+        shards: positions of this rank's parts in the whole tensors, by name.
         inner: the island's ranks, on a gloo group that no other thread uses.
-        dtype: in which messages are added up.
+        dtype: dtype in which messages are summed.
     """
 
     def __init__(self, shards: Mapping[str, Shard], inner: World, dtype: torch.dtype) -> None:
@@ -48,15 +48,15 @@ class Shares:
             for one in told
             for name, boxes in one.items()
         }
-        # Every rank makes every group, also those it is not in.
+        # Every rank must create every group, also those it is not in.
         made = {ranks: among(inner, [ranks]) for ranks in sorted(everyones)}
         self.groups = {ranks: made[ranks] for ranks in sorted(set(self.holders.values()))}
 
     def cut(self, message: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's piece of a message, flat: [elements] in `dtype`.
+        """Return this rank's flat piece of a message: [elements] in `dtype`.
 
         Args:
-            message: this rank's part of each tensor, by name; without those it holds nothing of.
+            message: this rank's part of each tensor, by name; tensors without a part are absent.
         """
         pieces = []
         for ranks, group in self.groups.items():
@@ -67,11 +67,11 @@ class Shares:
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self.dtype)
 
     def join(self, mean: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's part of every tensor again, from the mean of the pieces.
+        """Reassemble this rank's part of every tensor from the mean of the pieces.
 
         Args:
-            mean: [elements], as `cut` gave.
-            like: tensors of the shapes that were cut, by name.
+            mean: [elements], in the layout of `cut`.
+            like: tensors with the shapes of the message, by name.
         """
         found: dict[str, torch.Tensor] = {}
         at = 0

@@ -1,4 +1,4 @@
-"""Two tiers: islands of one region merge every round, all islands every so many rounds.
+"""Two tiers of merges: within a region every round, across all islands every F rounds.
 
 Islands 0 … n−1 form `regions` groups of neighbours. With `far_period` = F:
 
@@ -7,13 +7,13 @@ Islands 0 … n−1 form `regions` groups of neighbours. With `far_period` = F:
     other rounds         near   of one region:     D = mean of W − w_i
                                 W, u ← outer optimizer(W, u, D)
 
-Both tiers use the same kind of outer optimizer with the same numbers, but each has its own memory
-(momentum): u of what a region did since the last far merge, u_far of all that was merged far. The
-far message spans everything since the last far merge, near merges included. Weights by tokens count
-those of the far round itself, which at steady speeds are in the ratio of all.
-The far merge ends the near tier's memory, so that after it every island holds the same W, u, W_far
-and u_far: a run is resumed from there, also by another number of islands. Between far merges only
-islands of one region hold the same, and only they compare digests.
+Both tiers use the same kind of outer optimizer with the same numbers, but each has its own
+momentum: u of a region since the last far merge, u_far of all far merges. The far message spans all
+changes since the last far merge, near merges included. Weights by tokens count those of the far
+round itself, which at steady speeds have the ratio of all. The far merge resets the near tier's
+momentum, so that after it every island holds the same W, u, W_far and u_far. A run resumes from
+there, also with another number of islands. Between far merges only islands of one region hold the
+same state, and only they compare digests.
 
 Source: Kim et al. 2025 (HALoS): local and global servers with a momentum each; there merges are
 asynchronous and the local momentum lives on
@@ -29,11 +29,11 @@ from torch import Tensor
 from shoal.islands.outer_optimizer import Build, Outer
 
 FAR = "far"
-"""Marks the far tier's tensors in a checkpoint: NAME.far its weights, NAME.far_KEY its state."""
+"""Suffix of the far tier's tensors in a checkpoint: NAME.far weights, NAME.far_KEY state."""
 
 
 def is_far(round_number: int, far_period: int) -> bool:
-    """Whether all islands merge in a round, counted from 0.
+    """Return whether all islands merge in a round, counted from 0.
 
     >>> [round_number for round_number in range(9) if is_far(round_number, 3)]
     [2, 5, 8]
@@ -44,7 +44,7 @@ def is_far(round_number: int, far_period: int) -> bool:
 def members(
     round_number: int, index: int, count: int, regions: int, far_period: int
 ) -> tuple[int, ...]:
-    """The islands that merge with island `index` in a round, itself included.
+    """Return the islands that merge with island `index` in a round, itself included.
 
     >>> members(0, 2, 4, 2, 3), members(2, 2, 4, 2, 3)
     ((2, 3), (0, 1, 2, 3))
@@ -57,9 +57,9 @@ def members(
 
 
 class TwoTiers(Outer):
-    """W and u of an island's region, and beside them those of all islands; see the module.
+    """W and u of an island's region, and those of all islands; see the module.
 
-    `at` gives the one that a round merges: propose, commit and undo go to it.
+    `at` returns the tier that a round merges, which has propose, commit and undo.
     """
 
     def __init__(self, local: Mapping[str, Tensor], build: Build, far_period: int) -> None:
@@ -72,7 +72,7 @@ class TwoTiers(Outer):
         return self._far if is_far(round_number, self.far_period) else self
 
     def digest(self) -> str:
-        """Of both tiers; in a near round the far one is as the last far merge left it."""
+        """Return the digest of both tiers; between far merges the far tier does not change."""
         both = super().digest() + self._far.own_digest()
         return hashlib.sha256(both.encode()).hexdigest()
 
@@ -105,31 +105,31 @@ class TwoTiers(Outer):
 
 
 class _Far(Outer):
-    """What all islands merge; its steps put the near tier on the same weights."""
+    """Outer weights of all islands; its steps set the near tier to the same weights."""
 
     def __init__(self, local: Mapping[str, Tensor], build: Build, near: TwoTiers) -> None:
         super().__init__(local, build)
         self._near = near
 
     def propose(self, mean: Mapping[str, Tensor]) -> bool:
-        """See `Outer.propose`; of both tiers."""
+        """See `Outer.propose`; applies to both tiers."""
         finite = super().propose(mean)
         return self._near.restart({name: self._held[name].detach() for name in mean}) and finite
 
     def commit(self) -> None:
-        """See `Outer.commit`; of both tiers."""
+        """See `Outer.commit`; applies to both tiers."""
         super().commit()
         self._near.commit()
 
     def undo(self) -> None:
-        """See `Outer.undo`; of both tiers."""
+        """See `Outer.undo`; applies to both tiers."""
         super().undo()
         self._near.undo()
 
     def digest(self) -> str:
-        """Of both tiers."""
+        """Return the digest of both tiers."""
         return self._near.digest()
 
     def own_digest(self) -> str:
-        """Of this tier alone."""
+        """Return the digest of this tier alone."""
         return super().digest()

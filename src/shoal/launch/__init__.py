@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine, restarts them, leaves none behind."""
+"""Launcher of a run on this machine: start its processes, restart them, leave none behind."""
 
 from shoal.launch.supervisor import Outcome, State, supervise
 from shoal.launch.worker_errors import end_with, run_worker

@@ -1,8 +1,8 @@
-"""Imports torch once and forks every worker of a run, at each of its starts.
+"""Fork server: import torch once and fork every worker of a run, at each of its starts.
 
-An import of torch and of what trains takes five CPU seconds. Workers that are started as programs
-spend them once each and again after every restart; workers that are forked share one import, and
-the memory that it takes. Two sides, one channel of messages (a SOCK_SEQPACKET pair of sockets):
+An import of torch and of the training code takes five CPU seconds. Workers that are started as
+programs spend them once each and again after every restart; forked workers share one import, and
+its memory. Two sides, one channel of messages (a SOCK_SEQPACKET pair of sockets):
 
     supervisor (`processes.ForkServer`)            the server (this program), which imports first
                                                ←   {"ready": true} | {"cannot": reason}
@@ -12,9 +12,9 @@ the memory that it takes. Two sides, one channel of messages (a SOCK_SEQPACKET p
                                                ←   {"ended": n, "code": c}, its group killed before
 
 A worker sees what it would as a program: its module is `__main__`, it leads its own session, and
-dies with the server as that dies with the supervisor. Whatever a device's driver opened would be
-shared by all forks, and CUDA's cannot be: a server whose imports opened a device says so and forks
-nothing; workers are then started as programs, as they are where this is not Linux.
+dies with the server as that dies with the supervisor. All forks would share the files that a device
+driver opened, and CUDA's cannot be shared. So a server whose imports opened a device reports that
+and forks nothing; workers are then started as programs, as they are on systems other than Linux.
 
 Source: multiprocessing's forkserver; that one neither redirects output nor ends process groups.
 """
@@ -49,8 +49,8 @@ DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci")
 
 
 def main() -> None:
-    """The server: import, then fork whenever asked to."""
-    for number in TO_ALL:  # one that is meant for the run ends no server: the workers die with it
+    """Run the server: import, then fork on each request."""
+    for number in TO_ALL:  # a signal for the run must not end the server: the workers die with it
         signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=int(sys.argv[1]))
     tell_folder(Path(sys.argv[3]))
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _opened() -> str:
-    """Why a fork of this process could not use its devices; "" if it could."""
+    """Return the reason why a fork of this process could not use its devices; "" if it could."""
     found = []
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def _opened() -> str:
 
 
 def _answer(channel: socket.socket, wakes: selectors.BaseSelector) -> bool:
-    """Do one request; False if the supervisor is gone."""
+    """Process one request; return False if the supervisor is gone."""
     told, files, *_ = socket.recv_fds(channel, MESSAGE_BYTES, 2)
     if not told:
         return False
@@ -114,17 +114,17 @@ def _answer(channel: socket.socket, wakes: selectors.BaseSelector) -> bool:
 
 
 def _bury(channel: socket.socket, wakes: selectors.BaseSelector, file: int, pid: int) -> None:
-    """Kill what an ended worker left behind, and tell how it ended."""
+    """Kill the process group of an ended worker, and report the worker's exit code."""
     wakes.unregister(file)
     os.close(file)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)  # before its number can be given to a stranger
+        os.killpg(pid, signal.SIGKILL)  # before the kernel can reuse its number
     _, status = os.waitpid(pid, 0)
     _say(channel, ended=pid, code=os.waitstatus_to_exitcode(status))
 
 
 def _become(request: dict[str, Any], files: Sequence[int], begun: int, server: int) -> NoReturn:
-    """Be the worker: what `python -m MODULE ARGUMENT…` would be, from here to its end."""
+    """Run as the worker, as `python -m MODULE ARGUMENT…` would, to the end of the process."""
     code = 1
     try:
         os.setsid()
@@ -136,14 +136,14 @@ def _become(request: dict[str, Any], files: Sequence[int], begun: int, server: i
         os.dup2(files[0], 2)
         os.close(begun)
         if not os.read(files[1], 1):
-            os._exit(1)  # the supervisor died before anybody guarded this process
+            os._exit(1)  # the supervisor died before this process was guarded
         for file in files:
             os.close(file)
         os.environ.update(request["environ"])
         name = f"shoal rank {os.environ['RANK']}"
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
         if numpy := sys.modules.get("numpy"):
-            numpy.random.seed()  # else every worker, and every restart, would draw the same
+            numpy.random.seed()  # else every worker, and every restart, would draw the same numbers
         sys.argv = request["command"]
         runpy.run_module(request["command"][0], run_name="__main__", alter_sys=True)
         code = 0

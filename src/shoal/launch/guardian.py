@@ -1,8 +1,8 @@
-"""A tiny process that outlives the supervisor by a moment and kills what it left behind.
+"""Guardian process that outlives the supervisor for a moment and kills its leftover processes.
 
 The parent-death signal reaches the supervisor's own children only: a loader process that a worker
-started would live on when supervisor and worker are killed. So this script holds the reading end of
-a pipe that nobody but the supervisor can write to.
+started would survive a kill of supervisor and worker. So this script holds the reading end of a
+pipe that only the supervisor can write to.
 
 Protocol, one line each on standard input:
   +PGID    guard this process group
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 
 def guard(lines: Iterable[str]) -> set[int]:
-    """Follow the protocol to its end; the process groups that are still to be killed.
+    """Follow the protocol to its end; return the process groups that must still be killed.
 
     >>> guard(["+12", "+13", "-12"])
     {13}

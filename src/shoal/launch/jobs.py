@@ -1,8 +1,8 @@
-"""Writes the job of a run as a person would write it: for Slurm, for Kubernetes, for ssh.
+"""Job files of a run, as a person would write them: for Slurm, Kubernetes and ssh.
 
-What they have in common: one process per GPU (or as many as are asked for), a token that the
-processes of this run alone know (wire/run_token.py), a warning long enough before the end that the
-run saves (`grace_s`), and a run folder that outlives the job, from which it goes on.
+All start one process per GPU (or the requested number), with a token that only the processes of
+this run know (wire/run_token.py). The ranks get a warning long enough before the end to save
+(`grace_s`). The run folder outlives the job, and the run resumes from it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./:
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for.
+    """Description of a job.
 
     Attributes:
-        words: of `shoal train`: a run.toml and overrides.
+        words: arguments of `shoal train`: a run.toml and overrides.
         name: of the job.
         nodes: machines.
         processes: on each.
         gpus: on each; 0: none.
         grace_s: seconds from the warning to the end.
-        python: that runs it; empty: what the node finds under that name.
+        python: interpreter; empty: the one in the node's PATH.
         said: keys of run.toml that the user's words or file set.
     """
 
@@ -48,19 +48,19 @@ class Job:
 
     @property
     def train(self) -> list[str]:
-        """The command of every process; it stops saving a little before it would be killed."""
+        """Return the command of every process; it stops saving just before its kill."""
         grace = f"launch.grace_s={max(1, self.grace_s - 10)}"
         shoal = [self.python, "-m", "shoal"] if self.python else ["shoal"]
         return [*shoal, "train", *self.words, grace]
 
 
 def slurm(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
-    """The text of a batch script for `sbatch`.
+    """Return the text of a batch script for `sbatch`.
 
-    Slurm sends SIGUSR1 to the ranks `grace_s` seconds before the time is over; they save and stop,
-    and the script puts the job back into the queue. It goes on in the same folder, named after the
-    job's number, as Slurm's count of restarts says. One task starts its processes itself: the words
-    say how many, and the folder. A task of an array is put back alone.
+    Slurm sends SIGUSR1 to the ranks `grace_s` seconds before the time is over. They save and stop,
+    and the script requeues the job. It resumes in the same folder, named after the job's number, if
+    Slurm counts a restart. A single task starts its processes itself: its command has the number of
+    processes, and the folder. A task of an array is requeued alone.
     """
     alone = {"run.name": '"run.name=job-$SLURM_JOB_ID"', "launch.processes": "launch.processes=1"}
     is_alone = job.nodes * job.processes == 1
@@ -103,7 +103,7 @@ def slurm(job: Job, *, hours: float, cpus: int, partition: str = "") -> str:
 
 
 def starter(job: Job, node: str, *more: str) -> list[str]:
-    """The command that starts the ranks of one node (node.py)."""
+    """Return the command that starts the ranks of one node (node.py)."""
     return [
         *(job.python or "python", "-m", "shoal.launch.node"),
         *("--nodes", str(job.nodes), "--node", node),
@@ -112,11 +112,11 @@ def starter(job: Job, node: str, *more: str) -> list[str]:
 
 
 def ssh(job: Job, hosts: Sequence[str], folder: str) -> list[list[str]]:
-    """The command that starts each host's ranks; each reads the token as its first line of input.
+    """Return the command that starts each host's ranks; each reads the token from standard input.
 
     Args:
-        hosts: the first one is where all meet.
-        folder: on all of them, where the command is given.
+        hosts: the ranks connect to the first one.
+        folder: working folder of the command on every host.
     """
     meets = f"MASTER_ADDR={shlex.quote(hosts[0].rpartition('@')[2])} MASTER_PORT={PORT}"
     return [
@@ -128,7 +128,7 @@ def ssh(job: Job, hosts: Sequence[str], folder: str) -> list[list[str]]:
 
 
 def ssh_script(job: Job, hosts: Sequence[str], folder: str) -> str:
-    """The same as a shell script; Ctrl-C there lets the ranks save and stop."""
+    """Return the commands of `ssh` as a shell script; Ctrl-C lets the ranks save and stop."""
     starts = [f"token_and_wait | {shlex.join(command)} &" for command in ssh(job, hosts, folder)]
     return "\n".join(
         [
@@ -146,10 +146,10 @@ def ssh_script(job: Job, hosts: Sequence[str], folder: str) -> str:
 
 
 def hosts_of(path: Path) -> list[tuple[str, int]]:
-    """(host, slots) of each line `HOST [slots=N]` of a hostfile; 0 where it says none.
+    """Return (host, slots) of each line `HOST [slots=N]` of a hostfile; 0 without slots.
 
     Raises:
-        ConfigError: naming the line.
+        ConfigError: the file has no valid list of hosts; the message names the line.
     """
     found = []
     try:
@@ -173,12 +173,12 @@ def hosts_of(path: Path) -> list[tuple[str, int]]:
 
 
 def kubernetes(job: Job, *, kind: str, image: str, claim: str, token: str) -> list[dict[str, Any]]:
-    """The documents of a job on Kubernetes: a secret with the token, and the job.
+    """Return the documents of a job on Kubernetes: a secret with the token, and the job.
 
     Args:
         kind: jobset (JobSet's controller) or trainjob (Kubeflow Trainer's, runtime
             torch-distributed).
-        claim: the PersistentVolumeClaim where runs are kept, mounted at /runs.
+        claim: the PersistentVolumeClaim for the run folders, mounted at /runs.
     """
     secret = {
         "apiVersion": "v1",
@@ -197,7 +197,7 @@ def _container(job: Job, image: str, node: str, master: str) -> dict[str, Any]:
     count = {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}
     key = {"name": f"{job.name}-token", "key": "token"}
     limits = {"nvidia.com/gpu": job.gpus} if job.gpus else {}
-    # The shell puts in what the controller says of this pod; exec makes SIGTERM the starter's.
+    # The shell inserts the pod's variables; exec makes SIGTERM reach the starter.
     command = shlex.join(starter(job, "NODE", "--alive", alive)).replace("NODE", f'"${node}"')
     return {
         "image": image,
@@ -274,7 +274,7 @@ def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
         "env": container["env"],
         "resourcesPerNode": container["resources"],
     }
-    # Probes are the runtime's own: a TrainJob cannot say them.
+    # Probes belong to the runtime: a TrainJob cannot define them.
     pod = {
         "terminationGracePeriodSeconds": job.grace_s,
         "volumes": _volumes(claim),
@@ -298,7 +298,7 @@ def _trainjob(job: Job, image: str, claim: str) -> dict[str, Any]:
 
 
 def yaml(value: Any, indent: str = "") -> str:
-    """A document of tables, lists, texts and numbers as YAML.
+    """Return a document of tables, lists, texts and numbers as YAML.
 
     >>> print(yaml({"a": [1, "b: c"], "d": {"e": True}}))
     a:

@@ -1,14 +1,14 @@
-"""Starts the ranks of one node of several, where no scheduler does: Kubernetes, ssh.
+"""Starter of the ranks of one node of several, if no scheduler does it: Kubernetes, ssh.
 
     python -m shoal.launch.node --nodes 2 --node 0 --processes 8 [--stdin] [--alive FILE] -- WORDS
 
 Every rank is WORDS with RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set; MASTER_ADDR,
-MASTER_PORT and SHOAL_TOKEN are this process's own. SIGTERM, SIGINT and SIGUSR1 are handed on, so
-ranks save and stop. When one ends otherwise than with 0 the others get SIGTERM, and SIGKILL after
-`--grace` seconds; the status is that of the first that failed. None outlives this process.
+MASTER_PORT and SHOAL_TOKEN are this process's own. It forwards SIGTERM, SIGINT and SIGUSR1, so
+ranks save and stop. When one ends with another status than 0 the others get SIGTERM, and SIGKILL
+after `--grace` seconds; the status is that of the first that failed. None outlives this process.
 
-    --stdin   the first line that is read is SHOAL_TOKEN, and the end of the input is SIGTERM: so
-              ssh hands on a token that no list of processes shows, and ranks end with its line
+    --stdin   the first input line is SHOAL_TOKEN, and the end of the input is SIGTERM: so ssh
+              passes on a token that no list of processes shows, and ranks end with its connection
     --alive   is touched every second, for a probe
 """
 
@@ -31,7 +31,7 @@ ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Start them, wait, and give the status of the node."""
+    """Start the ranks, wait for them, and return the status of the node."""
     asked = _asked(words)
     if asked.stdin:
         os.environ["SHOAL_TOKEN"] = sys.stdin.readline().strip()

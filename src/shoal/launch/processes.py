@@ -1,15 +1,15 @@
-"""One worker process: how it is started, and how it and all it started are ended.
+"""Worker processes: their environment, their start, and the end of them and their children.
 
-A worker is told its place by environment variables (read by `fabric/rendezvous/process_info.py`):
+Environment variables give a worker its rank (read by `fabric/rendezvous/process_info.py`):
   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE   as torchrun names them
-  SHOAL_STORE                                      the file at which the ranks meet
-  SHOAL_ATTEMPT, SHOAL_RUN_FOLDER                  how many restarts came before; where to report
-  SHOAL_WATCH_PAGE                                 the page in which it says what it does; or empty
+  SHOAL_STORE                                      the file of the ranks' rendezvous store
+  SHOAL_ATTEMPT, SHOAL_RUN_FOLDER                  the number of restarts; where to report
+  SHOAL_WATCH_PAGE                                 the page in which it reports progress; or empty
 
 Nothing survives the run: each worker leads its own session, so one signal to its process group
-reaches its loader processes too; the kernel kills it when the supervisor dies (parent-death signal,
-prctl(2)); `guardian.py` then kills what it had started. No other user can reach what the ranks meet
-at (`PrivateStore`); torch alone would listen on all interfaces, and ask nobody who he is.
+reaches its loader processes too. The kernel kills it when the supervisor dies (parent-death signal,
+prctl(2)); `guardian.py` then kills the processes that it had started. No other user can reach the
+ranks' store (`PrivateStore`); torch alone would listen on all interfaces, without authentication.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ PR_SET_PDEATHSIG = 1
 KILL_WAIT_S = 10.0
 MESSAGE_BYTES = 1 << 17
 FORK_S = 30.0
-"""How long a fork may take: of 300 MiB of page tables on a machine that swaps."""
+"""Seconds that a fork may take: of 300 MiB of page tables on a machine that swaps."""
 
 
 class PrivateStore:
-    """The file at which the workers of one attempt meet: torch's FileStore reads and writes it.
+    """File of the rendezvous store of one attempt: torch's FileStore reads and writes it.
+
+    Linux    memory without a name (memfd), which only processes that may inspect this one can open,
+             by /proc/PID/fd. It ends with this process, needs no disk, and no cleaner deletes it
+    others   a file in a folder of mode 0700, removed by `close`
 
     Attributes:
         path: by which this user's processes open it, and no other user's.
-
-    Linux    memory without a name (memfd), which only who may look into this process can open, by
-             /proc/PID/fd. It is gone with this process, no disk is full of it, nobody tidies it up
-    others   a file in a folder of mode 0700, removed by `close`
 
     References:
         memfd_create(2); proc_pid_fd(5): permission to follow is PTRACE_MODE_READ_FSCREDS.
@@ -63,14 +63,14 @@ class PrivateStore:
         if hasattr(os, "memfd_create"):
             self._file = os.memfd_create("shoal-store")
             self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-            if os.access(self.path, os.R_OK | os.W_OK):  # /proc is there
+            if os.access(self.path, os.R_OK | os.W_OK):  # /proc is mounted
                 return
             self.close()
         self._folder = tempfile.mkdtemp(prefix="shoal-store-")
         self.path = os.path.join(self._folder, "store")
 
     def close(self) -> None:
-        """End it; a second call does nothing."""
+        """Delete the store; a second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
         if self._folder:
@@ -79,19 +79,19 @@ class PrivateStore:
 
 
 def free_port() -> int:
-    """A port of loopback at which nobody listens just now."""
+    """Return a port of loopback at which no process listens at the moment."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str]:
-    """What the environments of all workers have in common: the caller's, and polite defaults.
+    """Return the environment that all workers share: the caller's, with defaults.
 
     >>> shared_environment({"OMP_NUM_THREADS": "7"}, 2)["OMP_NUM_THREADS"]
     '7'
     """
-    # Without a limit every rank would start one thread per core and all would wait for each other.
+    # Without a limit every rank would start one thread per core, and the threads would compete.
     defaults = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
         "GLOO_SOCKET_IFNAME": loopback(),
@@ -100,7 +100,7 @@ def shared_environment(base: Mapping[str, str], processes: int) -> dict[str, str
         "PYTHONFAULTHANDLER": "1",
         **host_memory_variables(),
     }
-    # What workers print goes into files of ours, whatever the terminal speaks.
+    # The output of workers goes into Shoal's files, whatever encoding the terminal has.
     return {**defaults, **base, "PYTHONIOENCODING": "utf-8:backslashreplace"}
 
 
@@ -114,7 +114,7 @@ def worker_environment(
     store: str,
     page: str = "",
 ) -> dict[str, str]:
-    """The environment of one worker: what all share, with its place added, and that of its page.
+    """Return the environment of one worker: the shared one, its rank variables, and its page.
 
     >>> found = worker_environment({"RANK": "9"}, rank=1, processes=2, attempt=0,
     ...                            folder=Path("/run"), store="/proc/9/fd/5")
@@ -135,13 +135,13 @@ def worker_environment(
 
 
 def die_with(parent: int) -> Callable[[], None] | None:
-    """Make the `preexec_fn` with which a child is killed (SIGKILL) when its parent ends.
+    """Return a `preexec_fn` with which a child is killed (SIGKILL) when its parent ends.
 
     Args:
-        parent: pid of the calling process; a child whose parent has ended already exits with 1.
+        parent: pid of the calling process; a child exits with 1 if that has ended already.
 
     Returns:
-        None on systems other than Linux.
+        The function; None on systems other than Linux.
     """
     if sys.platform != "linux":
         return None
@@ -157,10 +157,10 @@ def die_with(parent: int) -> Callable[[], None] | None:
 
 
 class Guardian:
-    """Helper process that SIGKILLs the process groups told to it once this process ends.
+    """Helper process that SIGKILLs the registered process groups once this process ends.
 
-    Making one starts it; `close` ends it too, and what it still guards is killed then. If it is
-    killed itself, the run goes on without it.
+    The constructor starts it; `close` ends it too, and it then kills the groups that it still
+    guards. If it is killed itself, the run continues without it.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Guardian:
                 self.process.stdin.flush()
 
     def close(self) -> None:
-        """Let it finish: whatever it still guards is killed."""
+        """End the guardian: it kills the groups that it still guards."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
@@ -191,7 +191,7 @@ class Guardian:
 
 
 def can_fork() -> bool:
-    """Whether this system forks safely and tells when a process ends: Linux from 5.3 on."""
+    """Return whether this system forks safely and has pidfd_open: Linux from 5.3 on."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     try:
@@ -207,7 +207,8 @@ class ForkServer:
     Attributes:
         modules: imported before the first fork.
         environ: of the server, so of every worker.
-        folder: the run folder: logs/import.log gets what imports print, phase.json that they go on.
+        folder: the run folder: logs/import.log gets the output of imports, phase.json their
+            progress.
         ready: imports are done.
         cannot: why it forks nothing, or no more; "" while it may.
     """
@@ -234,7 +235,7 @@ class ForkServer:
         self.pid = self._process.pid
 
     def look(self, wait_s: float = 0.0) -> None:
-        """Take in what the server said; wait so long for a message if there is none."""
+        """Process the server's messages; wait so long for one if there is none."""
         self._channel.settimeout(wait_s)
         while not self.cannot or self.ready:
             try:
@@ -267,11 +268,11 @@ class ForkServer:
         """Start `PYTHON -m MODULE ARGUMENT…` as a worker that writes to the open file `log`.
 
         Args:
-            guard: called with the worker's pid before it does anything, so that a kill of this
-                process finds all that the worker will have started.
+            guard: called with the worker's pid before the worker runs, so that a kill of this
+                process finds all that the worker will start.
 
         Raises:
-            OSError: when there is no worker after FORK_S.
+            OSError: there is no worker after FORK_S.
         """
         place = {key: text for key, text in environ.items() if self.environ.get(key) != text}
         request = json.dumps({"command": list(command[2:]), "environ": place})
@@ -305,13 +306,13 @@ class ForkServer:
 
 
 class Forked:
-    """One forked worker, with what the supervisor asks of a `subprocess.Popen`."""
+    """Handle of a forked worker, with the part of `subprocess.Popen` that is needed."""
 
     def __init__(self, pid: int, server: ForkServer) -> None:
         self.pid, self._server = pid, server
 
     def poll(self) -> int | None:
-        """Its exit code, minus the signal that killed it, or None while it runs."""
+        """Return its exit code, minus the signal that killed it, or None while it runs."""
         self._server.look()
         # The kernel kills whatever a server forked when the server dies.
         gone = None if self._server.ready else -signal.SIGKILL
@@ -323,7 +324,11 @@ class Forked:
             os.kill(self.pid, signal.SIGTERM)
 
     def wait(self, timeout: float) -> int:
-        """Its exit code; subprocess.TimeoutExpired after `timeout` seconds."""
+        """Return its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+        """
         until_s = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > until_s:
@@ -333,7 +338,7 @@ class Forked:
 
 
 class Worker:
-    """One started worker: forked by `server`, or a program of its own where there is none.
+    """A started worker: forked by `server`, or a program of its own without a server.
 
     Attributes:
         code: None while it runs; then its exit code, or minus the signal that killed it.
@@ -353,7 +358,7 @@ class Worker:
         self.code: int | None = None
         self.ended_s = 0.0
         try:
-            self.log_path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleaned up
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)  # a user may have deleted it
             with self.log_path.open("ab") as log:
                 with contextlib.suppress(OSError):  # a full disk must not stop a restart
                     log.write(_log_header(environ).encode())
@@ -374,37 +379,37 @@ class Worker:
 
     @property
     def log_path(self) -> Path:
-        """Return the file of what it prints, in the run's folder as it lies now."""
+        """Return the file of the worker's output, in the run folder's present place."""
         return self.owner.place() / "logs" / f"rank-{self.rank}.log"
 
     @property
     def error_path(self) -> Path:
-        """Return the file of the error that ended it, in the run's folder as it lies now."""
+        """Return the file of the error that ended the worker, in the run folder's present place."""
         return self.owner.place() / "logs" / f"rank-{self.rank}.error.json"
 
     def look(self) -> int | None:
-        """Notice whether it ended; what it started and left behind is killed at once."""
+        """Return the exit code, if the worker has ended; kill its leftover children at once."""
         if self.code is None and (code := self.process.poll()) is not None:
             self.ended_s = time.time()
-            if isinstance(self.process, subprocess.Popen):  # of a forked one the server did it
-                # Now, while the group's number cannot have been given to a stranger.
+            if isinstance(self.process, subprocess.Popen):  # else the fork server does it
+                # Now, while the kernel cannot have reused the group's number.
                 self._signal_group(signal.SIGKILL)
             self.guardian.tell("-", self.pid)
             self.code = code
         return self.code
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to the worker alone: its loader processes are its own business."""
+        """Send SIGTERM to the worker alone: it ends its loader processes itself."""
         if self.look() is None:
             self.process.terminate()
 
     def kill(self) -> None:
-        """SIGKILL to the worker and all it started."""
+        """Send SIGKILL to the worker and all processes that it started."""
         if self.look() is None:
             self._signal_group(signal.SIGKILL)
 
     def wait_killed(self) -> bool:
-        """Wait for a killed worker to be gone; False if the kernel holds on to it (stuck disk)."""
+        """Wait for the end of a killed worker; return False if the kernel keeps it (stuck disk)."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(KILL_WAIT_S)
         return self.look() is not None
@@ -420,7 +425,7 @@ class Worker:
 def _program(
     command: Sequence[str], environ: dict[str, str], log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """A worker that imports for itself."""
+    """Start a worker as a program, which imports for itself."""
     return subprocess.Popen(
         list(command),
         env=environ,

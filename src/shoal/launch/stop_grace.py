@@ -1,7 +1,7 @@
-"""How long workers may take to save after a stop was asked for.
+"""Time that workers get to save after a stop request.
 
-A run that is killed while it saves loses what it did since the save before. Nobody is served by a
-short patience of its own: what ends it early is a scheduler, whose patience `launch.grace_s` tells.
+A run that is killed while it saves loses the steps since the save before. A short limit has no use:
+what ends the run early is a scheduler, whose limit the user passes as `launch.grace_s`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from pathlib import Path
 from shoal.base.runlog.damaged_lines import is_number, lines_from_end, parse_event
 
 LEAST_S = 60.0
-"""Where nothing was measured yet: a first step that is compiled, a first save."""
+"""Seconds before any measurement: for a first step that is compiled, and a first save."""
 SAVES, EVENTS = 3, 300
-"""Longest saves that fit in besides · newest events among which they are looked for."""
+"""Longest saves that the time covers in addition · newest events to read for them."""
 
 
 class Grace:
-    """The patience with the workers of a run in `folder`.
+    """Time limit for the workers of a run in `folder` to save and stop.
 
     Args:
-        fixed_s: said by the user; 0: learnt.
+        fixed_s: set by the user; 0: learnt.
         steps: that may have to be made before a save.
     """
 
@@ -28,14 +28,18 @@ class Grace:
         self.folder, self.fixed_s, self.steps = folder, fixed_s, steps
 
     def seconds(self, step_s: float) -> float:
-        """From the request to the kill. step_s: the longest of the last steps; 0: none was made."""
+        """Return the seconds from the request to the kill.
+
+        Args:
+            step_s: the longest of the last steps; 0: none was made.
+        """
         if self.fixed_s:
             return self.fixed_s
         return LEAST_S + self.steps * step_s + SAVES * longest_save_s(self.folder)
 
 
 def longest_save_s(folder: Path) -> float:
-    """Seconds of the longest of the last saves that events.jsonl tells; 0 where there is none."""
+    """Return the seconds of the longest of the last saves in events.jsonl; 0 without one."""
     longest = 0.0
     try:
         with (folder / "events.jsonl").open("rb") as file:

@@ -1,8 +1,8 @@
-"""Turns Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal into a request to stop, to be looked at.
+"""Signal handlers that turn Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal into a stop request.
 
-The first signal asks for a clean stop; Ctrl-C after that means "now". Wrappers such as `uv run`
-deliver one Ctrl-C twice, so a second one within half a second is an echo. A signal that was ignored
-when the run began (nohup, a shell's background job) stays ignored.
+The first signal requests a clean stop; Ctrl-C after that means "now". Wrappers such as `uv run`
+deliver one Ctrl-C twice, so a second one within half a second is its copy. A signal that was
+ignored when the run began (nohup, a shell's background job) stays ignored.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGUSR1: what Slurm sends before the time of a job is over (`--signal=USR1@120`)."""
 ASKED = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGINT)
-"""How a worker ends that was asked to stop while it had nothing to save yet."""
+"""Exit codes of a worker that was asked to stop while it had nothing to save yet."""
 ECHO_S = 0.5
 
 
 class StopSignals:
-    """Context in which STOP_SIGNALS are noted as requests to stop, not obeyed.
+    """Context in which STOP_SIGNALS are recorded as stop requests.
 
     `with StopSignals() as stop:` in the main thread; leaving restores the previous handlers. A
     signal that was ignored before stays ignored.

@@ -1,10 +1,10 @@
-"""Runs N workers as one: all start, and when one dies all are ended and started again.
+"""Supervisor of N workers: start all, and when one dies end all and start them again.
 
     STARTING → RUNNING → DONE                 all workers exit with 0
                        → RESTARTING → STARTING   one died and restarts are left
                        → STOPPING → DONE      a signal asked for a clean stop
 
-Every attempt meets at a fresh store under a fresh name; stock restarts that reuse both came back in
+Every attempt uses a fresh store under a fresh name; stock restarts that reuse both came back in
 4 of 10 trials. The workers resume by themselves from the newest complete checkpoint.
 """
 
@@ -52,18 +52,18 @@ TICK_EVERY_S = 0.1
 SAME_FAILURES = 3
 BROKEN_STOP_S = 5.0
 TAIL_BYTES = 16384
-"""What is read of metrics.jsonl: its last rows."""
+"""Bytes read from the end of metrics.jsonl: its last rows."""
 ENDED = (0, STOPPED_CODE, UNSAVED_CODE)
-"""Exit codes of workers that came to an end of their own."""
+"""Exit codes of workers that ended by themselves."""
 NO_RESTART_CODES = (2, 3)
 """2: the user must change something; 3: the numbers are at fault and would be so again."""
 
 
 class State(Enum):
-    """What the supervisor is doing; `NEXT` holds the allowed moves."""
+    """State of the supervisor; `NEXT` holds the allowed transitions."""
 
     STARTING = "starting"
-    """workers are being started → RUNNING; → DONE if a stop was asked for just before"""
+    """workers are being started → RUNNING; → DONE if a stop was requested just before"""
     RUNNING = "running"
     """workers train → RESTARTING, STOPPING, DONE"""
     STOPPING = "stopping"
@@ -85,17 +85,17 @@ NEXT = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a supervised run ended.
+    """Outcome of a supervised run.
 
     Attributes:
-        status: finished, stopped (a signal asked for it), unsaved (it came to its end or stopped,
-            and could not save) or failed.
+        status: finished, stopped (a signal asked for it), unsaved (it ended or stopped, and could
+            not save) or failed.
         exit_code: 0 finished · 130, 143, 138, 129 stopped by Ctrl-C, SIGTERM, SIGUSR1, a closed
             terminal · 1 failed, unsaved · 2 the user must change something · 3 the numbers are at
             fault.
         attempts: how often the workers were started.
-        message: for a person: empty if finished; if failed, the culprit and its traceback, once; if
-            stopped, by what, and after a ";" what went wrong.
+        message: for a person: empty if finished; if failed, the blamed rank and its traceback,
+            once; if stopped, by what, and after a ";" what went wrong.
     """
 
     status: str
@@ -122,8 +122,11 @@ def supervise(
 ) -> Outcome:
     """Run `processes` workers of `command` to the end, restarting all of them after a crash.
 
+    Call it from the main thread: it replaces the handlers of STOP_SIGNALS (stop_requests.py), and
+    restores them.
+
     Args:
-        command: PYTHON -m MODULE ARGUMENT…; any program where `imports` is empty.
+        command: PYTHON -m MODULE ARGUMENT…; any program if `imports` is empty.
         folder: the run folder: `logs/` is written, `metrics.jsonl` is watched for progress.
         restarts: how many times the workers may be started again.
         emit: receives worker_started, worker_died, restarting, stop_requested, hang.
@@ -131,16 +134,16 @@ def supervise(
         environ: of the workers; default: this process's.
         imports: modules that every worker needs and that take time: imported once for all of them
             and for every restart, by a process that then forks the workers (fork_server.py).
-        patience_s: how long a rank that the others wait for, and that may only be slow, is waited
-            for after it was told (`watch/hang_watch.py`); then it counts as dead.
-        first_s: how long all may be silent in what the watch has not learnt yet.
-        grace_s: how long workers may take to save after a stop was asked for; 0: learnt, a minute,
+        patience_s: seconds to wait for a rank that the others wait for, and that may only be slow,
+            after it was reported (`watch/hang_watch.py`); then it counts as dead.
+        first_s: seconds that all may be silent in phases that the watch has not learnt yet.
+        grace_s: seconds that workers may take to save after a stop request; 0: learnt, a minute,
             `steps_to_save` of the longest recent steps and three of the longest recent saves.
-        spare: ranks without which the others go on, as long as one of them lives: what a signal
-            ends of them is left out, until all are started again.
+        spare: ranks without which the others continue, as long as one of them lives: those that a
+            signal ends are dropped, until all are started again.
 
-    Call it from the main thread: it takes over STOP_SIGNALS (stop_requests.py), and gives them
-    back. Errors: ClusterError when a process cannot be started at all.
+    Raises:
+        ClusterError: a process cannot be started at all.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     with StopSignals() as stop, contextlib.closing(Guardian()) as guardian:
@@ -194,7 +197,7 @@ class _Supervisor:
         self.store = PrivateStore()
 
     def run(self, shared: Mapping[str, str], grace: Grace) -> Outcome:
-        """Attempts until the run ends."""
+        """Run attempts until the run ends."""
         while self.stop.first is None:
             self.import_once(shared)
             if self.stop.first is not None:
@@ -218,7 +221,7 @@ class _Supervisor:
         return self.stopped(self.stop.first, "")
 
     def import_once(self, shared: Mapping[str, str]) -> None:
-        """Have a process that forks workers, or none where that is not to be had."""
+        """Start the fork server if this platform supports it, and wait for its imports."""
         if self.server is not None and self.server.cannot:  # it was killed
             self.end_server()
         if self.server is None and self.imports:
@@ -226,14 +229,14 @@ class _Supervisor:
             self.guardian.tell("+", self.server.pid)
         while self.server and not (self.server.ready or self.stop.first):
             self.server.look()
-            if self.server.cannot:  # what ails the imports the workers will tell in their own words
+            if self.server.cannot:  # the workers will report the failure of the imports themselves
                 self.imports = ()
                 self.end_server()
             else:
                 self.pause()
 
     def end_server(self) -> None:
-        """End the process that forks workers, if there is one."""
+        """End the fork server, if there is one."""
         if self.server is not None:
             self.server.close()
             self.guardian.tell("-", self.server.pid)
@@ -264,7 +267,7 @@ class _Supervisor:
         self.move(State.RUNNING)
 
     def watch(self) -> Death | None:
-        """Wait until all are done (None), one died, or a stop is asked for (None)."""
+        """Wait until a worker dies; return None if all are done, or a stop is requested."""
         while self.stop.first is None and not self.stopped_themselves():
             codes = self.look()
             counted = self.counted()
@@ -280,7 +283,7 @@ class _Supervisor:
         return None
 
     def counted(self) -> list[Worker]:
-        """The workers without those that the others go on without; who dies so is told once."""
+        """Return the workers without dropped spare ranks; report each dropped rank once."""
         lives = any(self.workers[rank].code is None for rank in self.spare)
         for rank in self.spare - self.left_out if lives else ():
             code = self.workers[rank].code
@@ -291,18 +294,18 @@ class _Supervisor:
         return [worker for worker in self.workers if worker.rank not in self.left_out]
 
     def stopped_themselves(self) -> bool:
-        """A worker ended as after a SIGTERM, or by one: somebody asked the workers directly."""
+        """Return whether a worker ended after, or by, a SIGTERM that was sent to it directly."""
         return any(worker.code in (STOPPED_CODE, *ASKED) for worker in self.workers)
 
     def finished(self) -> Outcome:
-        """The outcome of workers that all came to an end of their own."""
+        """Return the outcome of workers that all ended by themselves."""
         attempts = self.attempt + 1
         if any(worker.code == UNSAVED_CODE for worker in self.workers):
             return Outcome("unsaved", 1, attempts, "the last checkpoint could not be written")
         return Outcome("finished", 0, attempts, "")
 
     def give_up(self, death: Death) -> Outcome | None:
-        """Record a death; the outcome if it was the last one, None if there is another attempt."""
+        """Record a death; return the outcome if it was the last one, None for another attempt."""
         self.alike = [earlier for earlier in self.alike if death.same_as(earlier)] + [death]
         told_before = len(self.alike) > 1
         step, self.died_after = self.died_after, self.progress.last_step()
@@ -343,7 +346,7 @@ class _Supervisor:
         return Outcome("failed", 1, attempts, obituary(last, attempts, alike))
 
     def wind_down(self, grace: Grace) -> Outcome:
-        """Ask every worker to save and exit; kill what has not done so in time."""
+        """Ask every worker to save and exit; kill those that do not within the time limit."""
         self.move(State.STOPPING)
         ended = [worker for worker in self.workers if worker.code in ASKED]
         number = self.stop.first or (-(ended[0].code or 0) if ended else signal.SIGTERM)
@@ -361,7 +364,7 @@ class _Supervisor:
         broken = False
         while None in (codes := self.look()) and not self.stop.insists:
             if not broken and any(code not in (None, *ENDED) for code in codes):
-                # The others wait for a rank that is gone: what they can still do, they do soon.
+                # The others wait for a dead rank: they can only do what takes a short time.
                 broken, deadline_s = True, min(deadline_s, time.monotonic() + BROKEN_STOP_S)
             if time.monotonic() > deadline_s:
                 break
@@ -372,7 +375,7 @@ class _Supervisor:
         return self.stopped(number, self.stop_trouble(late, grace_s, broken))
 
     def stop_trouble(self, late: list[str], grace_s: float, broken: bool) -> str:
-        """What went wrong during a stop; empty if nothing did."""
+        """Return what went wrong during a stop, as text; "" if nothing did."""
         for worker in self.counted():
             if worker.code not in (*ENDED, *ASKED) and str(worker.rank) not in late:
                 death = first_death([worker])
@@ -386,25 +389,25 @@ class _Supervisor:
         return ""
 
     def stopped(self, number: int, trouble: str) -> Outcome:
-        """The outcome of a run that was asked to stop by signal `number`."""
+        """Return the outcome of a run that was asked to stop by signal `number`."""
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         return Outcome("stopped", 128 + number, self.attempt + 1, f"stopped by {name}{trouble}")
 
     def look(self) -> list[int | None]:
-        """Every worker's exit code as of now, but for those that are left out."""
+        """Return the present exit code of every worker, except dropped ones."""
         self.progress.look()
         codes = {worker.rank: worker.look() for worker in self.workers}
         return [code for rank, code in codes.items() if rank not in self.left_out]
 
     def pause(self) -> None:
-        """Sleep until the next look; let the caller draw when it is time."""
+        """Sleep until the next check; call `on_tick` when it is time."""
         if time.monotonic() >= self.next_tick_s:
             self.on_tick()
             self.next_tick_s = time.monotonic() + TICK_EVERY_S
         time.sleep(LOOK_EVERY_S)
 
     def kill_all(self) -> None:
-        """End every worker and all it started, and wait until they are gone."""
+        """Kill every worker and its children, and wait until they are gone."""
         for worker in self.workers:
             worker.kill()
         for worker in self.workers:
@@ -412,20 +415,20 @@ class _Supervisor:
                 self.emit("notice", text=f"rank {worker.rank} (pid {worker.pid}): does not die")
 
     def move(self, state: State) -> None:
-        """Change state; BugError if the table does not allow it."""
+        """Change the state; raise BugError if the table does not allow it."""
         if state not in NEXT[self.state]:
             raise BugError(f"supervisor: no way from {self.state.value} to {state.value}")
         self.state = state
 
 
 class Progress:
-    """Whether an attempt added anything to `metrics.jsonl`, which a resume may first cut back.
-
-    Attributes:
-        made: in this attempt.
-        ever: in any.
+    """Progress of the attempts in `metrics.jsonl`, which a resume may first cut back.
 
     `times_s()` of this attempt's steps · `step_s()` the longest of the last ones · `last_step()`
+
+    Attributes:
+        made: this attempt has made progress.
+        ever: any attempt has.
     """
 
     def __init__(self, path: Path) -> None:
@@ -435,35 +438,35 @@ class Progress:
         self.size_bytes = self.began_bytes = 0
 
     def begin(self) -> None:
-        """A new attempt starts."""
+        """Reset at the start of an attempt."""
         self.made, self.size_bytes = False, self._size()
         self.began_bytes = self.size_bytes
 
     def times_s(self) -> list[float]:
-        """Seconds of the steps that this attempt has made, the last of them at most."""
+        """Return the seconds of this attempt's last steps."""
         if self._size() <= self.began_bytes:
-            return []  # cut back by a resume: whose rows these are is not known
+            return []  # cut back by a resume: the rows may be of an earlier attempt
         times = [row.get("step_s") for row in self._last_rows(self.began_bytes)]
         return [time_s for time_s in times if is_number(time_s)]
 
     def look(self) -> None:
-        """Compare with the last look."""
+        """Compare the file's size with the last call."""
         size_bytes = self._size()
         self.made = self.made or size_bytes > self.size_bytes
         self.ever = self.ever or self.made
         self.size_bytes = size_bytes
 
     def step_s(self) -> float:
-        """Seconds of the longest of the last steps; 0 before the first."""
+        """Return the seconds of the longest of the last steps; 0 before the first."""
         times = [row.get("step_s") for row in self._last_rows()]
         return max((time_s for time_s in times if is_number(time_s)), default=0.0)
 
     def last_step(self) -> int:
-        """The newest step; 0 before the first."""
+        """Return the newest step; 0 before the first."""
         return max((int(row["step"]) for row in self._last_rows()), default=0)
 
     def _last_rows(self, least_bytes: int = 0) -> list[Record]:
-        """Of the file's end, which begins at `least_bytes` at the earliest."""
+        """Return the last rows of the file, none of which begins before `least_bytes`."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(least_bytes, file.seek(0, os.SEEK_END) - TAIL_BYTES))

@@ -1,19 +1,19 @@
-"""Watches, from outside of them, the ranks of a run that somebody else's launcher started.
+"""Watchdog process: watch the ranks of a run that another launcher started, from outside.
 
     python -m shoal.launch.watchdog COUNT [ADDRESS …]     started on each node by its first rank
                                                      (trainer/process/watchdog_client.py)
 
 It makes a page for each of COUNT ranks (wire/watch_page.py) and writes their paths as one line of
-JSON; it reads one line, who the ranks of all nodes are, and watches until this node's processes, or
+JSON. It reads one line, with the ranks of all nodes, and watches until this node's processes, or
 its input, have ended. With addresses it is node 0's of several, listens at the first of them, and
-watches all ranks; those of the other nodes tell it of theirs (launch/watch/remote_nodes.py).
+watches all ranks; the watchdogs of other nodes report theirs (launch/watch/remote_nodes.py).
 
-What hangs is written to the run folder's events.jsonl and to standard error, on several nodes to
-that of its own node too. A loop of the user's own may do anything between two steps, for as long as
-it likes: a rank that is busy is told, and never ended. One that cannot come back by itself is
-killed, and the launcher ends or restarts the others; those left after `REST_S` are killed too.
-A rank that ends without having left its page was killed, or left by `os._exit`: that is told, of
-the first one alone, since the others end of it.
+It reports a hang in the run folder's events.jsonl and on standard error, on several nodes also on
+that of the rank's node. A user's own loop may do anything between two steps, for any time: a busy
+rank is reported, and never ended. A rank that cannot recover is killed, and the launcher ends or
+restarts the others; those left after `REST_S` are killed too. A rank that ends without closing its
+page was killed, or left by `os._exit`: that is reported for the first one only, since the others
+end because of it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shoal.launch.worker_failures import exit_text
 from shoal.wire.authenticated_stream import Connection
 
 LAST_S = 1.0
-"""How long the end of a rank is waited for that has let go of its pipes."""
+"""Seconds to wait for the end of a rank that has closed its pipes."""
 THEMSELVES_S = 3.0
 """Seconds in which ranks may end themselves before they are killed."""
 Pages = Mapping[int, PageRead] | Sequence[PageRead]
@@ -52,17 +52,21 @@ Pages = Mapping[int, PageRead] | Sequence[PageRead]
 
 
 class Other:
-    """A process that is not this one's child, with what a watch asks of a worker."""
+    """Process that is no child of this one, with the interface of a worker that a watch uses."""
 
     def __init__(self, rank: int, pid: int) -> None:
         self.rank, self.pid = rank, pid
-        self.file = os.pidfd_open(pid)  # it stays this process, whoever has its number later
+        self.file = os.pidfd_open(pid)  # stays valid if the pid is reused
         self._code: int | None = None
         self.how = "ended"
 
     @property
     def code(self) -> int | None:
-        """None while it runs; how it ended the kernel tells until its launcher has asked."""
+        """Return None while it runs, else its exit code.
+
+        The kernel reports the code until the process's launcher has read it; after that the code is
+        0.
+        """
         if self._code is None and select.select([self.file], [], [], 0)[0]:
             self._code = 0
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -73,24 +77,24 @@ class Other:
         return self._code
 
     def kill(self) -> None:
-        """End it."""
+        """Send SIGKILL to the process."""
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.file, signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process: its state's letter first, its exit status last."""
+    """Return the kernel's fields of a process: first its state's letter, last its exit status."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 class Input:
-    """What the rank says that started this process, line by line; `ended` once it has ended."""
+    """Input lines from the rank that started this process; `ended` once it has ended."""
 
     def __init__(self) -> None:
         self._come, self.ended = b"", False
 
     def look(self, wait_s: float = 0.0, ranks: Sequence[Other | Far] = ()) -> dict[str, Any] | None:
-        """The next line; None where none has come within the time, or until one of `ranks` ends."""
+        """Return the next line; None if none comes in time, or before one of `ranks` ends."""
         until_s = time.monotonic() + wait_s
         files = [one.file for one in ranks if isinstance(one, Other) and one.code is None]
         while b"\n" not in self._come and not self.ended:
@@ -104,11 +108,11 @@ class Input:
 
 
 class Teller:
-    """Writes events where this node keeps them, and lines that a person sees.
+    """Writer of events on nodes that own a disk, and of lines for a person.
 
     Args:
         ranks: of this node.
-        keeps: whether the folder's events are this node's to write.
+        keeps: whether this node writes the folder's events.
     """
 
     def __init__(self, folder: Path | None, ranks: Sequence[int], *, keeps: bool) -> None:
@@ -118,12 +122,12 @@ class Teller:
             self._make_room()
 
     def tell(self, event: str, **fields: Any) -> None:
-        """Write an event to the run folder, if this node keeps it, and its line to stderr."""
+        """Write an event to the run folder, if this node owns one, and its line to stderr."""
         self._write(event, fields)
         self._show(event, fields)
 
     def order(self, order: dict[str, Any]) -> None:
-        """The same as node 0 orders it: a line where the rank is one of this node's."""
+        """Write an event that node 0 orders; its line only if the rank is one of this node's."""
         event, fields, accounts = order["say"], order["fields"], order.get("accounts", "")
         if self.keeps and accounts and self.folder is not None:
             with contextlib.suppress(OSError):
@@ -149,7 +153,7 @@ class Teller:
 
     def _show(self, event: str, fields: dict[str, Any]) -> None:
         text = event_text({"event": event, **fields})
-        if event == "collectives_differ":  # the launcher's own end of a run says it there
+        if event == "collectives_differ":  # as the launcher does at the end of a run
             text = str(fields["text"])
         if text:
             write_error(f"shoal: {text}")
@@ -158,7 +162,7 @@ class Teller:
 def main() -> int:
     """Watch until the ranks have ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the ranks, who may have to save
+        signal.signal(number, signal.SIG_IGN)  # it ends with the ranks, which may save
     count, addresses = int(sys.argv[1]), sys.argv[2:]
     watch = NodesWatch(Path(os.devnull), lambda event, **fields: None, math.inf, twice=True)
     listener = listen(addresses)
@@ -195,7 +199,7 @@ def main() -> int:
 
 
 def listen(addresses: Sequence[str]) -> socket.socket | None:
-    """Listen at the first of the addresses that is this machine's; None where none is."""
+    """Listen at the first address that belongs to this machine; return None without one."""
     for address in addresses:
         with contextlib.suppress(OSError):
             family, _, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -204,7 +208,7 @@ def listen(addresses: Sequence[str]) -> socket.socket | None:
 
 
 def _watch(watch: NodesWatch, ranks: list[Other], teller: Teller, said: Input) -> None:
-    """Watch the ranks of one node that are alone."""
+    """Watch the ranks of a run on one node."""
     watch.emit = watch.slow.emit = teller.tell
     unlike = partial(watch.compare, ranks, dead=True)
     ended = False
@@ -222,7 +226,7 @@ def _watch(watch: NodesWatch, ranks: list[Other], teller: Teller, said: Input) -
 def _watch_all(
     watch: NodesWatch, ranks: list[Other], hub: Hub, teller: Teller, said: Input
 ) -> None:
-    """Node 0: watch the ranks of all nodes."""
+    """Watch the ranks of all nodes, on node 0."""
 
     def emit(event: str, **fields: Any) -> None:
         teller.tell(event, **fields)
@@ -265,7 +269,7 @@ def _watch_all(
 
 
 def await_one(ranks: Sequence[Other]) -> None:
-    """Wait until the first of them has ended: a process lets go of its pipes a moment before."""
+    """Wait until the first rank has ended: a process closes its pipes a moment before."""
     if all(one.code is None for one in ranks):
         select.select([one.file for one in ranks], [], [], LAST_S)
 
@@ -276,13 +280,13 @@ def tell_end(
     tell: Callable[..., None],
     unlike: Callable[[], Hang | None],
 ) -> bool:
-    """Tell why the rank ended that ended first, if that is not told; whether one has ended.
+    """Report why the first ended rank ended, unless it was reported; return whether one has ended.
+
+    A rank that ended by SIGTERM counts last of those that are found together: its launcher sends
+    that to the others.
 
     Args:
-        unlike: tells of ranks that made different calls: gloo aborts where their sizes differ.
-
-    Of those that are found together one that was asked to end comes last: that its launcher does
-    to the others.
+        unlike: reports ranks that made different calls: gloo aborts if their sizes differ.
     """
     ended = [(one, pages[one.rank].read()) for one in ranks if one.code is not None]
     if not ended:
@@ -291,7 +295,7 @@ def tell_end(
         return True
     one, told = min(ended, key=lambda pair: (pair[0].code == -signal.SIGTERM, pair[1].changed_s))
     if not told.live:
-        return True  # it came to its end, or has told itself
+        return True  # it ended normally, or has reported its error
     how = one.how if isinstance(one, Other) else "ended"
     where = f"after step {told.step}, in {told.doing}"
     met = next((calls for page in pages if (calls := page.read().inside)), "")
@@ -307,14 +311,14 @@ def tell_end(
 def _follow(
     watch: Watch, follower: Follower, ranks: list[Other], teller: Teller, said: Input
 ) -> None:
-    """Another node: tell node 0 of its ranks."""
+    """Report this node's ranks to node 0, on every other node."""
     while not follower.over and any(rank.code is None for rank in ranks):
         watch.records.look(watch.own)
         if not said.ended and (told := said.look()) is not None:
             teller.keeps = bool(told.get("keeps"))
         try:
             hang = follower.turn()
-        except OSError:  # node 0's has ended, as this node's ranks will, if all is well
+        except OSError:  # node 0's watchdog has ended; in a normal end this node's ranks will too
             if _rest(ranks):
                 host = follower.nodes[0].host
                 _unwatched(teller.tell, f"the watch on {host} has ended")
@@ -329,7 +333,10 @@ def _follow(
 def _connect(
     at: tuple[str, int], token: bytes, ranks: Sequence[Other], tell: Callable[..., None]
 ) -> Connection | None:
-    """Connect to node 0; None where it is not reached, which is told, or the ranks have ended."""
+    """Connect to node 0; return None if it does not answer, or the ranks have ended.
+
+    A missing answer is reported.
+    """
     until_s = time.monotonic() + JOIN_S
     while any(rank.code is None for rank in ranks):
         left_s = until_s - time.monotonic()
@@ -349,7 +356,7 @@ def _unwatched(emit: Callable[..., None], what: str) -> None:
 
 
 def _rest(ranks: Sequence[Other]) -> bool:
-    """Wait until the ranks have ended, for REST_S; whether one has not."""
+    """Wait up to REST_S for the end of the ranks; return whether one still runs."""
     until_s = time.monotonic() + REST_S
     while left := any(rank.code is None for rank in ranks):
         if time.monotonic() > until_s:
@@ -359,9 +366,9 @@ def _rest(ranks: Sequence[Other]) -> bool:
 
 
 def end(ranks: Sequence[Other], pages: Pages, hang: Hang) -> None:
-    """Kill the rank that hangs; the others where the launcher has not ended them.
+    """Kill the rank that hangs, and the others if the launcher does not end them.
 
-    Where the user must change something, all end themselves first, with the status that says so.
+    If the user must change something, all end themselves first, with the exit status for that.
     """
     if hang.status:
         for rank in ranks:

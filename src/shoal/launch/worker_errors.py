@@ -1,4 +1,4 @@
-"""What a worker process wraps its work in, so that its failure is told in its own words.
+"""Wrapper of a worker's main function that records its failure in its own words.
 
 A failure becomes one JSON file, `logs/rank-K.error.json`, which the supervisor reads: `kind`,
 `line`, `traceback`, `exit_code`, `time_s`. Exit codes: 0 done · 1 a crash, worth a restart ·
@@ -28,24 +28,24 @@ CRASH_CODE = 1
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:
-    """Run a worker's program by `run_worker`, and leave this process with its status.
+    """Run a worker's program by `run_worker`, and end this process with its status.
 
-    After a failure the process group cannot be left in an orderly way, since peers may be gone; the
+    After a failure the process group cannot be destroyed in order, since peers may be gone. The
     interpreter's own teardown may then abort in gloo's threads and hide the status.
     """
     code = run_worker(main)
     if phases.page is not None:
-        phases.page.leave()  # who ends without that was not done
+        phases.page.leave()  # a process that ends without it was not done
     flush_streams()
     os._exit(code)
 
 
 def run_worker(main: Callable[[], int]) -> int:
-    """Run `main` and return the exit code of this process; a failure is written down first.
+    """Run `main` and return the exit code of this process; write a report of a failure first.
 
     The report goes to the run folder named by SHOAL_RUN_FOLDER (set by the supervisor), and always
     to standard error, which is this rank's log. Notes of a ShoalError hold the traceback of the
-    user's own code and stand before its line. Call it as the last thing a process does.
+    user's own code and stand before its line. Call it last in a process.
     """
     given = os.environ.get("SHOAL_RUN_FOLDER", "")
     owner = FolderOwner(Path(given))
@@ -68,7 +68,7 @@ def run_worker(main: Callable[[], int]) -> int:
         rank = int(os.environ.get("RANK", "0"))
         here = owner.place() if folder == given else Path(folder)
         write_report(here / "logs" / f"rank-{rank}.error.json", report)
-        if "SHOAL_STORE" not in os.environ and not report.lost_peer:  # no supervisor tells of it
+        if "SHOAL_STORE" not in os.environ and not report.lost_peer:  # no supervisor reports it
             how, words = f"exit code {report.exit_code}", report.traceback or report.line
             log = EventLog(here / "events.jsonl", rank)
             log.emit("worker_died", pid=os.getpid(), how=how, traceback=words)
@@ -76,7 +76,7 @@ def run_worker(main: Callable[[], int]) -> int:
 
 
 def _one_line(text: str) -> str:
-    """The first lines of a failure that may have many: Dynamo's and CUDA's fill a screen.
+    """Return the first lines of an error message as one line: Dynamo's and CUDA's fill a screen.
 
     >>> _one_line("ValueError: a\\n  b\\n\\nmore")
     'ValueError: a b'
@@ -86,7 +86,7 @@ def _one_line(text: str) -> str:
 
 
 def traceback_text(failure: BaseException) -> str:
-    """The end of a traceback without the frames that say nothing about the user's mistake."""
+    """Return the end of a traceback without the frames that do not concern the user's mistake."""
     return _end_of(_whole_traceback(failure))
 
 
@@ -98,7 +98,7 @@ def _whole_traceback(failure: BaseException) -> str:
         link.stack = traceback.StackSummary.from_list(kept)
         link = link.__cause__ or link.__context__
     lines = "".join(found.format()).rstrip().splitlines()
-    # Marks under the code are a third of the lines, and say what the line says.
+    # Marks under the code are a third of the lines, and repeat the line.
     return "\n".join(line for line in lines if line.strip("^~ "))
 
 

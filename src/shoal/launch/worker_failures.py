@@ -1,9 +1,9 @@
-"""Which rank failed first, and in its own words: one failure gives one report.
+"""Choice of the rank that failed first, with its own error: one failure gives one report.
 
 When one rank dies, all others fail a moment later with "connection closed by peer", and any of them
-may be the first to have exited. So the culprit is found by evidence, best first: a failure that
-does not itself speak of a lost peer, then the earliest. A rank killed by a signal left no words; it
-counts as earlier than errors of the same second, which are its consequence.
+may exit first. So the first failure is found by evidence, best first: a failure that does not
+itself mention a lost peer, then the earliest. A rank killed by a signal left no error; it counts as
+earlier than errors of the same second, which are its consequence.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ MAY_PASS = (
     "address already in use",
     "temporarily unavailable",
 )
-"""In the text of an exception that another start may not meet: devices, links and memory."""
+"""Texts of exceptions that another start may not meet: of devices, links and memory."""
 NOBODY: Mapping[int, str] = MappingProxyType({})
 LOG_TAIL_LINES = 25
 EXIT_PATIENCE_S = 0.5
 STOPPED_CODE = 143
-"""What a worker exits with after it saved and stopped because a SIGTERM asked it to."""
+"""Exit code of a worker that saved and stopped because of a SIGTERM."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A failure as the failing worker wrote it down; the fields of `rank-K.error.json`.
+    """Error report of a failing worker; the fields of `rank-K.error.json`.
 
     Attributes:
         certain: an exception that the same code and data meet again.
@@ -67,7 +67,7 @@ class Report:
 
     @staticmethod
     def of(failure: BaseException, *, exit_code: int, line: str, trace: str) -> Report:
-        """The report of an exception that happened now."""
+        """Return the report of an exception that happened now."""
         text = str(failure).lower()
         ours = isinstance(failure, ClusterError)
         here = isinstance(failure, ClusterError) and failure.here
@@ -79,7 +79,7 @@ class Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write it whole or not at all; a full disk leaves the words in the log only."""
+    """Write a report atomically; on a full disk the error is in the log only."""
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         draft.write_text(json.dumps(asdict(report)), encoding="utf-8")
@@ -87,7 +87,7 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def read_report(path: Path) -> Report | None:
-    """The report at `path`, or None if there is none that can be read."""
+    """Return the report at `path`, or None if there is none that can be read."""
     try:
         return Report(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -100,12 +100,12 @@ class Death:
 
     Attributes:
         code: exit code, or minus the number of the signal.
-        words: its own traceback, else its one line, else the end of its log; empty if it said
+        words: its own traceback, else its one line, else the end of its log; empty if it wrote
             nothing.
-        line: one line that says the same.
+        line: one line with the same meaning.
         certain: an exception that the same code and data meet again.
         hung: it did not die: the others waited for it, and it was ended with them.
-        final: another start would meet the same, whatever the code.
+        final: another start would fail in the same way, whatever the code.
     """
 
     rank: int
@@ -122,13 +122,13 @@ class Death:
 
     @property
     def how(self) -> str:
-        """How it ended, as a person says it."""
+        """Return how the worker ended, as text."""
         return "ended by the watch" if self.hung else exit_text(self.code)
 
     def same_as(self, other: Death) -> bool:
-        """Whether two attempts failed alike, on whichever rank.
+        """Return whether two attempts failed in the same way, on any rank.
 
-        A SIGKILL comes from outside and says nothing about what a further attempt would meet.
+        A SIGKILL comes from outside and predicts nothing about a further attempt.
         """
         if self.code == -signal.SIGKILL:
             return False
@@ -136,7 +136,7 @@ class Death:
 
 
 def exit_text(code: int) -> str:
-    """An exit status in words.
+    """Return an exit status as text.
 
     >>> exit_text(-9), exit_text(1)
     ('killed by SIGKILL', 'exit code 1')
@@ -150,7 +150,7 @@ def exit_text(code: int) -> str:
 
 
 def death_by_hanging(worker: Worker, hang: Hang) -> Death:
-    """The failure of a rank that the others waited for; it is written down like any other."""
+    """Return the failure of a rank that the others waited for, and write its report."""
     line, now_s = hang.line, time.time()
     code = hang.status or (TrainingError.exit_code if hang.unlike else 1)
     write_report(worker.error_path, Report("Hang", line, "", code, now_s, lost_peer=False))
@@ -161,15 +161,14 @@ def death_by_hanging(worker: Worker, hang: Hang) -> Death:
 
 
 def first_death(workers: Sequence[Worker], left: Mapping[int, str] = NOBODY) -> Death | None:
-    """The failure that the others followed from; None while there is none, or it is too early.
+    """Return the failure that caused the others; None while there is none, or it is too early.
+
+    A worker that reported an error counts even if it hangs during its exit. While the only failures
+    are those of ranks that lost a peer, the peer's own death is awaited for half a second; after
+    that a rank that ended with status 0 is blamed, if there is one.
 
     Args:
-        left: ranks that ended with status 0 and never said that they were done, and where they
-            were.
-
-    A worker that reported an error counts even if it hangs on its way out. While the only failures
-    are those of ranks that lost a peer, the peer's own death is awaited for half a second; then one
-    that ended well is it, if there is.
+        left: ranks that ended with status 0 without closing their page, and their positions.
     """
     found = [death for worker in workers if (death := _death_of(worker)) is not None]
     best = min(found, key=lambda death: (death.lost_peer, death.seen_s), default=None)
@@ -189,7 +188,7 @@ def first_death(workers: Sequence[Worker], left: Mapping[int, str] = NOBODY) -> 
 
 
 def _death_by_leaving(worker: Worker, where: str) -> Death:
-    """Of a rank that ended as if all were done; it is written down like any other."""
+    """Return the failure of a rank that ended as if the run were done, and write its report."""
     line = f"left with status 0{where}, before the run's end: something in it calls os._exit(0)"
     log, seen_s = worker.log_path, worker.ended_s
     write_report(worker.error_path, Report("Left", line, "", 1, seen_s, lost_peer=False))
@@ -197,14 +196,14 @@ def _death_by_leaving(worker: Worker, where: str) -> Death:
 
 
 def certain_text(death: Death, processes: int) -> str:
-    """One line on an exception that came before any step, and would come again."""
+    """Return one line about an exception before any step, which would occur again."""
     more = f"; traceback: {death.log_path}" if death.words else ""
     who = f"rank {death.rank}: " if processes > 1 else ""
     return f"{who}{death.line}; before the first step, so it is not tried again{more}"
 
 
 def obituary(death: Death, attempts: int, alike: str) -> str:
-    """Why a run is given up: the culprit, how often it was tried, its log, its words.
+    """Return why a run is given up: the blamed rank, the attempts, its log, its error.
 
     Args:
         alike: where the attempts failed in the same way; empty if they did not.

@@ -1,1 +1,1 @@
-"""Measures a machine with torch: rates of devices and links, memory, disks; gives plain facts."""
+"""Measure a machine with torch: rates of devices and links, memory, disks."""

@@ -1,4 +1,4 @@
-"""Private names of torch that this room uses; tested on 2.13."""
+"""Private names of torch that this package uses; tested on 2.13."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _COUNTED = "FLAGS_caffe2_report_cpu_memory_usage"
 
 @contextmanager
 def all_threads_counted() -> Iterator[bool]:
-    """While it lasts torch's CPU allocator counts on every thread, not only on profiled ones.
+    """Let torch's CPU allocator report allocations of every thread, not only of profiled ones.
 
-    Returns:
-        whether it does: the flag is a C++ variable (c10/core/CPUAllocator.cpp) for which torch has
-        no Python name; where a build hides it, other threads stay uncounted.
+    Yields:
+        Whether all threads are counted. The flag is a C++ variable (c10/core/CPUAllocator.cpp)
+        without a Python name; if a build hides it, other threads stay uncounted.
     """
     for path in (Path(torch.__file__).parent / "lib").glob("libc10.*"):
         try:

@@ -1,6 +1,6 @@
-"""How full a device's caching allocator is, and how much of its memory lies in useless pieces.
+"""Memory of a device's caching allocator, and how much of it is fragmented.
 
-Source: torch.cuda.memory_snapshot: segments, each a row of blocks that are active or inactive
+Source: torch.cuda.memory_snapshot: segments, each a list of blocks that are active or inactive
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shoal.base.text.units import bytes_text
 
 @dataclass(frozen=True)
 class Pool:
-    """What a device's caching allocator has of it, and what of that nobody can use.
+    """Memory reserved by a device's caching allocator, and its largest free block.
 
     Attributes:
         allocated_bytes: of tensors.
-        reserved_bytes: taken from the device, at most so far.
+        reserved_bytes: peak of the memory taken from the device.
         free_bytes: reserved and not allocated, now.
-        hole_bytes: the largest piece of it.
+        hole_bytes: the largest free block.
     """
 
     allocated_bytes: int
@@ -33,23 +33,23 @@ class Pool:
 
 
 FRAGMENTED = 0.1
-"""Share of the reserved memory that lies free between tensors, from which a setting is named."""
+"""Share of the reserved memory in small free blocks from which `pool_text` suggests SETTING."""
 
 SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-"""One segment that grows in the place of many that are each as large as one tensor was: no rests at
-their ends. Holes between tensors that stay it does not join (torch: ExpandableSegment)."""
+"""One segment that grows, instead of many that each fit one tensor: no remainders at their ends. It
+does not merge holes between live tensors (torch: ExpandableSegment)."""
 
 
 def is_set(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether SETTING is in effect already, by either of the names that torch reads."""
+    """Return whether SETTING is already in effect, under either of the names that torch reads."""
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     return any("expandable_segments:True" in environ.get(name, "") for name in names)
 
 
 def device_pool(device: torch.device) -> Pool | None:
-    """Returns what the allocator of a CUDA device holds now; None for devices without one.
+    """Return the state of a CUDA device's caching allocator; None for other devices.
 
-    It walks over all blocks, so it takes milliseconds: for a run's end, never for a step.
+    The snapshot visits all blocks and takes milliseconds: call it at a run's end, not in a step.
     """
     if device.type != "cuda":
         return None
@@ -59,7 +59,7 @@ def device_pool(device: torch.device) -> Pool | None:
 
 
 def pool_of(segments: Iterable[Mapping[str, Any]], reserved_bytes: int) -> Pool:
-    """Count a snapshot as `torch.cuda.memory_snapshot` gives it, of one device.
+    """Return the allocator's state from a `torch.cuda.memory_snapshot` of one device.
 
     >>> held, free = "active_allocated", "inactive"
     >>> told = ((6, held), (1, free), (2, held), (3, free))
@@ -74,7 +74,7 @@ def pool_of(segments: Iterable[Mapping[str, Any]], reserved_bytes: int) -> Pool:
 
 
 def pool_text(pool: Pool) -> str:
-    """Say how full the allocator's memory is, and the setting that mends it where it is in pieces.
+    """Describe the allocator's memory; name the setting that helps if it is fragmented.
 
     >>> gib = 2**30
     >>> pool_text(Pool(9 * gib, 10 * gib, gib, gib))

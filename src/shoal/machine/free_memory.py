@@ -1,7 +1,7 @@
-"""How much memory is free for what a process is about to make, and files that lie in it alone.
+"""Free memory for new allocations, and files that lie in memory only (memfd).
 
-It is that of the machine, or less in a cgroup, as a container's is; pages of files count there as
-used, though they could go.
+The free memory is that of the machine, or less in a cgroup, for example of a container. Page cache
+counts as used in a cgroup, though the kernel could drop it.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ FILES = {
     "": ("memory.max", "memory.current"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
-"""Limit and use, by the controller's name in cgroups of the second version and of the first."""
+"""Limit and usage files, by the controller's name, for cgroups v2 ("") and v1."""
 
 SPARE = 2
-"""What stays free, in parts of what files in memory take."""
+"""Memory that must stay free, as a multiple of the bytes of files in memory."""
 
 
 def free_bytes() -> int:
-    """Find what is free for new processes here: of the machine, or less in this cgroup."""
+    """Return the bytes free for new processes: of the machine, or less in this cgroup."""
     return min(_free())
 
 
 def file_in_memory(name: str, size_bytes: int, taken_bytes: int) -> int | None:
-    """Make a file that lies on no disk, where twice as much stays free as such files take.
+    """Create a file in memory (memfd), if twice the size of all such files stays free.
 
-    That is room for what is made of them: they cannot be written out.
-    A disk's file takes more than its pages: beside each of 4 KiB ext4 keeps a buffer head of 104
-    bytes, 2.5 % of a model. And after half a minute the disk is given all of it, for nothing.
+    That reserve is for data derived from the files: the kernel cannot write memfd pages to a disk.
+    A file on a disk costs more than its pages: ext4 keeps a buffer head of 104 bytes per 4 KiB, 2.5
+    % of a model. After half a minute the kernel also writes the whole file to the disk, to no use.
 
     Args:
-        name: to be read in /proc/PID/maps.
-        taken_bytes: by files that were made so before, and are open still.
+        name: name of the file in /proc/PID/maps.
+        taken_bytes: bytes of earlier files in memory that are still open.
 
     Returns:
-        its descriptor; None where it is to lie on a disk.
+        The file's descriptor; None if the caller must use a file on a disk.
 
     References:
         memfd_create(2); struct buffer_head, fs/buffer.c of Linux.
@@ -57,8 +57,8 @@ def file_in_memory(name: str, size_bytes: int, taken_bytes: int) -> int | None:
     with contextlib.suppress(OSError):
         descriptor = os.memfd_create(name)
         try:
-            os.posix_fallocate(descriptor, 0, size_bytes)  # now: the next one asks what is left
-            # By another number: the lowest stays for what is opened when as many may not be open.
+            os.posix_fallocate(descriptor, 0, size_bytes)  # now: the next call sees less free
+            # A duplicate number: the lowest one stays free for opens near the descriptor limit.
             return os.dup(descriptor)
         finally:
             os.close(descriptor)
@@ -66,10 +66,10 @@ def file_in_memory(name: str, size_bytes: int, taken_bytes: int) -> int | None:
 
 
 def reserve(descriptor: int, size_bytes: int) -> None:
-    """Give a file its blocks now: a full disk found later would be a SIGBUS while drawing.
+    """Allocate a file's blocks now: a full disk would raise SIGBUS on a later write.
 
     Raises:
-        ConfigError: when the folder of temporary files is full.
+        ConfigError: the folder of temporary files is full.
     """
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
@@ -81,7 +81,7 @@ def reserve(descriptor: int, size_bytes: int) -> None:
 
 
 def _free() -> Iterator[int]:
-    """Bytes that are free of the machine, and of each cgroup with a limit around us."""
+    """Yield the free bytes of the machine and of each enclosing cgroup with a limit."""
     yield int(psutil.virtual_memory().available)
     try:
         lines = [line.split(":", 2) for line in OWN.read_text(encoding="utf-8").splitlines()]
@@ -95,6 +95,6 @@ def _free() -> Iterator[int]:
                 most, used = (
                     int((path / name).read_text(encoding="utf-8")) for name in FILES[kinds]
                 )
-            except (OSError, ValueError):  # "max", or above the root
+            except (OSError, ValueError):  # "max" (no limit), or above the cgroup's root
                 continue
             yield max(0, most - used)

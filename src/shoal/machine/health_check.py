@@ -1,15 +1,15 @@
-"""Is this machine fit for a run? Each check looks at one thing and tells what is wrong; no torch.
+"""Health checks of one machine before a run, each with a suggested fix; without torch.
 
-    clock       does time run alike by the wall clock and the monotonic one, and as files are dated
-    disk        room, writes and fsync of a folder
-    memory      what is free, within a container's limit · shared memory  the room of /dev/shm
-    files       how many files and sockets a process may have open
-    ports       connections of this machine to itself; is a port that is asked for free
-    versions    of Python and of what Shoal stands on, against its own package's words
-    cores       usable ones, and how many others want them
+    clock       the wall clock against the monotonic clock and against file dates
+    disk        free space, writes and fsync of a folder
+    memory      free memory, within a container's limit · shared memory  space in /dev/shm
+    files       limit of open files and sockets of a process
+    ports       connections of this machine to itself; whether the requested port is free
+    versions    of Python and of Shoal's dependencies, against the package's requirements
+    cores       usable cores, and the load of other programs
 
-A check takes what it looks at as an argument, so that a test gives it a machine with a fault. Links
-and sums need several processes: link_check.py.
+A check takes the values that it judges as arguments, so that a test can simulate a faulty machine.
+Links and sums need several processes: link_check.py.
 """
 
 from __future__ import annotations
@@ -32,31 +32,32 @@ from shoal.base.estimates.facts import usable_cores
 from shoal.base.text.units import bytes_text
 
 LEAST_FREE_BYTES = 2**30
-"""Two checkpoints of the first model and a cache of its text fit; larger ones say `--free-gib`."""
+"""Room for two checkpoints of the first model and a cache of its text; else `--free-gib`."""
 LEAST_RATE = 2**20
 """Bytes per second: at less a checkpoint of 1 GiB takes a quarter of an hour."""
 PROBE_BYTES = 2**23
 LEAST_SHARED_BYTES = 256 * 2**20
-"""Loader workers hand over whole batches there; a container gets 64 MiB where nobody asks."""
+"""Loader workers pass whole batches through it; a container's default is 64 MiB."""
 WORKER_BYTES = 512 * 2**20
-"""A process that has imported torch and trains a small model."""
+"""Memory of a process that has imported torch and trains a small model."""
 LEAST_FILES, FILES_PER_PROCESS = 1024, 32
 CLOCK_WATCHED_S, CLOCK_STEP_S, CLOCK_FILE_S = 0.2, 0.02, 5.0
-"""NTP slews by 0.5 ms a second; steps are what breaks. Files: coarse clocks, remote servers."""
+"""NTP slews by 0.5 ms a second, which is harmless; steps of a clock break runs. Files get a coarse
+limit, since their dates come from coarse clocks or remote servers."""
 ANSWER_S = 2.0
 NEXT_PORTS = 200
 
 
 @dataclass(frozen=True)
 class Told:
-    """What one check found.
+    """Result of one check.
 
     Attributes:
         check: its name.
-        ok: whether all is well.
-        what: it, with its place and figures.
-        mend: the nearest right value, or what to type; "" where all is well.
-        host: the machine, where several are looked at.
+        ok: whether the check passed.
+        what: the finding, with its place and figures.
+        mend: the nearest legal value, or a command to type; "" if the check passed.
+        host: name of the machine, if several are checked.
     """
 
     check: str
@@ -66,11 +67,11 @@ class Told:
     host: str = ""
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the result as a JSON object."""
         return asdict(self)
 
     def line(self) -> str:
-        """For a terminal: "ok" or "WRONG", the check, where, what, and the mend."""
+        """Return the result as a line: "ok" or "WRONG", check, host, finding, suggested fix."""
         where = f"{self.host}: " if self.host else ""
         mend = f"; {self.mend}" if self.mend else ""
         return f"{'ok   ' if self.ok else 'WRONG'} {self.check}: {where}{self.what}{mend}"
@@ -79,13 +80,13 @@ class Told:
 def check_machine(
     folder: Path, cache: Path, free_bytes: int, processes: int, port: int
 ) -> list[Told]:
-    """All checks of this machine, alone.
+    """Run all checks of this machine that need no other process.
 
     Args:
-        folder: where run folders are made.
-        free_bytes: that it should have.
-        processes: that a run would start here.
-        port: one that should be free; 0: none.
+        folder: parent of the run folders.
+        free_bytes: free disk space that the folder should have.
+        processes: processes that a run would start here.
+        port: a port that should be free; 0: none.
     """
     place = existing(folder)
     return [
@@ -107,7 +108,7 @@ def check_clock(
     wall: Callable[[], float] = time.time,
     steady: Callable[[], float] = time.monotonic,
 ) -> Told:
-    """Whether the wall clock keeps pace with the monotonic one, and with the clock of a disk."""
+    """Check that the wall clock keeps pace with the monotonic clock and with file dates."""
     apart_s = _apart(wall, steady)
     time.sleep(CLOCK_WATCHED_S)
     step_s = _apart(wall, steady) - apart_s
@@ -128,7 +129,7 @@ def check_clock(
 
 
 def _apart(wall: Callable[[], float], steady: Callable[[], float]) -> float:
-    """Wall minus monotonic time, by the quickest of some readings: others may take the core."""
+    """Return wall minus monotonic time, from the quickest of nine readings."""
     tries = []
     for _ in range(9):
         before, now, after = steady(), wall(), steady()
@@ -137,7 +138,7 @@ def _apart(wall: Callable[[], float], steady: Callable[[], float]) -> float:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     place = folder.absolute()
     while not place.is_dir() and place != place.parent:
         place = place.parent
@@ -145,7 +146,7 @@ def existing(folder: Path) -> Path:
 
 
 def check_disk(check: str, folder: Path, least_bytes: int) -> Told:
-    """Whether a folder has room, takes a file and has it on the drive; how fast."""
+    """Check a folder's free space, inodes, and the rate of writing and syncing a file."""
     place = existing(folder)
     told = f"{folder}" if place == folder.absolute() else f"{folder} (in {place})"
     where = "another run.folder=…" if check == "disk" else "SHOAL_CACHE=… or TMPDIR=… elsewhere"
@@ -160,7 +161,7 @@ def check_disk(check: str, folder: Path, least_bytes: int) -> Told:
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".shoal-doctor-") as probe:
             began_s = time.perf_counter()
-            probe.write(os.urandom(PROBE_BYTES))  # a drive that compresses gains nothing
+            probe.write(os.urandom(PROBE_BYTES))  # random, since a drive may compress
             probe.flush()
             os.fsync(probe.fileno())
             rate = PROBE_BYTES / (time.perf_counter() - began_s)
@@ -178,7 +179,7 @@ def check_memory(
     table: Path = Path("/proc/meminfo"),
     cgroup: Path = Path("/sys/fs/cgroup"),
 ) -> Told:
-    """Whether so many processes fit in what is free, within the limit of a container."""
+    """Check that the processes fit in the free memory, within a container's limit."""
     try:
         found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text(encoding="utf-8"))
     except OSError:
@@ -206,7 +207,7 @@ def check_memory(
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Told:
-    """Whether loader workers can hand over batches through shared memory."""
+    """Check that shared memory has room for the batches of loader workers."""
     if not folder.is_dir():
         return Told("shared memory", True, f"{folder} does not exist on this system")
     disk = shutil.disk_usage(folder)
@@ -219,7 +220,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Told:
 
 
 def check_files(limits: tuple[int, int], processes: int) -> Told:
-    """Whether a process may have enough files and sockets open: (soft, hard) limit."""
+    """Check the (soft, hard) limit of open files and sockets of a process."""
     soft, hard = (2**31 if one == resource.RLIM_INFINITY else one for one in limits)
     needed = max(LEAST_FILES, FILES_PER_PROCESS * processes)
     what = f"a process may have {soft} files and sockets open (ulimit -n)"
@@ -232,7 +233,7 @@ def check_files(limits: tuple[int, int], processes: int) -> Told:
 
 
 def check_ports(port: int = 0) -> list[Told]:
-    """Whether this machine can reach itself, and whether `port` is free (0: none is asked for)."""
+    """Check that this machine can connect to itself, and that `port` is free (0: no port)."""
     told = []
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -264,7 +265,7 @@ def _check_port(port: int) -> Told:
 
 
 def _bind(port: int) -> None:
-    # As a store binds: at all addresses, over what a closed connection has left behind.
+    # Binds as torch's TCPStore does: at all addresses, with SO_REUSEADDR.
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         tried.bind(("", port))
@@ -280,7 +281,7 @@ def _free(port: int) -> bool:
 
 
 def installed_versions() -> tuple[dict[str, str | None], list[str]]:
-    """What is installed here, None where it is missing, and what Shoal's package asks for."""
+    """Return the installed version of each dependency (None: missing), and the requirements."""
     import platform
     from importlib import metadata
 
@@ -301,7 +302,7 @@ def installed_versions() -> tuple[dict[str, str | None], list[str]]:
 
 
 def check_versions(installed: Mapping[str, str | None], asked: Sequence[str]) -> Told:
-    """Whether what is installed is what is asked for, as "torch<2.14,>=2.11".
+    """Check installed versions against requirements such as "torch<2.14,>=2.11".
 
     >>> check_versions({"torch": "2.9.1"}, ["torch<2.14,>=2.11"]).line()
     "WRONG versions: torch 2.9.1, >=2.11 is needed; pip install 'torch<2.14,>=2.11'"
@@ -341,7 +342,7 @@ def _holds(have: str, sign: str, limit: str) -> bool:
 
 
 def check_cores(processes: int, load: float, cores: int | None = None) -> Told:
-    """Whether every process has a core of its own; who else wants them is told, not blamed."""
+    """Check that every process has its own core; report the load of other programs."""
     cores = usable_cores() if cores is None else cores
     what = f"{cores} usable, load {load:.1f}"
     if load > cores:

@@ -1,12 +1,11 @@
-"""Are the links between processes fit? Pair by pair, and by sums whose results are known.
+"""Health checks of the links between processes: pairwise rates, and sums with known results.
 
-Pairs     one pair talks at a time while the others wait, so no two share a wire: the shortest of
-          ROUNDS round trips of one word gives latency, of messages of MESSAGE_BYTES the rate
+Pairs     one pair talks at a time while the others wait, so no two share a wire. The shortest of
+          ROUNDS round trips of one word gives the latency, of MESSAGE_BYTES messages the rate
 Slow      a pair that takes SLOW × as long as the median pair, in two passes
-Sums      every rank makes all-reduce, reduce-scatter and all-gather of float32 and int64 numbers
-          whose results it can say beforehand, as `fabric/collectives/json_messages.py` does at a
-          start
-Clocks    of machines: a round trip that carries the other's wall clock; half the trip is the error
+Sums      all ranks run all-reduce, reduce-scatter and all-gather on float32 and int64 numbers with
+          known results, as `fabric/collectives/json_messages.py` does at a start
+Clocks    of machines: a round trip returns the other's wall clock; the error is half the trip
 """
 
 from __future__ import annotations
@@ -29,14 +28,18 @@ from shoal.machine.health_check import Told
 SLOW = 3.0
 ROUNDS, LARGE_ROUNDS, MESSAGE_BYTES = 20, 4, 2**20
 MOST_RANKS = 16
-"""Of more, one of each machine: pairs grow as the square."""
+"""With more ranks, one of each machine: the number of pairs grows as the square."""
 
 Pair = dict[str, float]
 """a, b: ranks; latency_s, one way; bytes_per_s."""
 
 
 def check_links(world: World, hosts: Sequence[str]) -> list[Told]:
-    """All checks of a world; the same on all ranks, every rank calls it. hosts: by rank."""
+    """Run all checks of a world and return the same results on all ranks; a collective.
+
+    Args:
+        hosts: host name by rank.
+    """
     if world.size == 1:
         return [Told("links", True, "one process, no links")]
     firsts = sorted({host: hosts.index(host) for host in hosts}.values())
@@ -54,7 +57,7 @@ def check_links(world: World, hosts: Sequence[str]) -> list[Told]:
 
 
 def measure_pairs(world: World, talk: PointToPoint, pairs: Sequence[tuple[int, int]]) -> list[Pair]:
-    """Latency and rate of each pair of ranks, one pair after the other; the same on all ranks."""
+    """Measure latency and rate of each pair of ranks, one pair at a time; same on all ranks."""
     mine: list[Pair] = []
     for a, b in pairs:
         world.barrier()
@@ -70,7 +73,7 @@ def measure_pairs(world: World, talk: PointToPoint, pairs: Sequence[tuple[int, i
 
 
 def _best_trip(world: World, talk: PointToPoint, a: int, b: int, size: int, rounds: int) -> float:
-    """Seconds of the shortest round trip from `a` to `b`; one more warms it up."""
+    """Return the seconds of the shortest round trip from `a` to `b`, after a warm-up trip."""
     other = b if world.rank == a else a
     out = torch.zeros(size, dtype=torch.uint8, device=world.device)
     taken = []
@@ -87,7 +90,7 @@ def _best_trip(world: World, talk: PointToPoint, a: int, b: int, size: int, roun
 
 
 def best_of(pairs: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
-    """The better figures of two passes; not all pairs need be in the second."""
+    """Return the better figures of two passes; the second may lack some pairs."""
     second = {(p["a"], p["b"]): p for p in again}
     return [
         {
@@ -101,7 +104,7 @@ def best_of(pairs: Sequence[Pair], again: Sequence[Pair]) -> list[Pair]:
 
 
 def slow_pairs(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs that take SLOW × the median pair's latency, or reach less of its rate than that."""
+    """Return pairs with SLOW × the median pair's latency, or less than its rate / SLOW."""
     if len(pairs) < 2:
         return []
     latency_s = statistics.median_low(p["latency_s"] for p in pairs)
@@ -110,7 +113,7 @@ def slow_pairs(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def check_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[Told]:
-    """One line for each slow pair, against the median; or one that all are alike."""
+    """Return one failed check per slow pair, or one passed check if all pairs are similar."""
     latency_s = statistics.median_low(p["latency_s"] for p in pairs)
     rate = statistics.median_high(p["bytes_per_s"] for p in pairs)
     median = f"{seconds_text(latency_s)}, {bytes_text(rate)}/s"
@@ -137,20 +140,20 @@ def _rank(rank: float, hosts: Sequence[str]) -> str:
 
 
 def wrong_results(world: World) -> list[str]:
-    """For every rank which collective gave it something wrong, and what; "" where none did."""
+    """Return by rank which collective returned a wrong result, and which; "" for none."""
     found = wrong_sums(world)
     mine = ""
     if found[world.rank]:
         place, got, right = found[world.rank]
         mine = f"all-reduce of float32 gave {got:g} at place {place:g}, {right:g} is right"
     for dtype in (torch.int64, torch.float32):
-        also = _wrong_result(world, dtype)  # the others make its collectives, whatever is known
+        also = _wrong_result(world, dtype)  # in any case: the other ranks call its collectives too
         mine = mine or also
     return [str(one) for one in world.gather_json(mine)]
 
 
 def _wrong_result(world: World, dtype: torch.dtype) -> str:
-    """Each collective with numbers that float32 holds exactly, added in any order."""
+    """Run each collective on numbers that float32 holds exactly; return the first wrong one."""
     part, size, name = 513, world.size, str(dtype).split(".")[1]
     place = torch.arange(part * size, device=world.device) % 13 + 1
     ours = (place * (world.rank % 64 + 1)).to(dtype)
@@ -179,7 +182,7 @@ def _wrong_result(world: World, dtype: torch.dtype) -> str:
 
 
 def check_sums(wrong: Sequence[str], size: int) -> Told:
-    """Whether every rank got every known result."""
+    """Check that every rank got the known result of every collective."""
     ranks = [rank for rank, what in enumerate(wrong) if what]
     if not ranks:
         what = f"all-reduce, reduce-scatter, all-gather of known numbers right on {size} ranks"
@@ -190,11 +193,11 @@ def check_sums(wrong: Sequence[str], size: int) -> Told:
 
 
 Ahead = tuple[int, float, float]
-"""A rank, by how many seconds its wall clock is ahead, and how wrong that may be."""
+"""A rank, by how many seconds its wall clock is ahead, and the error of that in seconds."""
 
 
 def clocks(world: World, talk: PointToPoint, firsts: Sequence[int]) -> list[Ahead]:
-    """Compare the wall clocks of one rank of each machine with the first one's."""
+    """Compare the wall clock of one rank of each machine with the first machine's."""
     home, mine = firsts[0], []
     for other in firsts[1:]:
         world.barrier()
@@ -210,7 +213,7 @@ def clocks(world: World, talk: PointToPoint, firsts: Sequence[int]) -> list[Ahea
 
 
 def _ahead(world: World, talk: PointToPoint, other: int) -> tuple[float, float]:
-    """By the shortest of some round trips: Cristian's way."""
+    """Return a clock's lead and its error, from the shortest round trip (Cristian 1989)."""
     tries = []
     for _ in range(ROUNDS):
         began = time.time_ns()
@@ -223,7 +226,7 @@ def _ahead(world: World, talk: PointToPoint, other: int) -> tuple[float, float]:
 
 
 def tell_clocks(found: Sequence[Ahead], hosts: Sequence[str]) -> Told:
-    """How far machines' wall clocks are apart: told, as no run compares them."""
+    """Report how far machines' wall clocks differ; never a failure, as no run compares them."""
     lines = [
         f"{hosts[rank]} {ahead_s * 1e3:+.1f} ms (± {error_s * 1e3:.1f})"
         for rank, ahead_s, error_s in found

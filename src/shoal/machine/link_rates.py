@@ -1,12 +1,14 @@
-"""How fast the ranks of a world talk: latency and rate of each collective, by axis, as measured.
+"""Measured latency and rate of each collective, by mesh axis.
 
-Formula   seconds = rounds·α + sent·β, fitted to several sizes so that relative errors are least
+Formula   seconds = rounds·α + sent·β, fitted to several sizes by least relative errors
           all-reduce       rounds 2(n−1), sent 2(n−1)/n · M
           reduce-scatter, all-gather, all-to-all   rounds n−1, sent (n−1)/n · M
           broadcast        rounds ⌈log2 n⌉, sent M
 Axes      inside: the ranks of one machine; across: one rank of each machine
-Protocol  every rank runs the same calls; a size's time is the best round's, of the slowest rank
-Calls     for plans those that runs make, with the memory that they take; for people bare ones
+Protocol  every rank runs the same calls; the time of a size is that of the slowest rank in its
+          best round
+Calls     `measure_links` times the calls of a run, with the memory that they allocate;
+          `look_at_groups` times bare collectives
 Source    Hockney 1994 (α, β); ring collectives: Thakur et al. 2005
 """
 
@@ -29,14 +31,16 @@ REPEATS = 5
 def measure_links(
     world: World, axes: dict[str, int], message_bytes: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Latency and rate of every collective on every axis of more than one rank; same on all ranks.
+    """Measure latency and rate of every collective on every axis of more than one rank.
+
+    A collective: every rank calls it, and all get the same result.
 
     Args:
         axes: degrees whose product is the world's size, outermost first.
         message_bytes: whole messages M to try, at least two different ones.
 
     Returns:
-        axis → {"ranks", kind → {"latency_s", "bytes_per_s", "error", "points"}}.
+        Axis → {"ranks", kind → {"latency_s", "bytes_per_s", "error", "points"}}.
     """
     found: dict[str, dict[str, Any]] = {}
     for axis, degree in axes.items():
@@ -52,7 +56,7 @@ def measure_links(
 
 
 def best_links(passes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """What several calls of `measure_links` found, by the shortest time of each message."""
+    """Merge several results of `measure_links`, by the shortest time of each message."""
     found: dict[str, dict[str, Any]] = {}
     for axis, first in passes[0].items():
         told: dict[str, Any] = {"ranks": first["ranks"]}
@@ -67,14 +71,17 @@ def best_links(passes: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[st
 def look_at_groups(
     world: World, groups: dict[str, World], message_bytes: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """Time every collective in some groups, all groups of one name at once; same on all ranks.
+    """Time every collective in some groups, all groups of one name at once.
+
+    A collective with the same result on all ranks.
 
     Args:
-        groups: by name this rank's own.
+        groups: name → the group of this rank.
 
     Returns:
-        per group its name, ranks, how many talk at once, and by kind `fit_line` of medians with
-        points: bytes, median_s and best_s of the slowest rank, model_s, bus_bytes_per_s.
+        Per group its name, ranks, the number of groups that run at once, and by kind the `fit_line`
+        of medians with points: bytes, median_s and best_s of the slowest rank, model_s,
+        bus_bytes_per_s.
     """
     found = []
     for name, group in groups.items():
@@ -104,7 +111,7 @@ def look_at_groups(
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Of every round the time of the rank that took longest.
+    """Return for each round the time of the slowest rank.
 
     >>> slowest([[1.0, 4.0], [2.0, 3.0]])
     [2.0, 4.0]
@@ -113,13 +120,13 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _seconds(world: World, group: World, kind: str, size_bytes: int) -> float:
-    """Shortest time of one collective; of the slowest rank, so that all fit the same points."""
+    """Return the shortest time of one collective on the slowest rank; same on all ranks."""
     call = call_of_runs(group, kind, size_bytes)
     return max(min(own) for own in call_seconds(world, call, REPEATS))
 
 
 def call_seconds(world: World, call: Callable[[], object], repeats: int) -> list[list[float]]:
-    """Seconds of some calls of one collective after another, by rank; the same on all ranks."""
+    """Return the seconds of repeated calls of a collective, by rank; the same on all ranks."""
     call()
     world.barrier()
     taken: list[float] = []
@@ -132,7 +139,7 @@ def call_seconds(world: World, call: Callable[[], object], repeats: int) -> list
 
 
 def _terms(kind: str, ranks: int) -> tuple[float, float]:
-    """(rounds, share of the message that a rank sends)."""
+    """Return (rounds, share of the message that a rank sends)."""
     if kind == "broadcast":
         return float(doublings(ranks)), 1.0
     both = 2 if kind == "all_reduce" else 1
@@ -140,12 +147,12 @@ def _terms(kind: str, ranks: int) -> tuple[float, float]:
 
 
 def fit_line(points: Sequence[tuple[float, float]], ranks: int, kind: str) -> dict[str, float]:
-    """α and β of (message bytes, seconds), with the mean relative distance from the line.
+    """Fit α and β to (message bytes, seconds), by least relative errors.
 
     Returns:
-        latency_s per round · bytes_per_s · error. Where noise would ask for a latency below nothing
-        it is 0; where time does not grow with size, the rate is at least what the largest message
-        reached, and that much is said.
+        The keys latency_s (per round), bytes_per_s and error: the mean relative distance from the
+        line. A latency that noise would make negative is 0. If time does not grow with size, the
+        rate is the lower bound that the largest message reached.
 
     >>> told = fit_line([(1e3, 1e-4 + 1e-6), (1e6, 1e-4 + 1e-3)], 2, "all_gather")
     >>> round(told["latency_s"], 8), round(told["bytes_per_s"]), round(told["error"], 6)

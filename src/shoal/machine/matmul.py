@@ -1,15 +1,15 @@
-"""This machine's matrix rate: what MFU is measured against.
+"""Measured matrix-product rate of this machine, the reference of MFU.
 
-All ranks multiply square matrices at the same moment, since cores and memory are shared, and the
-sum of their rates is the machine's. The best of several rounds counts: MFU against a rate that was
-disturbed by something else would flatter. Cached per machine, dtype, threads and ranks, with the
-date; a start measures again, and keeps the better of both, where the known rate
+All ranks multiply square matrices at the same moment, since they share cores and memory; the sum
+of their rates is the machine's. The best of several rounds counts: a rate that other work lowered
+would inflate MFU. The cache has one rate per machine, dtype, threads and ranks, with its date. A
+start measures again, and keeps the better of both, if the cached rate
 
-    was measured while something else had the cores      a thread got less than QUIET of a core
-    was passed by a run's steps                          `distrust`
+    was measured while other work had the cores        a thread got less than QUIET of a core
+    was exceeded by a run's steps                      `distrust`
     has no date (an older version wrote it)
 
-and measures anew, whatever was known, after KEEP_DAYS: drivers and machines change.
+After KEEP_DAYS a start measures anew and ignores the cached rate: drivers and machines change.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from shoal.fabric.device import device_name, is_accelerator, synchronize
 
 ROUNDS = 12
 SMALLEST, LARGEST = 512, 8192
-"""Widths of the products. On a CPU small ones reach as much as large ones or more, since they stay
-in its caches, which other ranks use too."""
+"""Sides of the matrices. On a CPU small products are as fast as large ones or faster, since they
+stay in its caches, which other ranks share."""
 LONG_S = {"cpu": 0.002, "accelerator": 0.05}
-"""One product that takes longer is large enough."""
+"""Seconds of one product from which the matrices are large enough."""
 KEEP_DAYS = 30
 QUIET = 0.9
 DAY_S = 86400
@@ -48,11 +48,11 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Known:
-    """A rate as it is kept.
+    """A cached matrix rate.
 
     Attributes:
-        measured_s: when, seconds since 1970.
-        doubt: why it is to be measured again; "" if it is not.
+        measured_s: time of the measurement, seconds since 1970.
+        doubt: reason to measure it again; "" if there is none.
     """
 
     flops_per_s: float
@@ -61,15 +61,15 @@ class Known:
 
 
 def matmul_flops_per_s(world: World, precision: str, cache: Path) -> float:
-    """Returns the FLOP/s of matrix products that all ranks reach together; the same on every rank.
+    """Return the FLOP/s of matrix products that all ranks reach together; same on every rank.
 
-    A collective: where no rate is known, or it is older than 30 days or doubted (`distrust`), all
-    ranks measure at once, and rank 0 writes the result to `cache`; the better of both counts,
-    unless the known one is old.
+    A collective. If no rate is cached, or it is older than 30 days or doubted (`distrust`), all
+    ranks measure at once, and rank 0 writes the result to `cache`. The better of both rates counts,
+    unless the cached one is old.
 
     Args:
         precision: fp64, fp32, bf16, fp16.
-        cache: folder of measured rates, of this machine, precision, threads and number of ranks.
+        cache: folder of rates by machine, precision, threads and number of ranks.
     """
     dtype, key = _multiplies(world, precision), _key(world, precision)
     known = _read(cache, key) if world.is_first else None
@@ -90,15 +90,15 @@ def matmul_flops_per_s(world: World, precision: str, cache: Path) -> float:
 
 
 def distrust(world: World, precision: str, cache: Path) -> str:
-    """Mark the known matrix rate as doubted, in `cache`, so that the next start measures it again.
+    """Mark the cached matrix rate as doubted, so that the next start measures it again.
 
-    For a run whose steps pass that rate; one rank calls it.
+    For a run whose steps exceed that rate; one rank calls it.
 
     Args:
-        precision, cache: as `matmul_flops_per_s` has them.
+        precision, cache: as in `matmul_flops_per_s`.
 
     Returns:
-        a line for the user; nothing is written where no rate is known or the cache takes none.
+        A line for the user. Nothing is written without a cached rate or a writable cache.
     """
     key = _key(world, precision)
     known = _read(cache, key)
@@ -119,12 +119,12 @@ def _is_old(known: Known) -> bool:
 
 
 def _multiplies(world: World, precision: str) -> str:
-    """The format that multiplies: where fp16 is imitated, that is fp32."""
+    """Return the format of the products: fp32 where the device emulates fp16."""
     return "fp32" if precision == "fp16" and world.device.type == "cpu" else precision
 
 
 def _measure(dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
-    """(FLOP/s of this rank, whether it had its cores for itself)."""
+    """Measure the FLOP/s of this rank, and whether it had its cores for itself."""
     long_s = LONG_S["accelerator" if is_accelerator(device) else "cpu"]
     size = SMALLEST
     while True:
@@ -137,7 +137,7 @@ def _measure(dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
 
 
 def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Seconds of the fastest of some products of two `size` × `size` matrices, and CPU seconds."""
+    """Return seconds and CPU seconds of the fastest product of two `size` × `size` matrices."""
     left = torch.rand(size, size, device=device).to(dtype)
     right = torch.rand(size, size, device=device).to(dtype)
     out = torch.empty(size, size, device=device, dtype=dtype)
@@ -165,7 +165,7 @@ def _key(world: World, precision: str) -> str:
 
 def _read(cache: Path, key: str) -> Known | None:
     found = read_object(cache / FILE).get(key)
-    if is_number(found) and found > 0:  # of an older version, which said no more
+    if is_number(found) and found > 0:  # an older version stored only the rate
         return Known(float(found), time.time(), "undated")
     if not isinstance(found, dict):
         return None
@@ -184,4 +184,4 @@ def _write(cache: Path, key: str, value: Known) -> None:
         fresh.write_text(json.dumps({**read_object(path), key: asdict(value)}), encoding="utf-8")
         fresh.replace(path)
     except OSError:
-        return  # the cache only saves time
+        return  # an unwritable cache costs only the next measurement

@@ -1,18 +1,17 @@
-"""Measures this machine in under a minute: what a plan for it is reckoned from.
+"""Measure this machine in under a minute: the rates that predictions use.
 
-All ranks do the same thing at the same moment, since cores, memory and disk are shared; a rate is
-the mean over ranks of the best round: what disturbed the others is no fact about the machine. Other
-tenants of a machine may disturb whole seconds, so the full list is gone through several times, and
-the best of each number counts.
+All ranks do the same work at the same moment, since they share cores, memory and disk. A rate is
+the mean over ranks of the best round, since other programs disturb the rest. They may disturb whole
+seconds, so the full list runs several times, and the best of each number counts.
 
     matrix      forward and backward products of one linear layer, by format and size: 6·n³ FLOP
     stream      sums of two tensors into a new one, by size: three passes (caches show here)
-    operation   one tiny operation, forward with its graph, and backward: what is no arithmetic
-    links       see links.py · host  copies between device and host memory
-    disk        bytes that must survive: written and synced, by all ranks at once
-    process     what a process holds before it trains: interpreter, libraries, a GPU's context
+    operation   one tiny operation, forward with its graph, and backward: the fixed cost of a launch
+    links       see link_rates.py · host  copies between device and host memory
+    disk        bytes written and synced, by all ranks at once
+    process     memory of a process before training: interpreter, libraries, a GPU's context
 
-Stored as forecast/machines/measured_machine.py says, which reads it without torch.
+forecast/machines/measured_machine.py documents the stored file, and reads it without torch.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ CHAIN = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is tried: sides of square products, bytes of tensors and messages, of a file.
+    """Sizes and rounds of a measurement: sides of square products, bytes of tensors and files.
 
     Attributes:
-        rounds: of a rate, of which the best counts.
-        rate_s: seconds that they take together.
-        passes: through the whole list.
+        rounds: rounds per rate, of which the best counts.
+        rate_s: seconds of all rounds of a rate together.
+        passes: repetitions of the whole list.
     """
 
     products: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
@@ -73,33 +72,33 @@ class Sizes:
 
 FULL = Sizes()
 QUICK = Sizes((64, 256, 1024), (2**17, 2**22, 2**25), (2**12, 2**18, 2**22), 2**24, 3, 0.05, 1)
-"""A second: what a first run spends on it; `shoal plan --measure` takes the full list. Rates of 60
-ms were as high, and lay as close together, as those of 100 ms (2 processes on a Xeon, 8 turns)."""
+"""Sizes of a first run, which spends a second; `shoal plan --measure` takes the full list. Rates of
+60 ms were as high, and varied as little, as those of 100 ms (2 processes on a Xeon, 8 turns)."""
 GPU = Sizes(products=(256, 512, 1024, 2048, 4096, 8192), tensor_bytes=(2**20, 2**24, 2**28))
 GPU_QUICK = replace(
     QUICK, products=(256, 1024, 2048, 4096, 8192), tensor_bytes=(2**20, 2**24, 2**26)
 )
-"""In bf16 an H200's products of 1024 × 1024 reach 46 TFLOP/s, those of 8192 × 8192 800: by the
-former a step of 0.12 s was foreseen as 0.58 s."""
+"""In bf16 an H200's products of 1024 × 1024 reach 46 TFLOP/s, those of 8192 × 8192 800: from the
+former Shoal predicted 0.58 s for a step of 0.12 s."""
 
 
 def quick(device: torch.device) -> Sizes:
-    """What a first run spends a second on, by the kind of its device."""
+    """Return the sizes for a first run, which takes a second, by the kind of its device."""
     return GPU_QUICK if is_accelerator(device) else QUICK
 
 
 def measure_machine(
     world: World, cache: Path, sizes: Sizes | None = None, *, again: bool = False
 ) -> dict[str, Any]:
-    """Measure this machine with these ranks, or read what is known; gives one JSON document.
+    """Measure this machine with these ranks, or read the cached result, as one JSON document.
 
-    A collective, with the same answer on every rank. Measured are matrix products, memory, single
+    A collective, with the same result on every rank. It measures matrix products, memory, single
     operations, links, host copies and disk.
 
     Args:
-        cache: folder where rank 0 keeps the document; what is there already is given back at once.
-        sizes: what to try; None: a list that takes less than a minute.
-        again: measure, and overwrite, although it is known.
+        cache: folder where rank 0 keeps the document; an existing one is returned at once.
+        sizes: sizes to try; None: a list that takes less than a minute.
+        again: measure and overwrite an existing document.
     """
     kind = "gpu" if is_accelerator(world.device) else "cpu"
     path = machine_path(cache, world.size, kind, torch.get_num_threads())
@@ -125,7 +124,7 @@ def measure_machine(
         **best_of([_rates(world, cache, local, sizes) for _ in range(sizes.passes)]),
     }
     if is_accelerator(world.device):
-        give_back_unused()  # the largest products' memory is no run's
+        give_back_unused()  # frees the largest products' memory before the run
     told: dict[str, Any] = world.broadcast_json(document)
     if world.is_first:
         _write(path, told)
@@ -134,7 +133,7 @@ def measure_machine(
 
 @phase("measure the machine")
 def _rates(world: World, cache: Path, local: int, sizes: Sizes) -> dict[str, Any]:
-    """Everything that takes time, once: the document's rates and seconds."""
+    """Measure one pass of all rates and seconds of the document."""
     ahead_s, back_s = _operation(world, sizes)
     axes = {"across": world.size // local, "inside": local}
     return {
@@ -149,7 +148,7 @@ def _rates(world: World, cache: Path, local: int, sizes: Sizes) -> dict[str, Any
 
 
 def best_of(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of every number the best of all passes; a size that one pass left out is the others'."""
+    """Return the best of every number over all passes; a pass may lack some sizes."""
     return {
         "matrix": {
             kind: _fastest([passed["matrix"][kind] for passed in passes])
@@ -163,7 +162,7 @@ def best_of(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _fastest(ladders: Sequence[list[list[float]]]) -> list[list[float]]:
-    """[size, rate] by size: the highest rate of each."""
+    """Return [size, rate] by size, with the highest rate of each size."""
     found: dict[float, float] = {}
     for size, rate in (point for ladder in ladders for point in ladder):
         found[size] = max(rate, found.get(size, 0.0))
@@ -171,7 +170,7 @@ def _fastest(ladders: Sequence[list[list[float]]]) -> list[list[float]]:
 
 
 def _formats(world: World) -> list[tuple[str, torch.dtype]]:
-    """On a CPU fp16 is imitated, and trains in fp32."""
+    """Return the number formats to measure: none of fp16 on a CPU, which trains it in fp32."""
     return list((GPU_FORMATS if is_accelerator(world.device) else FORMATS).items())
 
 
@@ -180,7 +179,7 @@ def _mean(world: World, number: float) -> float:
 
 
 def _rate(world: World, work: Callable[[], object], amount: float, sizes: Sizes) -> float:
-    """Amount per second of one rank while all ranks work: mean of their best rounds."""
+    """Return the amount per second of one rank while all ranks work: mean of their best rounds."""
     work()
     _settle(world)
     began_s = time.perf_counter()
@@ -204,7 +203,7 @@ def _settle(world: World) -> None:
 
 
 def _products(world: World, dtype: torch.dtype, sizes: Sizes) -> list[list[float]]:
-    """[FLOP of one product, FLOP/s] by size, until one would take too long or too much room."""
+    """Measure [FLOP of one product, FLOP/s] by size, up to the limits of time and memory."""
     points: list[list[float]] = []
     room_bytes = _memory_bytes(world.device) / 4 / world.local_size
     for side in sizes.products:
@@ -234,7 +233,7 @@ def _stream(world: World, size_bytes: int, sizes: Sizes) -> float:
 
 
 def _operation(world: World, sizes: Sizes) -> tuple[float, float]:
-    """Seconds of one tiny operation: forward with its graph, backward."""
+    """Measure the seconds of one tiny operation: forward with its graph, backward."""
     start = torch.ones(1, device=world.device, requires_grad=True)
     ahead: list[float] = []
     back: list[float] = []
@@ -260,7 +259,7 @@ def _host_copy(world: World, sizes: Sizes) -> float:
 
 
 def _disk(world: World, cache: Path, sizes: Sizes) -> float:
-    """Bytes per second of one rank; 0 where the cache folder takes none."""
+    """Measure the bytes per second that one rank writes; 0 if the cache folder is not writable."""
     world.barrier()
     try:
         rate = write_bytes_per_s(cache, sizes.file_bytes)
@@ -295,7 +294,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _held_bytes(device: torch.device, status: Path = Path("/proc/self/status")) -> int:
-    """Resident now; on a GPU what is taken there outside of tensors."""
+    """Return the resident bytes of this process; on a GPU its memory outside of tensors."""
     if is_accelerator(device):
         return outside_bytes(device)
     try:
@@ -310,7 +309,7 @@ def _held_bytes(device: torch.device, status: Path = Path("/proc/self/status")) 
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What is stored, if a plan could read it."""
+    """Read the stored document; None if no plan could use it."""
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         cluster_of(document)
@@ -324,20 +323,20 @@ def _write(path: Path, document: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(document, indent=1))
     except OSError:
-        return  # the cache only saves time
+        return  # an unwritable cache costs only the next measurement
 
 
 CHUNK_BYTES = 4 * 2**20
 
 
 def write_bytes_per_s(folder: Path, size_bytes: int) -> float:
-    """Rate of writing and syncing one new file there; it is removed again.
+    """Return the rate of writing and syncing one new file in a folder, and remove the file.
 
     Raises:
-        OSError: where the folder cannot be written.
+        OSError: the folder is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    chunk = os.urandom(min(CHUNK_BYTES, size_bytes))  # what compresses would flatter
+    chunk = os.urandom(min(CHUNK_BYTES, size_bytes))  # random, since a drive may compress
     with tempfile.TemporaryFile(dir=folder) as file:
         began_s = time.perf_counter()
         written = 0

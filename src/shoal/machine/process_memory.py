@@ -1,9 +1,9 @@
-"""How much memory this process has used at most, and which parts of mapped files it reads.
+"""Peak memory of this process, and page-wise reads of memory-mapped files.
 
-A file that is mapped is read where it is looked at. Linux then reads around each place, as much as
-the disk is set to (128 KiB, 8 MiB where that was raised): most of a file of which a process wants
-some rows. So it is told not to (`read_as_used`), and what will be looked at is asked for before
-(`read_ahead`), no page more than that.
+The kernel reads a mapped file on access, and reads ahead around each access: 128 KiB, or 8 MiB if
+the disk is set to it. A process that needs some rows would thus read most of the file.
+`read_as_used` disables this read-ahead, and `read_ahead` requests exactly the pages that the
+process will access.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from shoal.fabric.device import forget_peak_bytes, is_accelerator, peak_bytes
 PROCESS = Path("/proc/self")
 
 USED: list[tuple[int, int]] = []
-"""Addresses, from and to, in which nothing but what is looked at is read."""
+"""Address ranges, [start, stop), in which the kernel reads only accessed pages."""
 
 REQUEST_BYTES = 2**17
-"""Linux cuts longer requests short, at the disk's read-ahead: 128 KiB where nobody changed it."""
+"""Linux truncates longer requests to the disk's read-ahead, by default 128 KiB."""
 
 LEAST_RUN = 4 * mmap.PAGESIZE
-"""Shorter parts of rows are not asked for one by one: their pages hold as much of other parts."""
+"""Shorter parts of rows are not requested one by one: their pages hold as much of other parts."""
 
 _peak_read: tuple[float, int] = (-math.inf, 0)
-"""When the peak of resident bytes was read last (`time.monotonic`), and what it was."""
+"""Time of the last reading of the peak of resident bytes (`time.monotonic`), and its value."""
 
 
 FRESH_S = 0.1
-"""Steps on a CPU that are shorter share a reading of the process's peak memory."""
+"""CPU steps within this many seconds share a reading of the process's peak memory."""
 
 
 def peak_memory_bytes(device: torch.device, *, fresh: bool = True) -> int:
-    """Return this process's peak since its start, or since `forget_peak`.
+    """Return this process's peak memory since its start, or since `forget_peak`.
 
     Args:
-        device: where tensors lie.
-        fresh: read it now; else, on a CPU, a figure of the last `FRESH_S` will do: a reading takes
-            30 µs.
+        device: device of the tensors.
+        fresh: read the peak now. False: on a CPU a value of the last `FRESH_S` suffices, since a
+            reading takes 30 µs.
 
     Returns:
         Bytes: on a GPU of allocated memory, on the CPU of resident memory.
@@ -70,7 +70,7 @@ def _resident_peak_bytes() -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset what `peak_memory_bytes` tells to what is held now; on a CPU under Linux only."""
+    """Reset the peak of `peak_memory_bytes` to the memory held now; on a CPU under Linux only."""
     global _peak_read
     _peak_read = -math.inf, 0
     if is_accelerator(device):
@@ -81,10 +81,10 @@ def forget_peak(device: torch.device) -> None:
 
 
 def trim_heap() -> None:
-    """Return freed memory of the C heap to the system; nothing happens without glibc.
+    """Return freed memory of the C heap to the system; do nothing without glibc.
 
-    glibc keeps blocks below 32 MiB that were freed, and where they lie between others it keeps many
-    of them. Under fsdp on 4 ranks 429 MiB stayed behind a start, 182 with it; it takes 5 ms.
+    glibc keeps freed blocks below 32 MiB, many of them if they lie between live blocks. Under fsdp
+    on 4 ranks a start left 429 MiB, and 182 after a trim; a trim takes 5 ms.
 
     References:
         malloc_trim(3), mallopt(3): M_MMAP_THRESHOLD grows to the largest block freed.
@@ -94,9 +94,9 @@ def trim_heap() -> None:
 
 
 def read_as_used(start: int, stop: int) -> None:
-    """Read of the files that are mapped at these addresses only the pages that somebody looks at.
+    """Disable read-ahead for the files that are mapped at these addresses.
 
-    `read_ahead` then asks for more at once. Nothing happens outside of Linux.
+    `read_ahead` then requests more pages at once. Does nothing outside of Linux.
 
     References:
         madvise(2), MADV_RANDOM.
@@ -107,7 +107,7 @@ def read_as_used(start: int, stop: int) -> None:
 
 
 def is_read_as_used(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies where `read_as_used` was told."""
+    """Return whether a tensor lies in an address range of `read_as_used`."""
     if not USED or not tensor.numel() or tensor.layout != torch.strided:
         return False
     here = tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -115,10 +115,10 @@ def is_read_as_used(tensor: torch.Tensor) -> bool:
 
 
 def read_ahead(tensor: torch.Tensor) -> None:
-    """Ask for the pages in which a tensor's numbers lie, and no others; does not wait for them.
+    """Request exactly the pages that hold a tensor's elements, without waiting for them.
 
-    Nothing is asked of a tensor that is not where `read_as_used` was told. Of parts of rows that
-    are shorter than `LEAST_RUN` whole rows are: other ranks of the machine want the rest of them.
+    Does nothing for a tensor outside the ranges of `read_as_used`. If parts of rows are shorter
+    than `LEAST_RUN`, it requests whole rows: other ranks of the machine need the rest of them.
 
     References:
         madvise(2), MADV_WILLNEED.
@@ -141,7 +141,7 @@ def read_ahead(tensor: torch.Tensor) -> None:
 
 
 def _advise(start: int, stop: int, advice: int) -> bool:
-    """Tell the system about whole pages of this process; whether it took the advice."""
+    """Call madvise(2) on whole pages of this process; return whether the kernel accepted it."""
     first = start - start % mmap.PAGESIZE
     size = ctypes.c_size_t(stop - first)
     return ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, advice) == 0

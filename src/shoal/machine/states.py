@@ -1,13 +1,13 @@
-"""What one rank's memory holds of a model in training, counted from the tensors that are alive.
+"""Bytes of weights, gradients and optimizer state on one rank, counted from live tensors.
 
-States are what stays from step to step: weights, gradients, optimizer state. Every storage that the
-run can reach counts once, with all its bytes, however many tensors look into it; what a layout
-splits over ranks is therefore counted as it is split, padding included. Activations and everything
-else that comes and goes are the peak of what a step allocates beyond that.
+States are the tensors that stay from step to step: weights, gradients, optimizer state. Every
+storage that the run can reach counts once, with all its bytes, however many tensors view it. The
+count of a split tensor is therefore that of its shard, padding included. Activations and all other
+temporary tensors are the peak of a step's allocations beyond the states.
 
-    weights      what the module's parameters and buffers live in
+    weights      storages of the module's parameters and buffers
     gradients    `.grad` of those and of the pieces that the optimizer steps, the reducer's buffers
-    optimizer    its state, and what it steps that is no part of the module (fp32 masters)
+    optimizer    its state, and its parameters that are not in the module (fp32 masters)
 
 Source: the accounting of ZeRO (Rajbhandari et al. 2020, §3.1): 16 bytes per fp32 parameter, Adam.
 """
@@ -34,12 +34,12 @@ from shoal.machine._torch import all_threads_counted, pytree
 
 MARK = "shoal: work that is looked at"
 SETTLE_S = 0.05
-"""Between two looks: gloo's threads let go of what the step before sent a moment after its end."""
+"""Pause between two measurements: gloo's threads free sent buffers shortly after a step's end."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of the states on one rank, each storage in the first kind that reaches it."""
+    """Bytes of the states on one rank; each storage counts in the first kind that reaches it."""
 
     weights: int
     gradients: int
@@ -47,20 +47,20 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All three together."""
+        """Return the sum of all three kinds."""
         return self.weights + self.gradients + self.optimizer
 
 
 class Trained(Protocol):
-    """What is looked at of a run: its optimizer; its program's module, local pieces, reducer."""
+    """Interface of a run whose memory is counted: its optimizer and its program."""
 
     @property
     def program(self) -> Any:
-        """A `Program`: its `module`, `local`, `parts` and `reducer` are looked at."""
+        """Return the `Program`, of which `module`, `local`, `parts` and `reducer` are read."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Has the state."""
+        """Return the optimizer whose state is counted."""
 
 
 def state_bytes(run: Trained) -> StateBytes:
@@ -73,11 +73,11 @@ def state_bytes(run: Trained) -> StateBytes:
         run: a `shoal.Run`.
 
     Returns:
-        a StateBytes: weights, gradients, optimizer; tensors on the meta device take none.
+        A StateBytes: weights, gradients, optimizer. Tensors on the meta device count 0.
 
     Note:
-        storages that nothing above reaches are not states: caches of kernels, gathered parameters
-        that a layout has freed (their storage is empty) or keeps elsewhere.
+        Unreachable storages are not states: caches of kernels, and gathered parameters that a
+        layout has freed (their storage is empty) or moved.
     """
     program = run.program
     module = program.module
@@ -95,7 +95,7 @@ def state_bytes(run: Trained) -> StateBytes:
 
 
 def _new_bytes(tensors: Iterable[Any], seen: set[tuple[torch.device, int]]) -> int:
-    """Bytes of the storages behind `tensors` that are not in `seen`, which they join."""
+    """Return the bytes of the storages of `tensors` that are not in `seen`, and add them to it."""
     total = 0
     for tensor in _local(tensors):
         storage = tensor.untyped_storage()
@@ -108,29 +108,28 @@ def _new_bytes(tensors: Iterable[Any], seen: set[tuple[torch.device, int]]) -> i
 
 
 def _local(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among `leaves` that have memory; of a distributed one, what lies on this rank."""
+    """Yield the tensors of `leaves` that have memory; of a DTensor its local part."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "stands_for"):
             yield leaf.to_local() if hasattr(leaf, "to_local") else leaf.detach()
 
 
 def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: int = 5) -> int:
-    """Measure the most bytes that `work()` held at any moment beyond what was held when it began.
+    """Measure the peak of bytes that `work()` holds beyond those held at its start.
 
     Args:
-        work: something that may be repeated, such as a step, and leaves as much as it found.
-        times: CPU: how often it is looked at, after one more run that is not: what was allocated
-            before anybody counted is not known when it is freed. The middle peak counts: a thread
-            of gloo that is kept waiting by other work holds what it sent a little longer.
-        device: the allocator's own peak, of one run, whatever `times` is.
-
-    CPU     what torch's allocator holds by its own count, over all threads, whichever frees
+        work: a repeatable call, such as a step, that leaves as much memory allocated as before.
+        times: on a CPU: number of counted runs, after one that is not counted, since the counter
+            misses frees of older allocations. The middle peak counts: a delayed gloo thread holds
+            its sent buffers a little longer.
+        device: on a GPU the allocator's own peak of one run counts, whatever `times` is.
 
     Note:
-        CPU: memory that torch does not allocate (gloo's, other libraries') is not seen. The count
-        is read whenever the calling thread allocates or frees, so a peak that threads make of their
-        own, while this one only waits, is missed (`dp`). Where torch's build hides its counter,
-        frees of other threads are missed: an upper bound. Never time work that is looked at.
+        On a CPU the peak is that of torch's allocator, by its own counter, over all threads. Memory
+        of other allocators (gloo's, other libraries') is missed. The counter is read whenever the
+        calling thread allocates or frees, so it misses peaks of other threads while this one only
+        waits (`dp`). If torch's build hides its counter, frees of other threads are missed: the
+        result is an upper bound. Never time work that is being measured.
     """
     if is_accelerator(device):
         synchronize(device)
@@ -141,23 +140,23 @@ def peak_extra_bytes(work: Callable[[], object], device: torch.device, times: in
         return peak_bytes(device) - before_bytes
     with (
         all_threads_counted(),
-        # Not `torch.profiler`'s, around this one: it imports Inductor, for 3 CPU seconds.
+        # Not `torch.profiler`'s wrapper of this one: it imports Inductor, for 3 CPU seconds.
         profile(use_kineto=True, profile_memory=True) as recorded,
     ):
         work()
         for _ in range(times):
             time.sleep(SETTLE_S)
             with record_function(MARK):
-                torch.empty(1)  # so that the count is read before anything else happens
+                torch.empty(1)  # so that the counter is read before the work
                 work()
     spans, counts = _recorded(recorded)
     seen = [_held(counts, *span) for span in spans]
-    # Every run begins with the same tensors; what a thread was late to let go of is none of them.
+    # Every run begins with the same tensors; buffers that a thread frees late are not part of it.
     return int(statistics.median(top for _, top in seen)) - min(begun for begun, _ in seen)
 
 
 class _Count(NamedTuple):
-    """When the allocator gave or took back memory, how much, and what it then had given in all."""
+    """Allocator event: its time, the bytes allocated or freed, and the total held after it."""
 
     at_ns: int
     moved_bytes: int
@@ -165,25 +164,25 @@ class _Count(NamedTuple):
 
 
 def _recorded(recorded: profile) -> tuple[list[tuple[int, int]], list[_Count]]:
-    """When marked work began and ended, and the allocator's counts in order."""
+    """Return the (start, end) of each marked span, and the allocator's events in order."""
     results = recorded.kineto_results
     waiting = list(results.experimental_event_tree()) if results else []
     spans, counts = [], []
     while waiting:
         event = waiting.pop()
         waiting += event.children
-        fields: Any = event.extra_fields  # of a kind that the tag tells
+        fields: Any = event.extra_fields  # their type depends on the tag
         if event.name == MARK:
             spans.append((event.start_time_ns, event.end_time_ns))
         elif event.tag.name == "Allocation" and fields.device.type == "cpu":
             counts.append(_Count(event.start_time_ns, fields.alloc_size, fields.total_allocated))
-    counts.reverse()  # a stack gives the last first; within a nanosecond that order stays
+    counts.reverse()  # the stack yields the last first; the sort keeps the order of equal times
     counts.sort(key=lambda count: count.at_ns)
     return spans, counts
 
 
 def _held(counts: list[_Count], start_ns: int, end_ns: int) -> tuple[int, int]:
-    """Bytes held when a span began, and at its peak."""
+    """Return the bytes held at the start of a span, and at its peak."""
     here = [count for count in counts if start_ns <= count.at_ns <= end_ns]
     begun = here[0].held_bytes - here[0].moved_bytes
     return begun, max(count.held_bytes for count in here)

@@ -1,4 +1,4 @@
-"""Private names of torch that this room uses; tested on 2.13."""
+"""Private names of torch that this package uses; tested on 2.13."""
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -7,14 +7,14 @@ __all__ = ["is_fake", "is_recorded", "pytree"]
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no numbers (FakeTensor)."""
+    """Return whether a tensor is a FakeTensor: a shape without data."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def is_recorded() -> bool:
-    """Whether make_fx is writing down what is computed now."""
+    """Return whether make_fx is tracing the current computation."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None

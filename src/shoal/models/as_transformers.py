@@ -1,7 +1,7 @@
-"""Shoal's own Llama in transformers' words: the names of its tensors, and its config.json.
+"""Names of the tensors and config.json of Shoal's own Llama in transformers.
 
 The two compute the same: halves are paired alike by RoPE, ε is added to the mean square, SwiGLU
-gates alike, and no weight is permuted. Nothing is imported of transformers, nor torch.
+gates alike, and no weight is permuted. Neither transformers nor torch is imported.
 
 Source    transformers 5: LlamaConfig, modeling_llama.py
 """
@@ -24,7 +24,7 @@ _NAMES = (
 
 
 def llama_name(name: str) -> str:
-    """Translate the name of a tensor of `models.llama.Llama` into that of LlamaForCausalLM's.
+    """Return LlamaForCausalLM's name for a tensor of `models.llama.Llama`.
 
     >>> llama_name("blocks.11.attention.q.weight"), llama_name("head.weight")
     ('model.layers.11.self_attn.q_proj.weight', 'lm_head.weight')
@@ -36,10 +36,10 @@ def llama_name(name: str) -> str:
 
 
 def llama_config(arguments: Mapping[str, Any], end_of_text: int | None) -> dict[str, Any]:
-    """Describe a Llama of ours as a config.json of transformers.
+    """Return the config.json of transformers for one of Shoal's Llamas.
 
     Args:
-        arguments: all of them, as `planner.model_facts.resolve` settles them.
+        arguments: all of them, as `model_facts.resolve` completes them.
         end_of_text: id of the token that ends a text, after which `generate` stops; None without
             one.
     """

@@ -1,4 +1,4 @@
-"""Causal self-attention: every token looks at itself and the past; its kernel is chosen here.
+"""Causal self-attention, with a choice of kernel by device and sequence length.
 
 Formula   out_i = Σ_{j ≤ i} softmax_j(q_i·k_j / √head_dim) · v_j
           Of several documents in one row, j runs over those of i's own document.
@@ -45,16 +45,19 @@ def documents_of(position_ids: Tensor) -> Tensor:
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, documents: Tensor | None = None
 ) -> Tensor:
-    """Attention of every position to itself and the past, of its own document where there are some.
+    """Attend from every position to itself and the past, within its own document if packed.
 
-    q [batch, heads, seq, head_dim] · k, v [batch, kv_heads, seq, head_dim]; heads is a multiple of
-    kv_heads. `dropout` is the share of attention weights set to 0; the caller passes 0 in eval.
-    `documents` [batch, seq] numbers them, None: a row is one.
+    Under bf16 the blocks round scores to bf16 before the softmax (which itself adds up in fp32);
+    flash kernels keep them in fp32.
+
+    Args:
+        q: [batch, heads, seq, head_dim].
+        k, v: [batch, kv_heads, seq, head_dim]; heads is a multiple of kv_heads.
+        dropout: share of attention weights set to 0; the caller passes 0 in eval mode.
+        documents: [batch, seq], numbers of documents; None: a row is one document.
 
     Returns:
-        [batch, heads, seq, head_dim]. Under bf16 the blocks round scores to bf16 before the.
-
-    softmax (which itself adds up in fp32); flash kernels keep them in fp32.
+        [batch, heads, seq, head_dim].
     """
     as_one = asked_whole() and not dropout
     if q.device.type == "cpu" and q.shape[2] < FLASH_FROM and not as_one:

@@ -1,7 +1,7 @@
-"""Builds a model by name: ours (`llama`, `gpt`, `resnet`, …), a published size, or `hf:PATH`.
+"""Build a model by name: ours (`llama`, `gpt`, `resnet`, …), a published size, or `hf:PATH`.
 
 Names, arguments, defaults and checks are facts without torch and live in
-`shoal.forecast.models.model_facts`; this page only joins each family to its module. Build under
+`shoal.forecast.models.model_facts`; this module only maps each family to its class. Build under
 `torch.device("meta")` to get a model of any size that holds no memory.
 """
 
@@ -45,14 +45,14 @@ def build(
 
     Args:
         name: of a family, of a published size, or hf:PATH for a transformers model, whose weights
-            are read if they lie beside its config.json.
+            are read if they are beside its config.json.
         arguments: keys of [model].
-        vocabulary: what the data's tokenizer has.
-        sequence: tokens per sample; None if unknown. A language model takes them as its own where
-            these are left open.
+        vocabulary: size of the data's tokenizer.
+        sequence: tokens per sample; None if unknown. A language model uses both values where its
+            arguments leave them open.
 
     Raises:
-        ConfigError: an unknown name or argument, a value that cannot be, a model too small for the
+        ConfigError: an unknown name or argument, an impossible value, a model too small for the
             data, a config.json or weights that cannot be used.
 
     >>> build("mlp", {"hidden": 8}).head.in_features
@@ -65,7 +65,7 @@ def build(
 
 
 def loss_of(name: str) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
-    """Returns the loss that a model is trained with where the user names none.
+    """Return the default loss of a model, used if the user names none.
 
     balanced_loss for names of the family moe; token_loss for every other, known or not.
 

@@ -1,4 +1,4 @@
-"""Writes on: samples tokens one by one from what a language model says comes next.
+"""Sample tokens one by one from a language model.
 
 Formula   p(next) = softmax(logits / temperature); temperature 0 takes the likeliest token
 Limits    no key/value cache: each token runs the model on the last `window` tokens again
@@ -24,13 +24,14 @@ def generate(
     *,
     window: int = 256,
 ) -> Tensor:
-    """Sample `steps` more tokens for each row: gives [batch, seq + steps] from [batch, seq].
+    """Sample `steps` more tokens for each row: return [batch, seq + steps] from [batch, seq].
 
-    In eval mode and without gradients; each module's mode is put back. No cache: every token runs
+    In eval mode and without gradients; each module's mode is restored. No cache: every token runs
     the model again.
 
     Args:
-        model: gives `Unprojected`, or logits [batch, seq, vocabulary] as `find_logits` finds them.
+        model: returns `Unprojected`, or logits [batch, seq, vocabulary] as `find_logits` finds
+            them.
         temperature: divides the logits; lower is safer, 0 always the likeliest.
         generator: of the model's device, for text that can be repeated; None: torch's default.
         window: the model sees this many last tokens; unchecked: keep it within its `sequence`.

@@ -1,4 +1,4 @@
-"""GPT-2: the decoder that made language models known, with learnt positions; a plain nn.Module.
+"""GPT-2: a pre-norm decoder with learnt positions and a tied head; a plain nn.Module.
 
 Formula   h = words[tokens] + positions[0 … seq);  per block  h += attention(norm(h));
           h += down(gelu(up(norm(h))));  every norm a LayerNorm, every projection with a bias;
@@ -24,20 +24,20 @@ from shoal.models.loss import Unprojected
 
 
 class BiasedProjection(nn.Linear):
-    """A linear layer whose weights start as a normal of width `std`, its biases at 0."""
+    """Linear layer with weights drawn from a normal of width `std` and biases 0."""
 
     def __init__(self, inputs: int, outputs: int, *, std: float = INIT_STD) -> None:
         self.std = std
         super().__init__(inputs, outputs)
 
     def reset_parameters(self) -> None:
-        """Draw the weights again."""
+        """Draw the weights again, and set the biases to 0."""
         nn.init.normal_(self.weight, std=self.std)
         nn.init.zeros_(self.bias)
 
 
 class FusedAttention(nn.Module):
-    """Self-attention whose q, k and v come out of one projection.
+    """Self-attention with one projection for q, k and v.
 
     Args:
         causal: every position sees itself and the past; else all positions.
@@ -54,7 +54,7 @@ class FusedAttention(nn.Module):
         self.out = BiasedProjection(dim, dim, std=residual_std)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]; position ids [batch, seq] of packed rows."""
+        """Map [batch, seq, dim] to the same; position ids [batch, seq] of packed rows."""
         batch, seq, _ = x.shape
         q, k, v = (
             part.view(batch, seq, -1, self.head_dim).transpose(1, 2)
@@ -71,7 +71,7 @@ class FusedAttention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """The feed-forward part: out and back, with a GELU between."""
+    """Feed-forward part of a block: up projection, GELU, down projection."""
 
     def __init__(self, dim: int, hidden: int, *, residual_std: float) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ class Perceptron(nn.Module):
         self.down = BiasedProjection(hidden, dim, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] to [..., dim]."""
+        """Map [..., dim] to [..., dim]."""
         out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return out
 
 
 class PlainBlock(nn.Module):
-    """One layer: attention, then the feed-forward part, each added to the residual stream."""
+    """Transformer block: attention, then feed-forward, each added to the residual stream."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class PlainBlock(nn.Module):
         self.residual_dropout = nn.Dropout(dropout)
 
     def forward(self, h: Tensor, *packed: Tensor) -> Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]; of packed rows position ids [batch, seq] too."""
+        """Map [batch, seq, dim] to the same; position ids [batch, seq] of packed rows too."""
         h = h + self.residual_dropout(self.attention(self.attention_norm(h), *packed))
         out: Tensor = h + self.residual_dropout(self.mlp(self.mlp_norm(h)))
         return out
@@ -124,7 +124,7 @@ def plain_blocks(
     epsilon: float,
     dropout: float,
 ) -> nn.ModuleList:
-    """Equal blocks; what writes into the residual stream starts the narrower the more there are."""
+    """Build equal blocks; the more there are, the smaller σ of their residual projections."""
     residual_std = INIT_STD / math.sqrt(2 * layers)
     return nn.ModuleList(
         PlainBlock(
@@ -141,7 +141,7 @@ def plain_blocks(
 
 
 class GPT(nn.Module):
-    """The whole model; arguments as in `shoal.forecast.models.families`."""
+    """GPT-2 language model; arguments as in `shoal.forecast.models.families`."""
 
     def __init__(
         self,
@@ -171,13 +171,14 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Unprojected:
-        """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
+        """Map token ids [batch, seq] to last hidden states [batch, seq, dim] and head weight.
 
         Args:
             position_ids: [batch, seq] of packed rows: each document of a row counts from 0, and
                 sees itself alone; None: a row is one document.
 
-        Errors: ConfigError for more tokens than `sequence`, the number of positions learnt.
+        Raises:
+            ConfigError: more tokens than `sequence`, the number of learnt positions.
         """
         seq = input_ids.shape[1]
         if seq > self.sequence:

@@ -1,13 +1,13 @@
-"""Builds a transformers model, unmodified, from a local folder or a config.json: `hf:PATH`.
+"""Build a transformers model, unmodified, from a local folder or a config.json: `hf:PATH`.
 
 Class     the first of the file's `architectures`; without any, the causal language model of its
           model_type
 Weights   safetensors beside the config.json; else drawn by the model's own initialisation from
           torch's default generator. Never pickles, never code from the folder, never the network
 Format    fp32, whatever the checkpoint has: narrow formats are `precision.compute`'s business
-Called    model(inputs) gives `.logits` [batch, seq, vocabulary], row t about the token after t, as
-          `token_loss` wants them: our targets are shifted already. No keys and values are kept for
-          generation (`use_cache` is off)
+Called    model(inputs) returns `.logits` [batch, seq, vocabulary], row t about the token after t,
+          as `token_loss` wants them: our targets are shifted already. No keys and values are kept
+          for generation (`use_cache` is off)
 Source    transformers 5: PreTrainedModel, from_pretrained, modeling_utils.py
 """
 
@@ -33,14 +33,14 @@ def build_foreign(
     vocabulary: int | None = None,
     sequence: int | None = None,
 ) -> nn.Module:
-    """The model that `name`, hf:PATH, stands for, on the CPU in fp32.
+    """Build the transformers model that `name`, hf:PATH, names, on the CPU in fp32.
 
     Args:
         vocabulary, sequence: of the data, which the model must cover; None if unknown.
 
     Raises:
-        ConfigError: one line: what `foreign_config` refuses, a model_type or a class that this
-            transformers has not, data that do not fit, weights that do not.
+        ConfigError: one line: `foreign_config` refuses the config.json, this transformers lacks the
+            model_type or the class, or the data or the weights do not fit.
     """
     path, stored = foreign_config(name, arguments)
     import transformers  # an extra, and slow: only where it is asked for
@@ -62,7 +62,7 @@ def build_foreign(
 
 
 def _set_generation(name: str, model: Any, folder: Path, cached: bool) -> None:
-    """Set how the model generates: as the folder's own file says, else as its config.json did."""
+    """Set the model's generation config from the folder's own file, else from its config.json."""
     if not model.can_generate():
         return
     if (folder / "generation_config.json").is_file():
@@ -77,9 +77,10 @@ def _set_generation(name: str, model: Any, folder: Path, cached: bool) -> None:
 
 
 def _find_class(name: str, path: Path, config: Any) -> Any:
-    """The class that the config names.
+    """Return the class that the config names.
 
-    Errors: ConfigError for one that transformers has not, or none at all.
+    Raises:
+        ConfigError: transformers lacks it, or the config names none.
     """
     import transformers
 
@@ -103,7 +104,11 @@ def _find_class(name: str, path: Path, config: Any) -> Any:
 def _cover_data(
     name: str, path: Path, config: Any, vocabulary: int | None, sequence: int | None
 ) -> None:
-    """Errors: ConfigError if the data have more tokens, or longer samples, than the model knows."""
+    """Refuse data that the model does not cover.
+
+    Raises:
+        ConfigError: the data have more token ids, or longer samples, than the model supports.
+    """
     text = config.get_text_config()
     known = getattr(text, "vocab_size", None)
     if vocabulary is not None and known is not None and known < vocabulary:
@@ -122,9 +127,10 @@ def _cover_data(
 
 
 def _with_weights(name: str, kind: Any, config: Any, folder: Path) -> nn.Module:
-    """The model with the weights that lie in `folder`.
+    """Build the model with the weights in `folder`.
 
-    Errors: ConfigError for weights that cannot be read, of other shapes, or not all there.
+    Raises:
+        ConfigError: weights cannot be read, have other shapes, or are incomplete.
     """
     with _told_plainly(name, "its weights"), _no_bars():
         model: nn.Module
@@ -151,9 +157,9 @@ PROBE = "I've  1234 words,\n\n\tnaïve → don't (Ünï)."
 
 
 def tokenizer_line(folder: Path) -> str:
-    """Say so where `AutoTokenizer` does not read a folder's tokenizer.json as it stands, else "".
+    """Return a line if `AutoTokenizer` does not read a folder's tokenizer.json as it is, else "".
 
-    Of some model types transformers takes its own class whatever the folder says, and that class
+    For some model types transformers takes its own class whatever the folder says. That class has
     its own rules for cutting words: other ids, and no error.
 
     Args:
@@ -174,7 +180,7 @@ def tokenizer_line(folder: Path) -> str:
             == wanted.encode(PROBE, add_special_tokens=False).ids
         )
         why = f"is {type(found).__name__} for this model, and cuts text otherwise"
-    except Exception as failure:  # of a foreign folder anything may come
+    except Exception as failure:  # a foreign folder may raise any exception
         same, why = False, f"does not open it ({type(failure).__name__})"
     if same:
         return ""
@@ -186,7 +192,7 @@ def tokenizer_line(folder: Path) -> str:
 
 @contextmanager
 def _told_plainly(name: str, what: str) -> Iterator[None]:
-    """What transformers raises about a user's files becomes one line."""
+    """Turn exceptions of transformers about a user's files into a ConfigError of one line."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as failure:
@@ -200,7 +206,7 @@ def _told_plainly(name: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Without transformers' progress bars: the run draws its own screen."""
+    """Disable transformers' progress bars: the run draws its own screen."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

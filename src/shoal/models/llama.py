@@ -27,7 +27,7 @@ INIT_STD = 0.02
 
 
 class Projection(nn.Linear):
-    """A linear layer without bias whose weights start as a normal of width `std`."""
+    """Linear layer without bias, its weights drawn from a normal of width `std`."""
 
     def __init__(
         self, inputs: int, outputs: int, *, std: float = INIT_STD, device: str | None = None
@@ -41,7 +41,7 @@ class Projection(nn.Linear):
 
 
 class TokenEmbedding(nn.Embedding):
-    """One row per token, drawn as the projections are."""
+    """Embedding with one row per token, drawn as the projections are."""
 
     def reset_parameters(self) -> None:
         """Draw the weights again."""
@@ -51,14 +51,15 @@ class TokenEmbedding(nn.Embedding):
 def rotary_table(
     seq: int, head_dim: int, theta: float, like: Tensor, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What RoPE multiplies a vector by, and its swapped halves: each [seq, 1, head_dim].
+    """Return cos and sin of RoPE: the factors of a vector and of its swapped halves.
 
-    With position_ids [batch, seq]: each [batch, seq, 1, head_dim].
+    Takes `like`'s dtype and device; angles are computed in fp32 or better, because bf16 has no
+    number between 256 and 258. Each layer's forward pass makes the table (35 µs). A buffer would
+    hold garbage after meta-device initialisation and lose digits in `model.to(bfloat16)`; without
+    one, blocks need nothing but h and can be split anywhere.
 
-    Takes `like`'s dtype and device; angles are reckoned in fp32 or better, because bf16 cannot tell
-    position 257 from 258. Made in each layer's forward pass (35 µs) and not kept in a buffer: a
-    buffer would be garbage after meta-device initialisation, would lose digits in
-    `model.to(bfloat16)`, and blocks that need nothing but h can be cut apart anywhere.
+    Returns:
+        Each [seq, 1, head_dim]; with position_ids [batch, seq]: each [batch, seq, 1, head_dim].
     """
     exact = torch.float64 if like.dtype == torch.float64 else torch.float32
     steps = torch.arange(0, head_dim, 2, device=like.device, dtype=exact)
@@ -73,7 +74,7 @@ def rotary_table(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of x [batch, seq, heads, head_dim] by the table's angles."""
+    """Rotate the pairs of x [batch, seq, heads, head_dim] by the table's angles."""
     first, second = x.chunk(2, -1)
     return torch.addcmul(x * cos, torch.cat((second, first), -1), sin)
 
@@ -101,7 +102,7 @@ class Attention(nn.Module):
         self.o = Projection(heads * self.head_dim, dim, std=residual_std)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]; position ids [batch, seq] of packed rows."""
+        """Map [batch, seq, dim] to the same; position ids [batch, seq] of packed rows."""
         batch, seq, _ = x.shape
         q = self.q(x).view(batch, seq, -1, self.head_dim)
         k = self.k(x).view(batch, seq, -1, self.head_dim)
@@ -120,7 +121,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward part: one projection gates another."""
+    """Feed-forward part of a block: one projection gates another."""
 
     def __init__(self, dim: int, hidden: int, *, residual_std: float) -> None:
         super().__init__()
@@ -129,13 +130,13 @@ class SwiGLU(nn.Module):
         self.down = Projection(hidden, dim, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] to [..., dim]."""
+        """Map [..., dim] to [..., dim]."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
 
 class Block(nn.Module):
-    """One layer: attention, then the feed-forward part, each added to the residual stream."""
+    """Transformer block: attention, then feed-forward, each added to the residual stream."""
 
     def __init__(self, attention: Attention, mlp: SwiGLU, dim: int, epsilon: float, dropout: float):
         super().__init__()
@@ -146,7 +147,7 @@ class Block(nn.Module):
         self.residual_dropout = nn.Dropout(dropout)
 
     def forward(self, h: Tensor, *packed: Tensor) -> Tensor:
-        """[batch, seq, dim] to [batch, seq, dim]; of packed rows position ids [batch, seq] too."""
+        """Map [batch, seq, dim] to the same; position ids [batch, seq] of packed rows too."""
         h = h + self.residual_dropout(self.attention(self.attention_norm(h), *packed))
         out: Tensor = h + self.residual_dropout(self.mlp(self.mlp_norm(h)))
         return out
@@ -157,10 +158,11 @@ class Llama(nn.Module):
 
     Takes    vocabulary, dim, layers, heads, kv_heads, hidden (width of SwiGLU), sequence (most
              tokens), rope_theta, norm_epsilon, tied (head and embedding), dropout; all by keyword,
-             as `shoal.forecast.models.model_facts` settles and checks them: nothing is checked here
+             as `shoal.forecast.models.model_facts` completes and checks them: nothing is checked
+             here
 
     Raises:
-        ConfigError: of a forward pass with more tokens than `sequence`.
+        ConfigError: from a forward pass with more tokens than `sequence`.
     """
 
     def __init__(
@@ -207,13 +209,14 @@ class Llama(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Unprojected:
-        """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
+        """Map token ids [batch, seq] to last hidden states [batch, seq, dim] and head weight.
 
         Args:
             position_ids: [batch, seq] of packed rows: each document of a row counts from 0, and
                 sees itself alone; None: a row is one document.
 
-        Errors: ConfigError for more tokens than `sequence`.
+        Raises:
+            ConfigError: more tokens than `sequence`.
         """
         if input_ids.shape[1] > self.sequence:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Cross-entropy of a language model without ever holding the logits of a whole micro-batch.
+"""Cross-entropy of a language model, without the logits of a whole micro-batch in memory.
 
 Formula   loss = Σ over valid t of  log Σ_v exp(h_t·w_v) − h_t·w_{y_t}
           gradient of the logits = softmax(h_t·W) − onehot(y_t), so it is known in the forward pass
@@ -27,30 +27,30 @@ from shoal.models._torch import pytree
 from shoal.models.split_head import Vocabulary, split_logits_loss, to_split_gradient
 
 IGNORED = -100
-"""The target that counts for nothing (padding), as everywhere in PyTorch."""
+"""Target that is ignored (padding), as in PyTorch's losses."""
 
 
 class Sharing(Protocol):
-    """The ranks that share the sequences, each of which has some tokens of every one.
+    """Ranks that share the sequences: each holds some tokens of every sequence.
 
-    Hidden states or logits of such a rank show the whole's shape, hold this rank's tokens in
-    `local`, and have this as `sharing`. A loss that adds up over tokens looks at its own ones and
+    Hidden states or logits of such a rank show the global shape, hold this rank's tokens in
+    `local`, and have this as `sharing`. A loss that adds up over tokens computes its own ones and
     sums.
     """
 
     def own(self, targets: Tensor) -> Tensor:
-        """This rank's tokens of a tensor that all ranks have whole."""
+        """Return this rank's tokens of a tensor that all ranks hold whole."""
 
     def sum(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Both over the ranks; the total is differentiable."""
+        """Sum both over the ranks; the total is differentiable."""
 
 
 @dataclass(frozen=True)
 class Unprojected:
-    """What our language models return instead of logits: the last hidden states and the head.
+    """Output of our language models instead of logits: the last hidden states and the head.
 
-    hidden [..., dim] · weight [vocabulary, dim]. The loss multiplies them chunk by chunk; whoever
-    wants logits asks for them. With `vocabulary`, weight holds this rank's rows only.
+    hidden [..., dim] · weight [vocabulary, dim]. The loss multiplies them chunk by chunk; `logits`
+    computes all logits. With `vocabulary`, weight holds this rank's rows only.
     """
 
     hidden: Tensor
@@ -58,7 +58,7 @@ class Unprojected:
     vocabulary: Vocabulary | None = None
 
     def logits(self) -> Tensor:
-        """All logits at once, [..., vocabulary]; large."""
+        """Compute all logits at once, [..., vocabulary]; large."""
         hidden = self.hidden.to(self.weight.dtype)
         if self.vocabulary is not None:
             return self.vocabulary.logits(hidden, self.weight)
@@ -66,7 +66,7 @@ class Unprojected:
 
 
 pytree.register_pytree_node(
-    # The head is a parameter, no output: who looks for tensors in outputs (sharding) finds hidden.
+    # The head is a parameter, no output: sharding, which maps tensors in outputs, finds hidden.
     Unprojected,
     lambda outputs: ([outputs.hidden], (outputs.weight, outputs.vocabulary)),
     lambda children, head: Unprojected(next(iter(children)), *head),
@@ -81,12 +81,12 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         targets: int64 [...]; −100 is ignored, in the count too.
 
     Returns:
-        (sum, count): sum in fp32 (fp64 for fp64 logits), count int64, both scalars. Where ranks
-        share a head or a sequence, a collective, the same on all.
+        (sum, count): sum in fp32 (fp64 for fp64 logits), count int64, both scalars. If ranks share
+        a head or a sequence, this is a collective and returns the same on all of them.
 
     Raises:
-        ConfigError: where targets are no integers or shapes do not match: such a model needs its
-            own loss; ConfigError for no logits, or a target outside the classes (on CPU).
+        ConfigError: targets are no integers or shapes do not match (such a model needs its own
+            loss); there are no logits; a target is outside the classes (on CPU).
     """
     if isinstance(outputs, Unprojected):
         _check_shapes(tuple(outputs.hidden.shape[:-1]), targets)
@@ -121,7 +121,7 @@ def token_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shared(outputs: Any, targets: Tensor, classes: int, sharing: Sharing) -> tuple[Tensor, Tensor]:
-    """The same sum and count on every rank, each of which looks at its own tokens.
+    """Compute the same sum and count on every rank, each from its own tokens.
 
     Args:
         outputs: of this rank's tokens.
@@ -143,6 +143,10 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross-entropy of `hidden @ weight.T`, and count the targets that are not ignored.
 
+    First derivatives only. Under autocast(bf16) or with bf16 inputs the products are bf16 and
+    everything between them fp32. fp16 products are computed in fp32, because gradients computed
+    before loss scaling would underflow.
+
     Args:
         hidden: [..., dim] · weight [vocabulary, dim] · targets int64 [...].
         chunk_rows: rows of fp32 logits whose memory the head may use; None: `default_chunk_rows`.
@@ -152,17 +156,12 @@ def linear_cross_entropy(
         (sum, count): sum fp32, or fp64 for fp64 inputs; count int64. Both scalars.
 
     Raises:
-        ConfigError: for a target outside the vocabulary, on a CPU; on CUDA none with `vocabulary`,
-            else torch's own.
+        ConfigError: a target is outside the vocabulary, on a CPU; on CUDA torch's own error, or
+            none with `vocabulary`.
 
     References:
-        chunks with gradients made in the forward pass: Liger kernel (2410.10989), here in plain
+        Chunks with gradients computed in the forward pass: Liger kernel (2410.10989), here in plain
         torch, for any device.
-
-    Note:
-        first derivatives only. Under autocast(bf16) or with bf16 inputs the products are bf16 and
-        everything between them fp32; fp16 products are made in fp32, because gradients made before
-        loss scaling would underflow.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = targets.reshape(-1)
@@ -178,7 +177,7 @@ def linear_cross_entropy(
             narrow=product != _wide(product),
         ),
         product_dtype=product,
-        # inside a Function grad mode is always off, so what is wanted is decided here
+        # inside a Function grad mode is always off, so the needed gradients are decided here
         hidden_gradient=torch.is_grad_enabled() and hidden.requires_grad,
         weight_gradient=torch.is_grad_enabled() and weight.requires_grad,
         vocabulary=vocabulary,
@@ -189,17 +188,17 @@ def linear_cross_entropy(
 
 
 def default_chunk_rows(vocabulary: int, device_type: str, *, narrow: bool = False) -> int:
-    """Rows of fp32 logits that the head may take the place of: its memory budget, all told.
-
-    Args:
-        narrow: products in bf16: the same budget must hold a second, narrow chunk and a narrow copy
-            of the weight, so it is twice as large.
+    """Return the rows of fp32 logits whose memory the head may use: its whole budget.
 
     CPU      8 MiB, at least 256 rows. One thread (EPYC, AVX-512), forward and backward in ms,
              plain F.cross_entropy first, then chunks of 64, 256, 1024 rows:
              2048 rows × dim 256 × vocabulary 2048    fp32  73: 73 73 72
              1024 rows × dim 512 × vocabulary 32000   fp32  1405: 1224 1085 1119
-    else     512 MiB, at least 1024 rows: reckoned from H100 bandwidth, not measured
+    else     512 MiB, at least 1024 rows: estimated from H100 bandwidth, not measured
+
+    Args:
+        narrow: products in bf16: the same budget must hold a second, narrow chunk and a narrow copy
+            of the weight, so it is twice as large.
 
     >>> default_chunk_rows(2048, "cpu"), default_chunk_rows(128256, "cpu")
     (1024, 256)
@@ -212,19 +211,19 @@ STRIPE = 1024
 """Rows of the weight converted, or whose gradient is computed, at once in narrow formats."""
 
 ROW_NUMBERS = 12
-"""Numbers per row beside its logits: largest, sum, picked, loss, and what makes them; 8 bytes each
+"""Numbers per row beside its logits: largest, sum, picked, loss, temporaries; 8 bytes each
 at most. The allocator's record shows fewer (benchmarks/memory.py)."""
 
 
 class _Room(NamedTuple):
-    """How the head spends its budget of `chunk_rows × vocabulary` wide numbers."""
+    """Division of the head's budget of `chunk_rows × vocabulary` fp32 numbers."""
 
     rows: int  # of logits that exist at once
     keep_weight: bool  # one narrow copy of the weight for all chunks, or stripe by stripe
 
 
 def _room(hidden: Tensor, weight: Tensor, settings: _Settings) -> _Room:
-    """Rows per chunk such that logits, copies and numbers per row stay within the budget."""
+    """Return the rows per chunk that keep logits, copies and per-row numbers within the budget."""
     (vocabulary, dim), product = weight.shape, settings.product_dtype
     if settings.vocabulary is not None:
         vocabulary = settings.vocabulary.most  # ranks must agree, whatever each of them holds
@@ -252,7 +251,7 @@ class _Settings(NamedTuple):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward makes the loss and both gradients; backward scales them."""
+    """Autograd function: forward computes the loss and both gradients, backward scales them."""
 
     @staticmethod
     def forward(
@@ -281,7 +280,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _all_chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignored: Tensor | None, settings: _Settings
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss sum, gradient of hidden, gradient of weight; the gradients None where not wanted."""
+    """Return loss sum, gradient of hidden, gradient of weight; unneeded gradients are None."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     product, wide = settings.product_dtype, _wide(settings.product_dtype)
     chunk, keep_weight = _room(hidden, weight, settings)
@@ -322,7 +321,7 @@ def _all_chunks(
 
 
 def _multiply_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
-    """out = hidden @ weight.T in out's format; a weight of another is converted in stripes."""
+    """Compute out = hidden @ weight.T in out's dtype; convert a weight of another in stripes."""
     if weight.dtype == out.dtype:
         torch.mm(hidden, weight.T, out=out)
         return
@@ -332,7 +331,7 @@ def _multiply_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
 
 
 def _multiply_back(out: Tensor, gradient: Tensor, weight: Tensor) -> None:
-    """out = gradient @ weight; stripes as above, summed in fp32."""
+    """Compute out = gradient @ weight, in stripes as above, summed in fp32."""
     if weight.dtype == gradient.dtype:
         if out.dtype == gradient.dtype:
             torch.mm(gradient, weight, out=out)
@@ -347,7 +346,7 @@ def _multiply_back(out: Tensor, gradient: Tensor, weight: Tensor) -> None:
 
 
 def _add_product(grad_weight: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """grad_weight += gradient.T @ hidden; where sums are fp32 and products narrower, in stripes.
+    """Add gradient.T @ hidden to grad_weight; in stripes if sums are fp32 and products narrower.
 
     One product for all of the vocabulary makes a second tensor of the weight's size, and its
     conversion a third (55 against 24 ms at 256 rows × 32000 × 512, one thread).
@@ -361,7 +360,7 @@ def _add_product(grad_weight: Tensor, gradient: Tensor, hidden: Tensor) -> None:
 
 
 def _to_gradient(block: Tensor, picked: Tensor, skip: Tensor | None) -> Tensor:
-    """Turn a chunk's logits into softmax − onehot, in place; gives the losses, [rows, 1].
+    """Turn a chunk's logits into softmax − onehot, in place; return the losses, [rows, 1].
 
     With m the largest logit, softmax is largest there and is 1/Σexp(x − m): so
     log Σexp(x) = m − log(max softmax), which is ≥ 1/vocabulary and loses no digits. That costs two
@@ -378,7 +377,7 @@ def _to_gradient(block: Tensor, picked: Tensor, skip: Tensor | None) -> Tensor:
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The format of the matrix products: autocast's if it is on, else the inputs' own."""
+    """Return the dtype of the matrix products: autocast's if it is on, else the inputs'."""
     device_type = hidden.device.type
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if not torch.amp.is_autocast_available(device_type) or dtype == torch.float64:
@@ -393,7 +392,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_targets(flat: Tensor, valid: Tensor, classes: int) -> None:
-    """ConfigError for a target outside the classes; not on CUDA, which would have to wait."""
+    """Refuse a target outside the classes; not on CUDA, which would have to wait.
+
+    Raises:
+        ConfigError: a target is outside the classes.
+    """
     if flat.device.type != "cpu":
         return
     wrong = flat[valid & ((flat < 0) | (flat >= classes))]
@@ -405,9 +408,12 @@ def _check_targets(flat: Tensor, valid: Tensor, classes: int) -> None:
 
 
 def find_logits(outputs: Any) -> Tensor:
-    """Find the logits [..., classes] in what a model returned: a tensor, `.logits`, `["logits"]`.
+    """Return the logits [..., classes] of a model's output: a tensor, `.logits`, `["logits"]`.
 
-    Those of `Unprojected` are computed, all at once. Errors: ConfigError for outputs without any.
+    Those of `Unprojected` are computed, all at once.
+
+    Raises:
+        ConfigError: the output has no logits.
     """
     if isinstance(outputs, Unprojected):
         return outputs.logits()

@@ -1,4 +1,4 @@
-"""A multilayer perceptron: the smallest model that can learn to tell digits apart.
+"""A multilayer perceptron: the smallest model that learns to classify digits.
 
 Formula   x → flatten → layers × (dropout(relu(W·x + b))) → W·x + b: one logit per class
 """
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Hidden layers of equal width; arguments as in `shoal.forecast.models.model_facts`."""
+    """Multilayer perceptron; arguments as in `shoal.forecast.models.model_facts`."""
 
     def __init__(
         self, *, inputs: int, hidden: int, layers: int, classes: int, dropout: float = 0.0
@@ -24,7 +24,7 @@ class MLP(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Samples [batch, ...] of `inputs` numbers each to logits [batch, classes]."""
+        """Map samples [batch, ...] of `inputs` numbers each to logits [batch, classes]."""
         x = x.flatten(1)
         for layer in self.layers:
             x = self.dropout(self.activation(layer(x)))

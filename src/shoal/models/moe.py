@@ -1,4 +1,4 @@
-"""A mixture of experts: Llama whose feed-forward part is many SwiGLUs, of which a token uses few.
+"""A mixture of experts: Llama with many SwiGLUs per block, of which each token uses top_k.
 
 Formula   p = softmax(router(x)) over E experts;  T(x) = the top_k of them
           y = Σ_{e ∈ T(x)}  p_e / Σ_{j ∈ T(x)} p_j · expert_e(x)
@@ -40,10 +40,10 @@ from shoal.models.norm import RMSNorm
 
 @dataclass(frozen=True)
 class Routed(Unprojected):
-    """What a mixture returns in training: as other language models, and its auxiliary loss.
+    """Output of a mixture in training: hidden states and head, with the auxiliary loss.
 
     Attributes:
-        auxiliary: scalar, weighted already: what the loss of every target grows by.
+        auxiliary: scalar, already weighted: it is added to the loss of every target.
     """
 
     auxiliary: Tensor | None = None
@@ -63,9 +63,10 @@ pytree.register_pytree_node(
 
 
 def balanced_loss(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The default loss of `moe`: cross-entropy, and in training the auxiliary loss per target.
+    """Compute the loss of `moe`: cross-entropy plus, in training, the auxiliary loss per target.
 
-    Takes, gives and refuses what `token_loss` does; outputs without an auxiliary loss add none.
+    Arguments, results and errors are those of `token_loss`; outputs without an auxiliary loss add
+    none.
     """
     total, count = token_loss(outputs, targets)
     auxiliary = getattr(outputs, "auxiliary", None)
@@ -90,14 +91,14 @@ class Experts(nn.Module):
         nn.init.normal_(self.down, std=self.residual_std)
 
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """What each token's experts make of it, weighted and added up: [tokens, dim].
+        """Return the weighted sum of each token's experts, [tokens, dim].
+
+        Waits for the device: how many rows an expert has depends on the data.
 
         Args:
             tokens: [tokens, dim].
             weights: [tokens, top_k].
             chosen: [tokens, top_k] integers; the number of experts stands for none.
-
-        Waits for the device: how many rows an expert has is a fact of the data.
         """
         experts, (count, top_k) = len(self.gate), chosen.shape
         places = chosen.flatten()
@@ -116,7 +117,7 @@ class Experts(nn.Module):
 
 
 def count_each(numbers: Tensor, kinds: int) -> Tensor:
-    """How often 0 … kinds − 1 stand among integers: [kinds]; as `bincount`, in any graph.
+    """Count 0 … kinds − 1 among integers: [kinds]; as `bincount`, in any graph.
 
     >>> count_each(torch.tensor([2, 0, 2]), 4)
     tensor([1, 0, 2, 0])
@@ -126,7 +127,7 @@ def count_each(numbers: Tensor, kinds: int) -> Tensor:
 
 
 def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
-    """Chosen experts where they still have a place, and the number of experts where they do not.
+    """Return the chosen experts, and the number of experts where one is over its capacity.
 
     Args:
         chosen: [tokens, top_k].
@@ -147,10 +148,10 @@ def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
 
 
 def _as_sizes(counts: Tensor, rows: int) -> list[int]:
-    """Counts as numbers. Shapes without data, which plans are made from, have even ones.
+    """Return counts as Python numbers; even ones for tensors without data, used in planning.
 
-    Not so while a graph is recorded: it would run with these sizes on any data. Asking for the
-    numbers then fails, which says that a mixture is no fixed graph.
+    While a graph is recorded, the even sizes would be wrong for other data. Reading the numbers
+    then fails, since a mixture is no fixed graph.
     """
     shapes_alone = counts.is_meta or is_fake(counts)
     if not shapes_alone or is_recorded() or torch.compiler.is_compiling():
@@ -164,8 +165,8 @@ class Mixture(nn.Module):
     """Router and experts: the feed-forward part of a block.
 
     Attributes:
-        load: [experts], after a forward pass: how many places of it each expert got.
-        dropped: scalar, after a forward pass: how many got none, for want of capacity.
+        load: [experts], after a forward pass: routed (token, choice) pairs of each expert.
+        dropped: scalar, after a forward pass: pairs that no expert took, for lack of capacity.
     """
 
     load: Tensor | None = None
@@ -188,9 +189,9 @@ class Mixture(nn.Module):
         self.experts = Experts(experts, dim, hidden, residual_std=residual_std)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[batch, seq, dim] to the same, and the load-balance loss: scalar, 1 where even.
+        """Map [batch, seq, dim] to the same, and return the load-balance loss, 1 where even.
 
-        Probabilities are reckoned in fp32 or better: which experts are chosen hangs on them.
+        Probabilities are computed in fp32 or better: they decide which experts are chosen.
         """
         rows = x.reshape(-1, x.shape[-1])
         scores = self.router(rows)
@@ -211,7 +212,7 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the mixture, each added to the residual stream."""
+    """Transformer block: attention, then the mixture, each added to the residual stream."""
 
     def __init__(
         self, attention: Attention, mixture: Mixture, dim: int, epsilon: float, dropout: float
@@ -224,7 +225,7 @@ class Block(nn.Module):
         self.residual_dropout = nn.Dropout(dropout)
 
     def forward(self, h: Tensor, balance: Tensor, *packed: Tensor) -> tuple[Tensor, Tensor]:
-        """h [batch, seq, dim] and the balance losses so far, a scalar, to the same after it.
+        """Map h [batch, seq, dim] to the same, and add this block's balance loss to `balance`.
 
         Args:
             packed: position ids [batch, seq] of packed rows.
@@ -235,7 +236,7 @@ class Block(nn.Module):
 
 
 class MoE(nn.Module):
-    """The whole model; arguments as in `shoal.forecast.models.families`."""
+    """Mixture-of-experts language model; arguments as in `shoal.forecast.models.families`."""
 
     def __init__(
         self,
@@ -287,14 +288,16 @@ class MoE(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Unprojected:
-        """Token ids [batch, seq] to the last hidden states [batch, seq, dim] and the head's weight.
+        """Map token ids [batch, seq] to last hidden states [batch, seq, dim] and head weight.
+
+        In training the result is a `Routed`, which has the auxiliary loss too.
 
         Args:
             position_ids: [batch, seq] of packed rows: each document of a row counts from 0, and
                 sees itself alone; None: a row is one document.
 
-        In training they come as `Routed`, which has the auxiliary loss too.
-        Errors: ConfigError for more tokens than `sequence`.
+        Raises:
+            ConfigError: more tokens than `sequence`.
         """
         if input_ids.shape[1] > self.sequence:
             raise ConfigError(
@@ -314,10 +317,10 @@ class MoE(nn.Module):
 
 
 def expert_loads(model: nn.Module) -> dict[str, Tensor]:
-    """How many places of its last forward pass every expert got, [experts] int64 per mixture.
+    """Return every expert's load in the last forward pass, [experts] int64 per mixture name.
 
-    Even loads are places / experts; the fullest expert's share of the mean is what slows a layer
-    whose experts lie on different devices. Keys are the mixtures' names in the model.
+    The load is a number of (token, choice) pairs; even loads are pairs / experts. The fullest
+    expert's share of the mean slows a layer whose experts are on different devices.
     """
     return {
         name: part.load
@@ -327,7 +330,7 @@ def expert_loads(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dropped_places(model: nn.Module) -> dict[str, Tensor]:
-    """How many places of its last forward pass no expert took, a scalar per mixture by name.
+    """Return the dropped pairs of the last forward pass, a scalar per mixture by name.
 
     Only mixtures with a capacity drop any.
     """

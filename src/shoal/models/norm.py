@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.Module):
-    """Normalises the last dim; `weight` [dim] starts at 1."""
+    """RMSNorm over the last dim; `weight` [dim] starts at 1."""
 
     def __init__(self, dim: int, epsilon: float) -> None:
         super().__init__()
@@ -28,11 +28,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def reset_parameters(self) -> None:
-        """Weight 1 everywhere."""
+        """Set every weight to 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] to [..., dim]."""
+        """Map [..., dim] to [..., dim]."""
         weight = self.weight.to(x.dtype)  # a layout may hand out a narrow copy
         plain = x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
         if x.device.type == "cpu" and plain:
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The formulas of this module's docstring; saves x and one scalar per vector."""
+    """Autograd function of this module's formulas; saves x and one scalar per vector."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class ResidualBlock(nn.Module):
-    """Two 3×3 convolutions and a way around them, a 1×1 convolution where shapes change."""
+    """Two 3×3 convolutions with a skip connection, a 1×1 convolution where shapes change."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, inputs, height, width] to [batch, outputs, height / stride, width / stride]."""
+        """Map [batch, inputs, h, w] to [batch, outputs, h / stride, w / stride]."""
         y = self.activation(self.first_norm(self.first(x)))
         out: Tensor = self.activation(self.second_norm(self.second(y)) + self.shortcut(x))
         return out
 
 
 class ResNet(nn.Module):
-    """Arguments as in `shoal.forecast.models.model_facts`."""
+    """Residual network for images; arguments as in `shoal.forecast.models.model_facts`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(inputs, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [batch, image_channels, height, width] to logits [batch, classes]."""
+        """Map images [batch, image_channels, height, width] to logits [batch, classes]."""
         x = self.activation(self.stem_norm(self.stem(images)))
         for block in self.blocks:
             x = block(x)

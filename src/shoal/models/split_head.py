@@ -1,4 +1,4 @@
-"""Cross-entropy where every rank holds some rows of the head, and nobody sees all logits.
+"""Vocabulary-parallel cross-entropy: every rank holds some rows of the head, none all logits.
 
 Formula   a rank knows of its own classes m_r = max_v x_v, s_r = Σ_v exp(x_v − m_r) and the target
           x_y, or 0 if another rank holds class y. With m = max_r m_r:
@@ -19,39 +19,42 @@ from torch.autograd.function import once_differentiable
 
 
 class Vocabulary(Protocol):
-    """Ranks that hold some rows of one head each, as a loss sees them."""
+    """Ranks that each hold some rows of one head."""
 
     @property
     def start(self) -> int:
-        """The first class of this rank's rows."""
+        """First class of this rank's rows."""
 
     @property
     def size(self) -> int:
-        """How many classes all ranks hold together."""
+        """Number of classes of all ranks together."""
 
     @property
     def most(self) -> int:
         """Rows of the rank that holds most: chunks must be equal everywhere."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every rank's [...] as [ranks, ...]."""
+        """All-gather [...] to [ranks, ...]."""
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over the ranks, in place."""
+        """All-reduce a tensor by sum, in place."""
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[..., size] from whole hidden states and this rank's rows of the head."""
+        """Compute [..., size] from whole hidden states and this rank's rows of the head."""
 
 
 def to_split_gradient(
     block: Tensor, picked: Tensor, skip: Tensor | None, vocabulary: Vocabulary
 ) -> Tensor:
-    """Turn this rank's logits into their part of softmax − onehot, in place; gives the losses.
+    """Turn this rank's logits into their part of softmax − onehot, in place; return the losses.
 
     Args:
         block: [rows, own classes], fp32 or fp64.
         picked: int64 [rows, 1], of all classes.
-        skip: bool [rows, 1]: rows without gradient · gives [rows, 1], the same on every rank.
+        skip: bool [rows, 1]: rows without gradient.
+
+    Returns:
+        [rows, 1], the same on every rank.
     """
     here = picked - vocabulary.start
     elsewhere = (here < 0) | (here >= block.shape[1])
@@ -72,7 +75,7 @@ def to_split_gradient(
 
 
 def split_logits_loss(logits: Any, flat: Tensor, ignored: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Summed cross-entropy of logits of which this rank holds its own classes.
+    """Sum the cross-entropy of logits of which this rank holds its own classes (collective).
 
     Args:
         logits: has them in `.local`, [..., own classes].
@@ -80,7 +83,7 @@ def split_logits_loss(logits: Any, flat: Tensor, ignored: Tensor, vocabulary: Vo
         ignored: bool [rows].
 
     Returns:
-        the sum, fp32 (fp64 for fp64 logits); every rank must call at once.
+        The sum, fp32 (fp64 for fp64 logits).
     """
     local: Tensor = logits.local
     rows = local.reshape(-1, local.shape[-1])
@@ -89,7 +92,7 @@ def split_logits_loss(logits: Any, flat: Tensor, ignored: Tensor, vocabulary: Vo
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Forward makes the gradient of the logits, backward scales it."""
+    """Autograd function: forward computes the gradient of the logits, backward scales it."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""ViT: an image as a sequence of patches, read by a transformer encoder; classifies it.
+"""ViT: image classification by a transformer encoder over a sequence of patches.
 
 Formula   h = [class token, patches · W + b] + positions;  blocks of GPT-2's kind that see all
           positions;  logits = head(norm(h)[class token])
@@ -21,7 +21,7 @@ from shoal.models.llama import INIT_STD, TokenEmbedding
 
 
 class Patches(nn.Conv2d):
-    """Cuts an image into squares and projects each: a convolution whose steps do not overlap."""
+    """Patch embedding: a convolution whose stride is its kernel size."""
 
     def __init__(self, channels: int, dim: int, patch: int) -> None:
         super().__init__(channels, dim, patch, stride=patch)
@@ -33,12 +33,12 @@ class Patches(nn.Conv2d):
             nn.init.zeros_(self.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[batch, channels, height, width] to [batch, patches, dim], row by row."""
+        """Map [batch, channels, height, width] to [batch, patches, dim], row by row."""
         return super().forward(images).flatten(2).transpose(1, 2)
 
 
 class ClassToken(nn.Module):
-    """One learnt vector before every sequence; what it gathers is classified."""
+    """Learnt class token, prepended to every sequence; its output is classified."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class ClassToken(nn.Module):
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, n, dim] to [batch, 1 + n, dim]."""
+        """Map [batch, n, dim] to [batch, 1 + n, dim]."""
         return torch.cat((self.weight.to(x.dtype).expand(x.shape[0], 1, -1), x), 1)
 
 
 class ViT(nn.Module):
-    """The whole model; arguments as in `shoal.forecast.models.families`."""
+    """Vision transformer; arguments as in `shoal.forecast.models.families`."""
 
     def __init__(
         self,
@@ -84,9 +84,10 @@ class ViT(nn.Module):
         self.head = BiasedProjection(dim, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [batch, image_channels, image_size, image_size] to logits [batch, classes].
+        """Map images [batch, image_channels, image_size, image_size] to logits [batch, classes].
 
-        Errors: ConfigError for images of another size.
+        Raises:
+            ConfigError: images have another size.
         """
         shape = tuple(images.shape[1:])
         if shape != self.image:
@@ -101,7 +102,7 @@ class ViT(nn.Module):
 
 
 def _wrong_image(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    """The line about images that the model was not made for."""
+    """Return the message for images of another size than the model's."""
     line = f"model.image_size = {wanted[1]}: the data's samples are {list(shape)}, not "
     line += f"{list(wanted)}"
     if len(shape) != 3 or shape[1] != shape[2]:

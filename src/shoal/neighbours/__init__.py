@@ -1,1 +1,1 @@
-"""Reads what other libraries' users have (their configurations) as settings of Shoal."""
+"""Use of Shoal from scripts and configurations of Accelerate, DeepSpeed and Lightning."""

@@ -1,8 +1,9 @@
-"""Answers a script's `import accelerate` after one line, `import shoal.neighbours.accelerate`.
+"""Facade of Accelerate: serve a script's `import accelerate` from runs of Shoal.
 
-The script stays as it is. Its numbers are Accelerate's: a loss divided by the accumulation, means
-of means over ranks, batches dealt to processes in turn with the first samples again where the last
-ones do not suffice, schedules that step once per process. Source: accelerate 1.15.0.
+One line before the script's own enables it: `import shoal.neighbours.accelerate`. The script stays
+as it is. Its numbers are Accelerate's: a loss divided by the accumulation, means of means over
+ranks, batches distributed to processes in turn (the first samples again where the last ones do not
+suffice), schedules that step once per process. Source: accelerate 1.15.0.
 """
 
 from __future__ import annotations
@@ -65,17 +66,17 @@ __version__ = "1.15.0"
 
 
 class Logger(LoggerAdapter):
-    """`accelerate.logging`: lines of the first process, unless a call says otherwise."""
+    """Logger of `accelerate.logging`: lines of the first process, unless a call asks for all."""
 
     def log(self, level: int, msg: object, *args: Any, **named: Any) -> None:
-        """Log a line; `main_process_only=False`: from every process."""
+        """Log a line; with `main_process_only=False` from every process."""
         named.pop("in_order", None)
         if not named.pop("main_process_only", True) or start_world().is_first:
             super().log(level, msg, *args, **named)
 
 
 class Accelerator(PartialState, Settings):
-    """The object that a script of Accelerate's asks for everything."""
+    """Accelerate's `Accelerator`, over runs of Shoal."""
 
     mixed_precision: Any
     gradient_accumulation_steps: Any
@@ -120,7 +121,7 @@ class Accelerator(PartialState, Settings):
                 self._tell(f"{name}: what it sets is not read; layouts and formats are the plan's")
 
     def prepare(self, *objects: Any, device_placement: Any = None, **_named: Any) -> Any:
-        """Each object as the script is to use it, in the order given."""
+        """Return each object as the script is to use it, in the order given."""
         made = [self._prepared(one) for one in objects]
         self._begin_runs()
         return made[0] if len(made) == 1 else tuple(made)
@@ -141,7 +142,7 @@ class Accelerator(PartialState, Settings):
         return one
 
     def _begin_runs(self) -> None:
-        """A run for each optimizer whose model is here."""
+        """Start a run for each optimizer whose model was prepared too."""
         for one, model in product(self.optimizers, self.models):
             own = {id(p) for p in model.parameters() if p.requires_grad}
             if one.loop is None and model.loop is None and not own.isdisjoint(map(id, one.own)):
@@ -161,7 +162,7 @@ class Accelerator(PartialState, Settings):
                 name_saves(run, self)
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
-        """Gradients of a loss, divided by the accumulation, for every model that ran."""
+        """Add gradients of a loss, divided by the accumulation, for every model that ran."""
         begun = [one.loop for one in self.models if one.loop and one.loop.begun]
         if not begun:
             raise ConfigError("accelerator.backward: no model of accelerator.prepare was called")
@@ -175,7 +176,7 @@ class Accelerator(PartialState, Settings):
 
     @contextmanager
     def accumulate(self, *_models: Any) -> Iterator[None]:
-        """Around a micro-batch: gradients are summed in every n-th, and in the last of a loader."""
+        """Enclose a micro-batch: sum gradients over ranks in every n-th, and in a loader's last."""
         if self.sync_with_dataloader and self.end_of_dataloader:
             self.step, self.sync_gradients = 0, True
         else:
@@ -184,13 +185,16 @@ class Accelerator(PartialState, Settings):
         yield
 
     no_sync = trigger_sync_in_backward = nullcontext
-    """Around passes whose gradients need not travel yet; they travel in the update."""
+    """Context of passes whose gradients need no all-reduce yet; the update reduces them."""
 
     def join_uneven_inputs(self, _joinables: Any, even_batches: bool | None = None) -> Any:
-        """Around steps of as many batches on each process. Errors: ConfigError for fewer on some.
+        """Enclose steps of equally many batches on each process.
 
-        Under DDP a process that is through answers the others' sums with zeros; a run's ranks take
-        the same steps.
+        Under DDP a process without batches answers the others' all-reduces with zeros; a run's
+        ranks take the same steps.
+
+        Raises:
+            ConfigError: some processes have fewer batches.
         """
         even = self.even_batches if even_batches is None else even_batches
         if self.use_distributed and not even:
@@ -202,26 +206,26 @@ class Accelerator(PartialState, Settings):
 
     @property
     def active_dataloader(self) -> DealtLoader | None:
-        """The loader that was begun last, of those under way."""
+        """The loader that started last among the unfinished ones; None without any."""
         return self.active[-1] if self.active else None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether that one gave its last batch."""
+        """Return whether the active loader has returned its last batch."""
         return bool(self.active) and self.active[-1].at_end
 
     @property
     def remainder(self) -> int:
-        """Samples of its last step over all processes, where they are fewer; −1: none is begun."""
+        """Samples of the active loader's last step over all processes, if fewer; −1: no loader."""
         return self.active[-1].remainder if self.active else -1
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches of an update."""
+        """Micro-batches per update."""
         return self.gradient_accumulation_steps
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Have the update clip by the true global norm, and give that norm."""
+        """Clip the update by the true global norm, and return that norm."""
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_: norm_type = {norm_type}; try: 2")
         if not self.sync_gradients:
@@ -242,16 +246,16 @@ class Accelerator(PartialState, Settings):
         return None
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Have the update clip every element of the mean gradient."""
+        """Clip every element of the mean gradient in the update."""
         for one in self.optimizers:
             if one.loop is not None and self.sync_gradients:
                 one.loop.run.adjust = partial(nn.utils.clip_grad_value_, one.own, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing: gradients are unscaled in the update."""
+        """Do nothing: gradients are unscaled in the update."""
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The same without the samples that were dealt twice in a loader's last batches."""
+        """Gather without the duplicated samples of a loader's last batches."""
         plain = use_gather_object or not all_tensors(input_data)
         found = self.gather_object(input_data) if plain else self.gather(input_data)
         if not self.end_of_dataloader or self.remainder <= 0:
@@ -261,18 +265,18 @@ class Accelerator(PartialState, Settings):
     unwrap_model = staticmethod(extract_model_from_parallel)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """The whole model's tensors, on every rank; every rank must call it."""
+        """Return the whole model's tensors, on every rank; every rank must call it."""
         if isinstance(model, Prepared) and model.loop is not None:
             return model.loop.run.state_dict()
         return dict(model.state_dict())
 
     def autocast(self, *_args: Any, **_named: Any) -> Any:
-        """Around code in the run's format."""
+        """Return a context that computes in the run's dtype."""
         run = next((one.loop.run for one in self.models if one.loop), None)
         return nullcontext() if run is None else run.program.autocast()
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """Start what `log_with` names, in the first process; say where the values of `log` go."""
+        """Start the trackers of `log_with` in the first process; print where `log` writes."""
         is_first, folder = self.world.is_first, self.logging_dir
         self.trackers, lines = trackers.start(
             self.log_with, project_name, folder, config, init_kwargs, is_first=is_first
@@ -281,7 +285,7 @@ class Accelerator(PartialState, Settings):
             self._tell(f"log_with = {why}: values of log go to {self._log_file()}; try: {near}")
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Find a tracker by its name; `unwrap`: its library's own object."""
+        """Return a tracker by its name; `unwrap`: its library's own object."""
         return trackers.find(self.trackers, name, unwrap=unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_named: Any) -> None:
@@ -294,7 +298,7 @@ class Accelerator(PartialState, Settings):
 
     @property
     def logging_dir(self) -> Any:
-        """Where logs go."""
+        """Folder of the logs."""
         return self.project_configuration.logging_dir or self.project_dir
 
     def _log_file(self) -> Path:
@@ -303,13 +307,13 @@ class Accelerator(PartialState, Settings):
         return folder / "log.jsonl"
 
     def _tell(self, line: str) -> None:
-        """Tell the user, once."""
+        """Print a line for the user, once."""
         if self.is_main_process and line not in self.told:
             self.told.add(line)
             getLogger("shoal").warning("accelerate: %s", line)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save these with every state: what has `state_dict` and `load_state_dict`."""
+        """Save these with every state; they need `state_dict` and `load_state_dict`."""
         self.custom.extend(objects)
 
     def save_state(self, output_dir: Any = None, **_named: Any) -> str:
@@ -336,16 +340,16 @@ class Accelerator(PartialState, Settings):
         return str(folder)
 
     def _numbered(self) -> Path:
-        """Folder names of states that have numbers."""
+        """Return the folder of numbered states."""
         return Path(self.project_dir or ".") / "checkpoints"
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next state."""
+        """Number of the next state."""
         return int(self.project_configuration.iteration)
 
     def load_state(self, input_dir: Any = None, **_named: Any) -> None:
-        """Go on from what `save_state` wrote: also in a loader's order, which Accelerate loses."""
+        """Resume from a state of `save_state`, with loaders' order, which Accelerate loses."""
         folder = Path(input_dir or self.project_dir or "checkpoint")
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folder = self._numbered() / f"checkpoint_{max(numbers_of(self._numbered()), default=0)}"
@@ -364,13 +368,13 @@ class Accelerator(PartialState, Settings):
         return [one.loop for one in self.models if one.loop is not None]
 
     def _kept(self) -> list[Any]:
-        """What else has a state."""
+        """Return the other objects with a state."""
         return [*self.schedulers, *self.loaders, *self.custom]
 
     skip_first_batches = staticmethod(skip_first_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Let go of what was prepared."""
+        """Release the prepared objects."""
         self.models: list[Prepared] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
@@ -382,23 +386,23 @@ class Accelerator(PartialState, Settings):
     clear = free_memory
 
     def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` sees on every process."""
+        """Set a flag that `check_trigger` sees on every process."""
         self.triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether a process raised its flag; all are down again then. Every rank must call it."""
+        """Return whether a process set its flag, and reset all; every rank must call it."""
         raised = not self.world.all_true(not self.triggered)
         self.triggered = False
         return raised
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether fp16 overflowed in the last update."""
+        """Return whether fp16 overflowed in the last update."""
         return any(one.step_was_skipped for one in self.optimizers)
 
     @contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[Any]:
-        """Around what torch's profiler is to see; its trace goes to `output_trace_dir`."""
+        """Profile the enclosed code with torch's profiler; its trace goes to `output_trace_dir`."""
         named = dict(vars(profile_handler or next(iter(self.handlers), HELD["ProfileKwargs"]())))
         folder, schedule = named.pop("output_trace_dir", None), named.pop("schedule_option", None)
         kinds = torch.profiler.ProfilerActivity
@@ -427,7 +431,7 @@ class Accelerator(PartialState, Settings):
         raise module_stand_in.Lacking(f"Accelerator.{name}", NEAREST.get(name))
 
     def end_training(self) -> None:
-        """End the trackers, and leave the other processes."""
+        """End the trackers, and leave the process group."""
         for one in self.trackers:
             one.finish()
         for loop in self._loops():

@@ -1,9 +1,9 @@
-"""Deals a script's batches to processes as Accelerate does, and walks through what batches hold.
+"""Distribute a script's batches to processes as Accelerate does, and map over tensors in batches.
 
-Process r of n takes the batches r, r + n, … of the script's own sampler, in an order that is drawn
-once and is the first process's. Where the last ones do not suffice for all, samples of the
-epoch's beginning come again (even batches); gathered for metrics, these are dropped. Whose end it
-is, asks the loader that was begun last: an evaluation inside of an epoch has its own.
+Process r of n takes the batches r, r + n, … of the script's own sampler, in an order that the first
+process draws once. If the last ones do not suffice for all, samples of the epoch's beginning come
+again (even batches); metrics gathered over processes leave these out. `end_of_dataloader` refers to
+the loader that started last: an evaluation inside of an epoch has its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COPIED = (
 def dealt(
     batches: Iterable[Sequence[int]], rank: int, ranks: int, size: int, *, drops: bool, even: bool
 ) -> Iterator[list[int]]:
-    """Deal batches of `size` indices to ranks in turn; every rank gets as many, if `even`.
+    """Yield a rank's batches of `size` indices, dealt in turn; equally many per rank if `even`.
 
     >>> [list(dealt([[0, 1], [2, 3], [4]], r, 2, 2, drops=False, even=True)) for r in (0, 1)]
     [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
@@ -50,7 +50,7 @@ def dealt(
 
 
 def cut(batches: Iterable[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
-    """Cut batches into parts of `size` indices, which are dealt then.
+    """Cut batches into parts of `size` indices, before they are dealt.
 
     >>> list(cut([[0, 1, 2], [3]], 2))
     [[0, 1], [2], [3]]
@@ -60,7 +60,7 @@ def cut(batches: Iterable[Sequence[int]], size: int) -> Iterator[Sequence[int]]:
 
 
 class _Batches:
-    """A batch sampler of one process's share."""
+    """Batch sampler of one process's share."""
 
     def __init__(self, sampler: Any, accelerator: Any) -> None:
         self.sampler, self.world = sampler, accelerator.world
@@ -84,10 +84,10 @@ class _Batches:
 
 
 class DealtLoader:
-    """A script's DataLoader, dealt: this process's batches, on its device.
+    """A script's DataLoader with this process's share of the batches, on its device.
 
     Attributes:
-        at_end: the last batch of an epoch was given.
+        at_end: the last batch of an epoch was returned.
         iteration: epochs until now.
         remainder: samples of an epoch's last step over all ranks, if fewer than a whole one; 0:
             none.
@@ -136,16 +136,16 @@ class DealtLoader:
         return len(self.loader) - self.skipped
 
     def set_epoch(self, epoch: int) -> None:
-        """Number the epoch that comes."""
+        """Set the number of the next epoch."""
         self.iteration = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where its order goes on, as plain values."""
+        """Return the position in the order of batches, as plain values."""
         drawn = self.synchronised
         return {"epoch": self.iteration, "draws": text_of(drawn.get_state()) if drawn else ""}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Resume from `state_dict`."""
         self.iteration = state["epoch"]
         if self.synchronised is not None and state["draws"]:
             self.synchronised.set_state(tensor_of(state["draws"]))
@@ -164,7 +164,7 @@ class DealtLoader:
             told(self.iteration)
         self.at_end = False
         self._leave()
-        self.accelerator.active.append(self)  # left in the middle it stays there, as in Accelerate
+        self.accelerator.active.append(self)  # an unfinished loop stays active, as in Accelerate
         batches = itertools.islice(self.loader, self.skipped, None)
         ahead = next(batches, batches)
         while ahead is not batches:
@@ -179,7 +179,7 @@ class DealtLoader:
 
 
 def skip_first_batches(loader: DealtLoader, num_batches: int = 0) -> DealtLoader:
-    """The same loader without its first batches, for one epoch that goes on."""
+    """Return the loader without its first batches, for the rest of one resumed epoch."""
     made = DealtLoader.__new__(DealtLoader)
     made.__dict__ |= loader.__dict__
     made.skipped = num_batches
@@ -187,19 +187,19 @@ def skip_first_batches(loader: DealtLoader, num_batches: int = 0) -> DealtLoader
 
 
 def text_of(state: torch.Tensor) -> str:
-    """A generator's state as text."""
+    """Return a generator's state as text."""
     return state.numpy().tobytes().hex()
 
 
 def tensor_of(text: str) -> torch.Tensor:
-    """The state that a text stands for."""
+    """Return a generator's state from its text."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def each(
     value: Any, act: Callable[[torch.Tensor], Any], other: Callable[[Any], Any] = lambda one: one
 ) -> Any:
-    """A structure with what `act` gives of every tensor in it, and `other` of everything else.
+    """Apply `act` to every tensor of a structure, and `other` to everything else.
 
     >>> each({"a": torch.ones(2), "b": [torch.ones(3), "c"]}, len)
     {'a': 2, 'b': [3, 'c']}
@@ -215,12 +215,12 @@ def each(
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device."""
+    """Return a batch with its tensors on a device."""
     return each(batch, lambda one: one.to(device))
 
 
 def all_tensors(value: Any) -> bool:
-    """Whether nothing but tensors is in a structure."""
+    """Return whether a structure contains only tensors."""
     others: list[Any] = []
     each(value, lambda one: one, others.append)
     return not others

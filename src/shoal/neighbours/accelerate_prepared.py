@@ -1,6 +1,6 @@
-"""What `accelerator.prepare` gives a script: its model, optimizer and schedules, called as before.
+"""Model, optimizer and schedules that `accelerator.prepare` returns to a script.
 
-They do what Accelerate's do, on a run of Shoal's: a step of the optimizer is one of the run where
+They do what Accelerate's do, on a run of Shoal's: a step of the optimizer is one of the run when
 gradients are complete, and a schedule steps with it, once per process. `LocalSGD` lets each process
 step by itself for a while.
 """
@@ -20,20 +20,20 @@ from shoal.trainer.run import Run
 
 
 class Prepared(Carried):
-    """A model in training, called as before; `module` is the user's own."""
+    """A prepared model, called as before; `module` is the user's own."""
 
     def __init__(self, module: nn.Module, accelerator: Any) -> None:
         super().__init__(module.to(accelerator.device))
 
     def state_dict(self, *args: Any, **named: Any) -> Any:
-        """The user's module's own."""
+        """Return the state dict of the user's module."""
         return self.module.state_dict(*args, **named)
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step ends a step of the run, at the end of an accumulation.
+    """Prepared optimizer, whose step ends a step of the run, at the end of an accumulation.
 
-    Groups, state and defaults are those of the script's own; torch's schedules take it as one.
+    Groups, state and defaults are those of the script's own; torch's schedules accept it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, accelerator: Any) -> None:
@@ -45,15 +45,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return getattr(self.__dict__["optimizer"], name)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the script's own."""
+        """Return the state dict of the script's own optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As the script's own."""
+        """Load the state dict into the script's own optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> Any:
-        """Update the weights, where gradients are summed now."""
+        """Update the weights, if this pass completes the gradients."""
         if closure is not None:
             raise ConfigError("optimizer.step(closure): the run calls no closure; try: AdamW")
         if self.loop is None:
@@ -67,18 +67,18 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.clipped, self.step_was_skipped = False, done.skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no update used."""
+        """Discard gradients that no update used."""
         if self.loop is not None and self.accelerator.sync_gradients:
             self.loop.drop()
 
     @property
     def own(self) -> list[nn.Parameter]:
-        """What it steps."""
+        """Parameters that the optimizer steps."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 class PreparedScheduler:
-    """A schedule that steps with the optimizer, once per process, or once for split batches."""
+    """Prepared schedule: it steps with the optimizer, once per process or per split batch."""
 
     def __init__(self, scheduler: Any, accelerator: Any) -> None:
         self.scheduler, self.accelerator = scheduler, accelerator
@@ -107,9 +107,9 @@ class PreparedScheduler:
 
 
 class LocalSGD:
-    """Around steps that each process makes by itself; every k-th evens the weights out.
+    """Context of steps that each process makes by itself; every k-th averages the weights.
 
-    What an optimizer remembers stays each process's own, as in Accelerate.
+    The optimizer's state stays each process's own, as in Accelerate.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class LocalSGD:
                 one.loop = new
 
     def step(self) -> None:
-        """Count a step."""
+        """Count a step; average the weights at every k-th."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.every == 0:
             self.alone.average()
@@ -143,7 +143,7 @@ class LocalSGD:
 
 
 def name_saves(run: Run, accelerator: Any) -> None:
-    """Write a line, before training, for each call of the script that does not what it expects."""
+    """Report, before training, each save call of the script that behaves differently here."""
     source = final_saves.read_source()
     holders = {name for name, made in source.makers.items() if "Accelerator" in made}
 

@@ -1,4 +1,4 @@
-"""What Accelerate's scripts ask about processes, and the small things of `accelerate.utils`."""
+"""Process state of Accelerate's scripts, and the small functions of `accelerate.utils`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ KINDS = (
     *("MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"),
 )
 DistributedType = _made("DistributedType", {name: name for name in KINDS}, type=str)
-"""How processes work together, by Accelerate's names."""
+"""Kinds of process groups, by Accelerate's names."""
 HOOKS = {name.upper(): name for name in ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")}
 DDPCommunicationHookType = _made("DDPCommunicationHookType", HOOKS, type=str)
-"""How gradients may travel under DDP; here only as they are."""
+"""Compression of gradients under DDP; Shoal's facade supports none."""
 
 
 class PartialState:
-    """This process among the others: `PartialState`, and the greater part of an Accelerator."""
+    """Accelerate's `PartialState`, and the base class of `Accelerator`."""
 
     by_fsdp = debug = fork_launched = False
     initialized = True
@@ -46,7 +46,11 @@ class PartialState:
 
     @classmethod
     def _reset_state(cls, *_how: Any, **_named: Any) -> None:
-        """Refuse what transformers' Trainer begins with. Errors: ConfigError."""
+        """Refuse the first call of transformers' Trainer.
+
+        Raises:
+            ConfigError: always.
+        """
         raise ConfigError(
             "transformers.Trainer steps through Accelerate's inside, which Shoal does not have; "
             "try: a loop of your own with accelerator.prepare, or shoal.parallelize "
@@ -71,45 +75,45 @@ class PartialState:
 
     @property
     def distributed_type(self) -> Any:
-        """As Accelerate would call this run."""
+        """Accelerate's name for this kind of run."""
         many = "FSDP" if self.by_fsdp else f"MULTI_{'CPU' if self.device.type == 'cpu' else 'GPU'}"
         return DistributedType[many if self.use_distributed else "NO"]
 
     def print(self, *values: object, **named: Any) -> None:
-        """A line on standard output, from the first process of this machine."""
+        """Print a line from the first process of this machine."""
         if self.is_local_main_process:
             print(*values, **named)  # noqa: T201  # what the script asked for
 
     def wait_for_everyone(self) -> None:
-        """A barrier."""
+        """Wait at a barrier."""
         self.world.barrier()
 
     def gather(self, tensors: Any) -> Any:
-        """All processes' tensors, one after another along dim 0; of plain values, one list."""
+        """Concatenate all processes' tensors along dim 0; plain values become one list."""
         if not all_tensors(tensors):
             return self.gather_object(tensors)
         return each(tensors, lambda one: self._rows(one).flatten(0, 1))
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of each process."""
-        own = tensor.detach()  # a loss is told, not differentiated
+        """Return the tensor of each process."""
+        own = tensor.detach()  # a loss is reported, not differentiated
         return self.world.all_gather(own.reshape(1) if not own.dim() else own.contiguous())
 
     def gather_object(self, objects: Any) -> list[Any]:
-        """All processes' lists of plain values in one list."""
+        """Concatenate all processes' lists of plain values."""
         own = objects if isinstance(objects, list) else [objects]
         told = self.world.gather_json(encoded(own, "gather_object"))
         return [one for part in told for one in decoded(part)]
 
     def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
-        """One process's plain values in the place of all others'."""
+        """Overwrite the list with one process's plain values, on all."""
         own = object_list if self.process_index == from_process else None
         told = self.world.broadcast_json(encoded(own, "broadcast_object_list"), from_process)
         object_list[:] = decoded(told)
         return object_list
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors summed over processes; or their mean, their largest, or each one's own (none)."""
+        """All-reduce tensors by sum, mean or max; "none" returns each process's own."""
         if reduction not in (known := ("sum", "mean", "max", "none")):
             raise ConfigError(one_of("reduction", reduction, known))
 
@@ -126,7 +130,7 @@ class PartialState:
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        """Tensors as long along a dim as the longest of all processes, so that they gather."""
+        """Pad tensors along a dim to the longest of all processes, so that they gather."""
 
         def filled(one: torch.Tensor) -> torch.Tensor:
             if not -one.dim() <= dim < one.dim():
@@ -140,7 +144,7 @@ class PartialState:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The first process runs what is inside before the others do."""
+        """Run the enclosed code on the first process before the others."""
         if not self.is_main_process:
             self.world.barrier()
         yield
@@ -150,7 +154,7 @@ class PartialState:
     local_main_process_first = main_process_first
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """A function that runs on one process alone; −1: on the last."""
+        """Return a function that runs on one process alone; −1: on the last."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         mine = process_index in (self.process_index, self.process_index - self.num_processes)
@@ -165,7 +169,7 @@ class PartialState:
     on_last_process = functools.partialmethod(on_process, process_index=-1)
 
     def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
-        """A function that runs on one process of every machine."""
+        """Return a function that runs on one process of every machine."""
         own = local_process_index == self.local_process_index
         return self.on_process(function, self.process_index if own else None)
 
@@ -173,7 +177,7 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of a list, tensor or dict of lists; the first ones hold one more."""
+        """Yield this process's part of a list, tensor or dict; the first get one more."""
         yield self._part(inputs, apply_padding)
 
     def _part(self, inputs: Any, padded: bool) -> Any:
@@ -200,7 +204,7 @@ REFUSED = {
     "use_stateful_dataloader": "accelerator.skip_first_batches; save_state keeps an epoch's order, "
     "not the place in it",
 }
-"""Arguments that Shoal says otherwise, or whose numbers would be others here → what is nearest."""
+"""Refused arguments, whose setting or numbers differ in Shoal → the nearest setting."""
 NEAREST = {
     "init_empty_weights": "a function that builds the model, handed to shoal.parallelize",
     **dict.fromkeys(("DeepSpeedPlugin", "DummyOptim", "DummyScheduler"), DEEPSPEED),
@@ -212,7 +216,7 @@ NEAREST = {
     "register_save_state_pre_hook": "accelerator.register_for_checkpointing(object)",
     "GeneralTracker": "accelerator.log(values, step=…)",
 }
-"""What is refused where it is used, by its last name → what is nearest."""
+"""Last names of refused objects → the nearest replacement."""
 ARGUMENTS = {
     "DataLoaderConfiguration": "split_batches dispatch_batches even_batches use_seedable_sampler "
     "data_seed non_blocking use_stateful_dataloader custom_classes",
@@ -220,18 +224,18 @@ ARGUMENTS = {
     "ProjectConfiguration": "project_dir logging_dir automatic_checkpoint_naming total_limit "
     "iteration save_on_each_node",
 }
-"""Classes → their arguments, in the order in which these may come without a name."""
+"""Classes → their positional arguments, in order."""
 DEFAULTS = {
     **dict.fromkeys(("num_steps", "gradient_accumulation_steps"), 1),
     **dict.fromkeys(("adjust_scheduler", "sync_with_dataloader", "even_batches"), True),
     **dict.fromkeys(("device_placement", "step_scheduler_with_optimizer"), True),
     "iteration": 0,
 }
-"""What holds where nobody says an argument; of all others, nothing."""
+"""Defaults of arguments; of all others None."""
 
 
 class Settings:
-    """Arguments kept as attributes: of an `Accelerator`, a `ProjectConfiguration`, …"""
+    """Arguments as attributes: of an `Accelerator`, a `ProjectConfiguration`, …"""
 
     order = ""
 
@@ -247,7 +251,7 @@ class Settings:
 
 
 class HfDeepSpeedConfig:
-    """What transformers' own class inherits from where DeepSpeed is installed, and seldom makes."""
+    """Base of transformers' own class where DeepSpeed is installed; seldom instantiated."""
 
     def __init__(self, *_config: Any) -> None:
         raise Lacking("accelerate.utils.deepspeed.HfDeepSpeedConfig", DEEPSPEED)
@@ -266,7 +270,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def find_executable_batch_size(
     function: Any = None, starting_batch_size: int = 128, reduce_batch_size_fn: Any = None
 ) -> Any:
-    """A function called with a batch size, and with nine tenths of it while memory is short."""
+    """Wrap a function of a batch size: retry with nine tenths of it while out of memory."""
     if function is None:
         more = (starting_batch_size, reduce_batch_size_fn)
         return lambda one: find_executable_batch_size(one, *more)
@@ -298,32 +302,32 @@ def numbers_of(place: Path) -> list[int]:
 
 
 def retire_states(place: Path, limit: int) -> None:
-    """Delete the oldest states of a folder, but the `limit` newest."""
+    """Delete all states of a folder but the `limit` newest."""
     for number in numbers_of(place)[:-limit]:
         shutil.rmtree(place / f"checkpoint_{number}")
 
 
 def nearest_state(folder: Path) -> str:
-    """Find a folder beside or in one that holds a state of `save_state`; "" without any."""
+    """Return a folder beside or in `folder` that holds a state of `save_state`; "" without."""
     places = [folder, folder / "checkpoints", folder.parent]
     found = [place / f"checkpoint_{number}" for place in places for number in numbers_of(place)]
     return str(found[-1]) if found else ""
 
 
 def extract_model_from_parallel(model: Any, *_how: Any, **_named: Any) -> nn.Module:
-    """The user's own module."""
+    """Return the user's own module."""
     return model.module if isinstance(model, Carried) else model
 
 
 def progress(*args: Any, main_process_only: bool = True, **named: Any) -> Any:
-    """`tqdm`, on the first process of a machine alone."""
+    """Return a `tqdm` that shows on the first process of a machine alone."""
     from tqdm.auto import tqdm
 
     return tqdm(*args, **named, disable=main_process_only and start_world().local_rank != 0)
 
 
 def _of_state(method: str) -> Callable[..., Any]:
-    """A function of `accelerate.utils` that is a method of `PartialState` here."""
+    """Return a function of `accelerate.utils` that is a method of `PartialState` here."""
     return lambda *args, **named: getattr(PartialState(), method)(*args, **named)
 
 
@@ -345,7 +349,7 @@ HELD: dict[str, Any] = {
     "release_memory": lambda *objects: [None for _ in objects],
     "is_bf16_available": lambda *_how: True,
 }
-"""What scripts import beside an Accelerator, by name."""
+"""Objects that scripts import beside an Accelerator, by name."""
 for _name in (
     *("DistributedDataParallelKwargs", "AutocastKwargs", "GradScalerKwargs", "ProfileKwargs"),
     *("InitProcessGroupKwargs", "FullyShardedDataParallelPlugin", *ARGUMENTS),

@@ -1,10 +1,10 @@
-"""Names ranks that train on the same batches in a loop of another library.
+"""Report ranks that train on the same batches in a loop of another library.
 
 A plain `DataLoader` shows every rank the whole dataset, in the same order where seeds are equal.
 Such a loop trains, and every sample counts once per rank: n ranks do the work of one. The first
 steps' inputs are therefore compared over ranks, as those of `run.step` are
 (trainer/guards/batch_consistency.py).
-Here one line is enough, and training goes on: a benchmark on made-up data does the same rightly.
+The check prints one line, and training goes on: a benchmark on made-up data rightly does the same.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from shoal.trainer.run import Run
 
 
 class EqualBatchesCheck:
-    """Compares what each rank's model is called with, in the first steps.
+    """Comparison of the ranks' model inputs in the first steps.
 
     Ends with the first step whose inputs differ on all ranks, and after `LOOKS` steps. Inputs of
     few different values may be equal by chance: they are compared over several steps.
     """
 
     def __init__(self, run: Run, near: str, deals: Callable[[], bool]) -> None:
-        """Begin.
+        """Start the check.
 
         Args:
             run: the run; of one rank there is nothing to compare.
-            near: the line's advice.
-            deals: whether a loader of the facade gives these batches.
+            near: advice at the line's end.
+            deals: returns whether a loader of the facade supplies these batches.
         """
         self.run, self.near, self.deals = run, near, deals
         self.left = LOOKS if run.world.size > 1 else 0
@@ -40,13 +40,13 @@ class EqualBatchesCheck:
         self._bits = 0.0
 
     def add(self, inputs: Any) -> None:
-        """Note what a forward pass of training was called with."""
+        """Record the inputs of a forward pass in training."""
         if self.left:
             self._digests.append(digest_of(inputs))
             self._bits += information(inputs)
 
     def compare(self) -> None:
-        """Compare the step that was made; every rank calls it after its update."""
+        """Compare the inputs of the last step; every rank calls it after its update."""
         if not self.left:
             return
         self.left -= 1

@@ -1,7 +1,8 @@
-"""Answers a script's `import deepspeed` after one line, `import shoal.neighbours.deepspeed`.
+"""Facade of DeepSpeed: serve a script's `import deepspeed` from runs of Shoal.
 
-The script stays as it is. Its engine is a run of Shoal (`deepspeed_engine.py`), its configuration
-is read key by key (`deepspeed_config.py`); what DeepSpeed has beyond that is refused by name.
+One line before the script's own enables it: `import shoal.neighbours.deepspeed`. The script stays
+as it is. Its engine is a run of Shoal (`deepspeed_engine.py`), its configuration is read key by key
+(`deepspeed_config.py`); other names of DeepSpeed are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ NEAREST = {
 
 
 def init_distributed(dist_backend: str | None = None, *_args: Any, **_named: Any) -> None:
-    """Meet the other processes, as Shoal does; a group that exists is adopted.
+    """Join the process group, as Shoal does; use a group that exists.
 
     DeepSpeed makes a group of one process, too, and scripts ask torch for it.
     """
@@ -57,7 +58,7 @@ def init_distributed(dist_backend: str | None = None, *_args: Any, **_named: Any
 
 @functools.wraps(deepspeed_engine.initialize)
 def initialize(*args: Any, **named: Any) -> tuple[Engine, Any, Any, Any]:
-    """As `deepspeed_engine.initialize`, in a group of processes."""
+    """Return `deepspeed_engine.initialize`'s result, after joining the process group."""
     init_distributed()
     return deepspeed_engine.initialize(*args, **named)
 
@@ -68,10 +69,10 @@ class _Engines(type):
 
 
 class DeepSpeedEngine(metaclass=_Engines):
-    """The engine's class; called, as some texts print it, it is `initialize`."""
+    """Class of the engine; calling it, as some tutorials do, is `initialize`."""
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
-        """As `initialize`, with a line that says so."""
+        """Call `initialize`, and print a line about it."""
         made = initialize(*args, **named)
         said = (
             "DeepSpeedEngine(…) gives no four values to unpack; taken for deepspeed.initialize(…)"
@@ -91,9 +92,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 class _Init:
-    """`zero.Init`: weights are built whole, once per machine, and cut by `initialize`.
+    """Context `zero.Init`: weights are built whole, once per machine, and sharded by `initialize`.
 
-    Where its configuration asks for no narrow format, what is made inside is fp32, as in DeepSpeed:
+    Unless its configuration asks for a narrow dtype, tensors made inside are fp32, as in DeepSpeed:
     a model of transformers may ask for bf16 itself.
     """
 
@@ -113,7 +114,7 @@ class _Init:
         return self
 
     def __exit__(self, *_what: object) -> None:
-        """torch's own functions again."""
+        """Restore torch's own functions."""
         for name, make in self.was.items():
             setattr(torch, name, make)
 
@@ -122,7 +123,7 @@ MADE_WIDE = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn
 
 
 def _wide(make: Any) -> Any:
-    """A function that makes tensors, those of floating point in fp32."""
+    """Wrap a tensor factory so that floating-point tensors are fp32."""
 
     @functools.wraps(make)
     def made(*args: Any, **named: Any) -> torch.Tensor:
@@ -134,7 +135,7 @@ def _wide(make: Any) -> Any:
 
 @contextmanager
 def _gathered(params: Any, *_how: Any, **_named: Any) -> Iterator[None]:
-    """`zero.GatheredParameters`, where weights are whole; the parts of stage 3 are refused."""
+    """Serve `zero.GatheredParameters` where weights are whole; refuse the shards of stage 3."""
     held = [params] if isinstance(params, torch.Tensor) else list(params)
     if any(hasattr(one, "device_mesh") for one in held):
         failure = ConfigError(
@@ -150,7 +151,7 @@ def _gathered(params: Any, *_how: Any, **_named: Any) -> Iterator[None]:
 
 
 class RepeatingLoader:
-    """A loader that begins again where it ends."""
+    """Loader that starts again at its end."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -173,7 +174,7 @@ def _named(device: torch.device, index: int | None = None) -> str:
 
 
 class _Accelerator:
-    """What scripts ask `get_accelerator()`."""
+    """Object that `get_accelerator()` returns to scripts."""
 
     def __getattr__(self, name: str) -> Any:
         device = self.current_device()
@@ -184,7 +185,7 @@ class _Accelerator:
             "is_bf16_supported": device.type == "cpu" or torch.cuda.is_bf16_supported(),
             "is_synchronized_device": device.type == "cpu",
             "communication_backend_name": "nccl" if device.type == "cuda" else "gloo",
-            "set_device": None,  # a process gets its device where the processes meet
+            "set_device": None,  # a process gets its device when it joins the group
         }
         if name in known:
             return lambda *_args: known[name]
@@ -196,15 +197,15 @@ class _Accelerator:
         raise module_stand_in.Lacking(f"get_accelerator().{name}", None)
 
     def current_device(self) -> torch.device:
-        """The device of this process."""
+        """Return the device of this process."""
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on such a device."""
+        """Return whether a tensor is on this kind of device."""
         return tensor.device.type == self.current_device().type
 
     def pin_memory(self, tensor: torch.Tensor, *_how: Any) -> torch.Tensor:
-        """The tensor where copies to a device begin."""
+        """Return the tensor in pinned memory."""
         return tensor if self.current_device().type == "cpu" else tensor.pin_memory()
 
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
@@ -221,11 +222,15 @@ ADAMS = {
     "DeepSpeedCPUAdam": "lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_states",
     "FusedAdam": "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
 }
-"""DeepSpeed's own Adams, and their arguments in order; states are always fp32 here."""
+"""DeepSpeed's own Adams, and their arguments in order; states are always fp32 in Shoal."""
 
 
 def _adam(name: str, parameters: Any, *values: Any, **named: Any) -> torch.optim.Optimizer:
-    """torch's, with DeepSpeed's defaults. Errors: ConfigError without a correction of bias."""
+    """Return torch's optimizer with DeepSpeed's defaults.
+
+    Raises:
+        ConfigError: bias correction is off.
+    """
     said = {**dict(zip(ADAMS[name].split(), values, strict=False)), **named}
     decoupled = said.pop("adamw_mode", said.pop("adam_w_mode", True))
     for unread in ("fp32_states", "fp32_optimizer_states", "set_grad_none"):
@@ -237,17 +242,17 @@ def _adam(name: str, parameters: Any, *values: Any, **named: Any) -> torch.optim
 
 
 def _checkpoint(function: Any, *inputs: Any) -> Any:
-    """`checkpointing.checkpoint`: what is inside is computed anew in the backward pass."""
+    """Serve `checkpointing.checkpoint`: recompute a function's activations in the backward pass."""
     return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
 
 
 def _leaves(model: Any, *_which: Any, **_how: Any) -> list[Any]:
-    """`set_z3_leaf_modules`: nothing, since blocks are gathered whole."""
+    """Serve `set_z3_leaf_modules`: do nothing, since blocks are gathered whole."""
     return []
 
 
 def _schedule(name: str, optimizer: Any, *values: Any, **named: Any) -> Schedule:
-    """One of DeepSpeed's schedules, made by the script; arguments and defaults as in a file."""
+    """Return one of DeepSpeed's schedules for a script; arguments and defaults as in a file."""
     rows = [one for one in read_table("deepspeed_keys") if one.startswith(f"args.{name}.")]
     order = [one.rpartition(".")[2] for one in rows]
     named.pop("last_batch_iteration", None)
@@ -258,7 +263,7 @@ def _schedule(name: str, optimizer: Any, *values: Any, **named: Any) -> Schedule
 
 
 def _see_memory(message: str, force: bool = False, ranks: Any = None) -> None:
-    """`see_memory_usage`: a line where it is asked for by force."""
+    """Serve `see_memory_usage`: log a line if `force` is set."""
     if force:
         _log_dist(f"{message}: {torch.cuda.memory_allocated()} bytes on the device", ranks)
 
@@ -266,20 +271,20 @@ def _see_memory(message: str, force: bool = False, ranks: Any = None) -> None:
 def _zero_to_fp32(
     checkpoint_dir: Any, tag: Any = None, *_how: Any, **_named: Any
 ) -> dict[str, torch.Tensor]:
-    """`get_fp32_state_dict_from_zero_checkpoint`: whole weights in fp32, on the CPU."""
+    """Serve `get_fp32_state_dict_from_zero_checkpoint`: return whole fp32 weights on the CPU."""
     state = read_whole(checkpoint_dir, tag)
     return {name: one.float() if one.is_floating_point() else one for name, one in state.items()}
 
 
 def _load_fp32(model: torch.nn.Module, checkpoint_dir: Any, tag: Any = None) -> torch.nn.Module:
-    """`load_state_dict_from_zero_checkpoint`: the same into a model, on the CPU."""
+    """Serve `load_state_dict_from_zero_checkpoint`: load those weights into a model, on the CPU."""
     model = model.cpu()
     model.load_state_dict(_zero_to_fp32(checkpoint_dir, tag), strict=False)
     return model
 
 
 def _convert(checkpoint_dir: Any, output_dir: Any, *_how: Any, **named: Any) -> None:
-    """`convert_zero_checkpoint_to_fp32_state_dict`: the same as output_dir/model.safetensors."""
+    """Serve `convert_zero_checkpoint_to_fp32_state_dict`: write output_dir/model.safetensors."""
     state = _zero_to_fp32(checkpoint_dir, named.get("tag"))
     write_tensors(Path(output_dir) / "model.safetensors", state)
 

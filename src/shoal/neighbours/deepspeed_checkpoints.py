@@ -1,10 +1,10 @@
-"""DeepSpeed's names for checkpoints, in a run folder of Shoal's: tags, and the file `latest`.
+"""Tags and the file `latest` of DeepSpeed, for checkpoints in a run folder of Shoal's.
 
     DIR/latest                          the tag that `load_checkpoint(DIR)` takes
     DIR/checkpoints/step-N              of the tag global_stepN
     DIR/tags/TAG/checkpoints/step-N     of any other tag, its last one
 
-All ranks take one tag: ranks list what they see, since nodes may keep disks of their own, and the
+All ranks take one tag: ranks list their own disks, since nodes may not share one, and the
 first `latest` counts for all. Source: deepspeed/runtime/engine.py, 0.19.8.
 """
 
@@ -43,7 +43,7 @@ KEEP_ALL = 2**30
 
 @dataclass(frozen=True)
 class Place:
-    """Return the folder of a tag's checkpoint.
+    """Folder and step of a tag's checkpoint.
 
     Attributes:
         folder: holds `checkpoints/`.
@@ -55,7 +55,7 @@ class Place:
 
 
 def agree_on_tag(run: Run, tag: str, call: str) -> str:
-    """Return rank 0's tag; where ranks' tags differ, one line says so. Every rank calls it."""
+    """Return rank 0's tag, and print one line if ranks' tags differ; every rank calls it."""
     tags = run.world.gather_json(tag)
     other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
     if other is not None:
@@ -89,11 +89,11 @@ def find_latest(run: Run, folder: Path) -> str | None:
     """Return the tag of `folder/latest`; every rank calls it.
 
     Folders of Shoal 0.1.0 have no such file: of them the newest checkpoint without a tag of its own
-    counts, unless it was saved with `save_latest=False`. Where nothing is found one line says so,
+    counts, unless it was saved with `save_latest=False`. If nothing is found, one line reports it,
     as DeepSpeed's does, and the script trains from the start.
 
     Returns:
-        The tag; None where `load_checkpoint` gives `(None, None)`.
+        The tag; None where `load_checkpoint` returns `(None, None)`.
     """
     seen = run.world.gather_json(latest_here(folder))
     for tag in seen:
@@ -111,7 +111,7 @@ def find_latest(run: Run, folder: Path) -> str | None:
 
 
 def latest_here(folder: Path) -> str | None:
-    """Return what this rank's disk holds."""
+    """Return the content of `latest` on this rank's disk; None without one."""
     try:
         return (folder / LATEST).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -139,7 +139,7 @@ def gather_tags(world: World, folder: Path) -> list[str]:
 
 
 def locate(folder: Path, tag: str, tags: Sequence[str], call: str = "load_checkpoint") -> Place:
-    """Find the checkpoint of a tag.
+    """Return the place of a tag's checkpoint.
 
     Args:
         folder: that `save_checkpoint` was given.
@@ -148,7 +148,7 @@ def locate(folder: Path, tag: str, tags: Sequence[str], call: str = "load_checkp
         call: for the message.
 
     Raises:
-        ConfigError: there is none; the line says what there is, also where DeepSpeed wrote it.
+        ConfigError: there is none; the line lists the tags, also those that DeepSpeed wrote.
     """
     name, step = folder_name(tag), STEP_TAG.fullmatch(tag)
     if step and tag in tags:
@@ -168,8 +168,8 @@ def locate(folder: Path, tag: str, tags: Sequence[str], call: str = "load_checkp
 def portable(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return rank 0's client_state as plain values; every rank calls it.
 
-    DeepSpeed pickles what rank 0 gives. What is no plain value, tensor, array or namespace is left
-    out, and one line says so: the checkpoint is worth more.
+    DeepSpeed pickles rank 0's object. A part that is no plain value, tensor, array or namespace is
+    left out, and one line reports it: the checkpoint is worth more.
     """
     kept, lines = dict[str, Any](), list[str]()
     for name, value in state.items() if run.world.is_first else ():
@@ -187,7 +187,7 @@ def portable(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpacked(value: Any) -> Any:
-    """Return what `_packed` was given.
+    """Return the structure that `_packed` converted.
 
     >>> unpacked(_packed({"a": [torch.ones(2)], "b": (argparse.Namespace(c=1),)}))
     {'a': [tensor([1., 1.])], 'b': (Namespace(c=1),)}
@@ -208,7 +208,7 @@ def unpacked(value: Any) -> Any:
 
 
 def _packed(value: Any) -> Any:
-    """Turn tensors, arrays and namespaces in a structure into plain values."""
+    """Convert tensors, arrays and namespaces in a structure into plain values."""
     if type(value) in (list, tuple):
         return type(value)(map(_packed, value))
     if type(value) is dict:
@@ -230,7 +230,7 @@ def _packed(value: Any) -> Any:
 
 
 TENSOR, NAMESPACE = "shoal.tensor", "shoal.namespace"
-"""Keys of what stands in the place of a tensor, of a namespace."""
+"""Keys of the JSON for a tensor, for a namespace."""
 
 
 def load_whole(run: Run, place: Place, *, fall_back: bool, strict: bool) -> None:
@@ -239,7 +239,7 @@ def load_whole(run: Run, place: Place, *, fall_back: bool, strict: bool) -> None
     Args:
         run: the run.
         place: of the checkpoint.
-        fall_back: the tag was not said: where its newest checkpoint is damaged, take an older one.
+        fall_back: the script named no tag: if the newest checkpoint is damaged, take an older one.
         strict: as `load_checkpoint`'s load_module_strict.
 
     Raises:
@@ -263,7 +263,7 @@ def load_whole(run: Run, place: Place, *, fall_back: bool, strict: bool) -> None
 
 
 def load_weights(run: Run, place: Place, *, strict: bool) -> dict[str, Any]:
-    """Restore the weights alone; give what `save_checkpoint` kept beside them, and the step.
+    """Restore the weights alone; return the record that `save_checkpoint` wrote, and the step.
 
     Raises:
         ConfigError: the checkpoint is not there any more.
@@ -277,7 +277,7 @@ def load_weights(run: Run, place: Place, *, strict: bool) -> dict[str, Any]:
 def read_whole(checkpoint_dir: Any, tag: Any = None) -> dict[str, torch.Tensor]:
     """Read the fp32 weights of a checkpoint, whole, on the CPU: `zero_to_fp32` of DeepSpeed.
 
-    No other rank is asked. Tied names are one tensor.
+    Without communication. Tied names are one tensor.
 
     Raises:
         ConfigError: there is no checkpoint of that tag.
@@ -297,7 +297,7 @@ def read_whole(checkpoint_dir: Any, tag: Any = None) -> dict[str, torch.Tensor]:
 
 
 def name_saves(run: Run, engine: Any) -> None:
-    """Write a line, before training, for each call of the script that does not what it expects."""
+    """Report, before training, each save call of the script that behaves differently here."""
     source = final_saves.read_source()
     engines = {name for name, made in source.makers.items() if made & MAKERS}
 
@@ -337,4 +337,4 @@ def _gathers(call: Call) -> str:
 SAVES = "engine.save_16bit_model(folder), or engine.module_state_dict() on every rank"
 """The calls that save whole weights under stage 3."""
 MAKERS = {"initialize", "DeepSpeedEngine"}
-"""Functions that give an engine, as their first value."""
+"""Functions that return an engine, as their first value."""

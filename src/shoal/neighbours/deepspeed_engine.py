@@ -34,7 +34,7 @@ from shoal.trainer.step import loss_scale
 from shoal.trainer.step.optimizer_step import Tally, Updated
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-"""By ZeRO's stage."""
+"""Shoal's strategy by ZeRO's stage."""
 TOLD = {
     "train_batch_size": "batch",
     "train_micro_batch_size_per_gpu": "micro_batch",
@@ -47,7 +47,7 @@ TOLD = {
     "scheduler_name": "scheduler",
     "optimizer_name": "optimizer",
 }
-"""Calls of an engine that tell a setting."""
+"""Methods of an engine that return a setting."""
 DEALS = (
     "initialize(training_data=dataset), or DataLoader(dataset, sampler=DistributedSampler(dataset))"
 )
@@ -59,7 +59,7 @@ INSTEAD = {
     **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), "another initialize"),
     "random_ltd_scheduler": "the model as it is, without data_efficiency",
 }
-"""Of what an engine lacks, what to write in its place."""
+"""Names that an engine lacks → the replacement to suggest."""
 
 
 def initialize(
@@ -77,11 +77,11 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Make an engine of a model: (engine, its optimizer, a loader of `training_data`, a schedule).
+    """Return (an engine of a model, its optimizer, a loader of `training_data`, a schedule).
 
     Args:
-        optimizer, lr_scheduler: or functions that make them, in the place of the configuration's.
-        model_parameters: what the configuration's optimizer steps; default: what trains.
+        optimizer, lr_scheduler: or functions that make them, in place of the configuration's.
+        model_parameters: parameters of the configuration's optimizer; default: the trainable ones.
 
     Raises:
         ConfigError: as `read`; mpu and mesh_param, whose layouts Shoal derives itself.
@@ -134,7 +134,7 @@ def initialize(
 
 
 def installed() -> str:
-    """The version of DeepSpeed that is installed here; "" for none."""
+    """Return the installed version of DeepSpeed; "" for none."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -144,12 +144,12 @@ def installed() -> str:
 
 
 def _widened(model: nn.Module, settings: Settings) -> str:
-    """Let weights that come in a narrow format be stepped in fp32, as DeepSpeed's masters are.
+    """Keep fp32 master weights for weights of a narrow dtype, as DeepSpeed does.
+
+    At stage 0 without a format DeepSpeed steps such weights themselves.
 
     Returns:
-        the format to compute in: the configuration's, or where that names none, bf16 weights'. At.
-
-    stage 0 without a format DeepSpeed steps such weights themselves.
+        The dtype to compute in: the configuration's, or if that names none, bf16 weights'.
     """
     kinds = (torch.bfloat16, *([torch.float16] if settings.compute != "fp32" else []))
     narrow = [p for p in model.parameters() if p.requires_grad and p.dtype in kinds]
@@ -161,10 +161,10 @@ def _widened(model: nn.Module, settings: Settings) -> str:
 
 
 def _policies(settings: Settings) -> dict[str, Any]:
-    """What else a run is told."""
+    """Return the other arguments of `parallelize`."""
     told: dict[str, Any] = {"clip": settings.clip}
     if settings.offload_parameters or settings.offload_optimizer:
-        # Where parameters wait elsewhere, the optimizer's states do so too.
+        # Where parameters are offloaded, the optimizer's states are too.
         told["offload"] = "parameters" if settings.offload_parameters else "optimizer"
         told["offload_to"] = settings.offload_to
     if settings.reduce:
@@ -173,7 +173,7 @@ def _policies(settings: Settings) -> dict[str, Any]:
 
 
 def _optimizer(settings: Settings, brought: Any, parameters: Any) -> Any:
-    """What `parallelize` takes: an optimizer, or parameters → optimizer."""
+    """Return the optimizer, or the function parameters → optimizer, for `parallelize`."""
     if isinstance(brought, torch.optim.Optimizer):
         return brought
     chosen = list(parameters) if parameters is not None else None
@@ -220,7 +220,7 @@ def live_engines() -> list[Engine]:
 
 
 def _backward(loss: torch.Tensor, gradient: Any = None, *args: Any, **named: Any) -> None:
-    """`loss.backward()` of a script: that of the engine whose forward pass is under way."""
+    """Call the active engine's `backward`: serve a script's `loss.backward()`."""
     begun = [one for one in _engines if one.loop.under_way]
     if gradient is None and len(begun) == 1 and not loss.dim():
         begun[0].backward(loss, **named)
@@ -229,7 +229,7 @@ def _backward(loss: torch.Tensor, gradient: Any = None, *args: Any, **named: Any
 
 
 class Engine(Carried):
-    """What `initialize` gives: a module to call, `backward`, `step`, and what scripts ask of it.
+    """Engine that `initialize` returns: a module with `backward`, `step` and DeepSpeed's queries.
 
     module   the user's · optimizer  torch's, over this rank's parts · global_steps  updates until
     now, skipped ones included · micro_steps  calls of `step` until now
@@ -251,7 +251,7 @@ class Engine(Carried):
         self.device, self.global_rank, self.world_size = world.device, world.rank, world.size
         self.local_rank, self.dp_world_size = world.local_rank, world.size
         self.mp_world_size = 1
-        self.tput_timer = SimpleNamespace(update_epoch_count=lambda: None)  # steps tell their times
+        self.tput_timer = SimpleNamespace(update_epoch_count=lambda: None)  # steps print times
 
     def __getattr__(self, name: str) -> Any:
         if name in TOLD:
@@ -266,21 +266,21 @@ class Engine(Carried):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Gradients of a loss, divided by the accumulation; gives the loss so divided."""
+        """Add gradients of a loss, divided by the accumulation; return the loss so divided."""
         share = 1.0 / self.settings.accumulate if scale_wrt_gas else 1.0
-        # Losses of several engines may come in any number: gradients travel in `step` then.
+        # Losses of several engines may come in any number: gradients are reduced in `step` then.
         last = self.is_gradient_accumulation_boundary() and len(_engines) == 1
         self.loop.backward(loss, share=share, last=last, retain_graph=retain_graph)
         return loss.detach() * share
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last one of its step."""
+        """Return whether the current micro-batch is the last of its step."""
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self.settings.accumulate == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say by hand whether the next `step` updates."""
+        """Set by hand whether the next `step` updates."""
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -310,39 +310,39 @@ class Engine(Carried):
         return self.run.step_count * self.settings.batch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: a step begins without gradients."""
+        """Do nothing: a step begins without gradients."""
 
     def get_lr(self) -> list[float]:
-        """The rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """The last update's gradient norm before clipping; None before the first."""
+        """Return the last update's gradient norm before clipping; None before the first."""
         return None if self.loop.last is None else self.loop.last.grad_norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last update moved the weights."""
+        """Return whether the last update changed the weights."""
         return self.loop.last is not None and not self.loop.last.skipped
 
     def zero_optimization(self) -> bool:
-        """Whether anything is split."""
+        """Return whether any state is sharded."""
         return self.settings.stage > 0
 
     def fp16_enabled(self) -> bool:
-        """Whether products are fp16."""
+        """Return whether products are fp16."""
         return self.settings.compute == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Whether products are bf16."""
+        """Return whether products are bf16."""
         return self.settings.compute == "bf16"
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before backward."""
+        """Factor of losses before backward."""
         return self.run.scale
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The whole model's tensors by name, on every rank; every rank must call it."""
+        """Return the whole model's tensors by name, on every rank; every rank must call it."""
         told = self.run.state_dict()
         frozen = self.run.program.frozen if exclude_frozen_parameters else {}
         return {name: value for name, value in told.items() if name not in frozen}
@@ -360,7 +360,7 @@ class Engine(Carried):
         Args:
             save_dir: holds all tags of a training.
             tag: names the checkpoint; None: global_stepN.
-            client_state: rank 0's, which `load_checkpoint` gives back; what is no plain value,
+            client_state: rank 0's, which `load_checkpoint` returns; a part that is no plain value,
                 tensor, array or namespace is left out, with a line.
             save_latest: let `load_checkpoint` without a tag take this one.
             exclude_frozen_parameters: not read: a checkpoint is whole.
@@ -395,11 +395,11 @@ class Engine(Carried):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint of `save_checkpoint`; every rank must call it.
+        """Resume from a checkpoint of `save_checkpoint`; every rank must call it.
 
         Args:
-            load_dir: that `save_checkpoint` was given.
-            tag: of the checkpoint; None: what `load_dir/latest` names.
+            load_dir: the folder of `save_checkpoint`.
+            tag: of the checkpoint; None: the one in `load_dir/latest`.
             load_module_strict: refuse tensors that only one of model and checkpoint has.
             load_optimizer_states: False: the optimizer stays as it is.
             load_lr_scheduler_states: False: the schedule stays as it is.
@@ -407,8 +407,8 @@ class Engine(Carried):
             custom_load_fn: refused.
 
         Returns:
-            (`load_dir`, client_state); (None, None), and a line, where no tag is given and none is
-            named there.
+            (`load_dir`, client_state); (None, None), and a line, if there is neither a tag nor a
+            file `latest`.
 
         Raises:
             ConfigError: there is no checkpoint of that tag.
@@ -443,7 +443,7 @@ class Engine(Carried):
         return str(load_dir), checkpoints.unpacked(extra["client_state"])
 
     def compile(self, *_how: Any, **_named: Any) -> None:
-        """Nothing: blocks are compiled by the run's own key, compile.mode."""
+        """Do nothing: the run's own key, compile.mode, compiles blocks."""
         self.run.recorder.notice(
             'deepspeed: engine.compile() changes nothing; try: parallelize(compile="blocks")'
         )
@@ -486,12 +486,12 @@ class Engine(Carried):
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def destroy(self) -> None:
-        """Leave the other processes."""
+        """Leave the process group."""
         self.run.close()
 
 
 def _loader(dataset: Any, collate: Any, settings: Settings, world: World) -> Any:
-    """Batches of a dataset as DeepSpeed deals them: this rank's share, in the order of epoch 0."""
+    """Return a loader with this rank's batches as DeepSpeed deals them, in the order of epoch 0."""
     from torch.utils.data import DataLoader, DistributedSampler
 
     sampler: Any = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)
@@ -507,7 +507,7 @@ def _loader(dataset: Any, collate: Any, settings: Settings, world: World) -> Any
 
 
 class Scale(loss_scale.LossScale):
-    """fp16's loss scale as DeepSpeed moves it, in the place of Shoal's; `left`: overflows to go."""
+    """Loss scaler of fp16 with DeepSpeed's rules, in place of Shoal's; `left`: overflows to go."""
 
     def __init__(self, settings: LossScale) -> None:
         super().__init__(settings.fixed)
@@ -515,7 +515,11 @@ class Scale(loss_scale.LossScale):
         self.value = settings.fixed or settings.initial
 
     def lowered(self, done: Updated, tally: Tally) -> bool:
-        """Move the scale after an update; gives whether that was lost to it. Errors: `lower`."""
+        """Adapt the scale after an update; return whether the update overflowed.
+
+        Raises:
+            ConfigError: as `lower`.
+        """
         if not done.skipped:
             self.held()
             return False
@@ -525,10 +529,10 @@ class Scale(loss_scale.LossScale):
         return True
 
     def lower(self) -> None:
-        """After an overflow: halve it, or let it pass where some may.
+        """Halve the scale after an overflow, or ignore the overflow while hysteresis lasts.
 
         Raises:
-            ConfigError: where it overflows at its least, as DeepSpeed ends there.
+            ConfigError: the scale overflows at its least, as DeepSpeed ends there.
         """
         self.clean = 0
         if self.left > 1:
@@ -542,7 +546,7 @@ class Scale(loss_scale.LossScale):
             self.value = max(self.value / 2, self.settings.least)
 
     def held(self) -> None:
-        """After a step without overflow."""
+        """Count a step without overflow, and double the scale when due."""
         self.clean += 1
         if self.fixed:
             return
@@ -552,10 +556,10 @@ class Scale(loss_scale.LossScale):
             self.left = self.settings.hysteresis
 
     def state(self) -> dict[str, float]:
-        """For the checkpoint's record."""
+        """Return the state for the checkpoint's record."""
         return {**super().state(), "left": self.left}
 
     def load(self, record: dict[str, Any]) -> None:
-        """Go on where a record was made."""
+        """Restore the state of a record."""
         super().load(record)
         self.left = int(record.get("left", self.settings.hysteresis))

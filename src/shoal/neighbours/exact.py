@@ -1,15 +1,15 @@
-"""Weighs the losses of a script by how many targets each is the mean of (`--exact`).
+"""Weigh the losses of a script by the number of targets that each is the mean of (`--exact`).
 
     shoal run --as accelerate --exact -- train.py        or, before the script's own lines:
     import shoal.neighbours.exact; shoal.neighbours.exact.install()
 
-Libraries for data-parallel training average each micro-batch's loss on each rank, then the means:
-where micro-batches hold 3 and 300 targets, these three count a hundred times as much as any other.
+Libraries for data-parallel training average each micro-batch's loss on each rank, then the means.
+If micro-batches hold 3 and 300 targets, these three count a hundred times as much as any other.
 Here a step's loss is the sum over all targets of all ranks and micro-batches, divided once by their
-number, as one process with one large batch has it (design §6).
+number, as in one process with one large batch (design §6).
 
-How many targets a loss is the mean of is known where torch's own function made it, also inside of a
-model, and nothing but factors came after; of another loss one line says that it is not known.
+The number of targets is known if torch's own function made the loss, also inside of a model, and
+only factors came after. For another loss one line reports that it is not known.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ELEMENTS = (
 CLASSES = ("cross_entropy", "nll_loss")
 """Functions whose mean is over targets that are not ignored, each with its class's weight."""
 FACTORS = ("Div", "Mul", "Neg", "Mean", "View", "Unsqueeze", "Squeeze", "ToCopy", "Clone", "Alias")
-"""Operations after which a loss, one number, is still the mean of as many, times a factor."""
+"""Operations after which a scalar loss is still the same mean, times a factor."""
 KEY = "shoal.targets"
 
 
 def count_of(loss: torch.Tensor) -> torch.Tensor:
-    """Find how many targets a loss is the mean of; of classes with weights, the sum of these.
+    """Return the number of targets of a loss; of classes with weights, the sum of these.
 
     Raises:
-        ConfigError: where no function of torch's made it, or several with other counts.
+        ConfigError: no function of torch's made it, or several with other counts.
 
     >>> mean = _noting(functional.cross_entropy, _of_classes)
     >>> count_of(mean(torch.zeros(3, 2, requires_grad=True), torch.tensor([0, -100, 1])) / 4)
@@ -101,7 +101,7 @@ def _of_classes(said: Mapping[str, Any]) -> torch.Tensor | None:
 def _noting(
     function: Callable[..., Any], count: Callable[[Mapping[str, Any]], torch.Tensor | None]
 ) -> Callable[..., Any]:
-    """The same function, which leaves at a mean's node in the graph what it is the mean of."""
+    """Wrap a loss function so that a mean's node in the graph records its number of targets."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -129,7 +129,7 @@ def _noting(
 
 
 def install() -> None:
-    """Weigh so from here on, in this process; nothing where that was said before."""
+    """Weigh losses by targets from now on, in this process; do nothing at a second call."""
     if library_loop.count_of is not None:
         return
     for names, count in ((ELEMENTS, _of_elements), (CLASSES, _of_classes)):

@@ -1,12 +1,12 @@
-"""Writes what a script saves at its end as safetensors, and names before training what differs.
+"""Write a script's final saves as safetensors, and report before training those that differ.
 
     state dict                   one tensor per name; tied names once, `metadata[tied] = name`
     {"model": …, "epoch": 3}     tensors by path, `model.0.weight`; the rest as JSON in the metadata
     FILE.bin, .pt, .pth, …       FILE.safetensors, since Shoal writes no pickle
 
-Neighbours' calls write pickles, which `torch.load` executes. A script that trains for a week must
-not learn at its end that its last line is refused, so its source is read before the first step: the
-main script and the modules it imported that are the user's own.
+The other libraries' calls write pickles, which `torch.load` executes. A script that trains for a
+week must not fail at its last line, so its source is read before the first step: the main script
+and the modules it imported that are the user's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HUB_NAMES = {"pytorch_model": "model"}
 
 
 def safetensors_path(path: Any) -> Path:
-    """Return the file that is written in the place of a pickle.
+    """Return the path of the safetensors file that replaces a pickle.
 
     >>> safetensors_path("out/pytorch_model.bin").as_posix(), safetensors_path("last.pt").name
     ('out/model.safetensors', 'last.safetensors')
@@ -74,7 +74,7 @@ def write_tensors(path: Path, value: Any) -> None:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Give what is no dict, list or tuple, by its path."""
+    """Yield every value that is no dict, list or tuple, with its path."""
     if hasattr(value, "state_dict"):
         value = value.state_dict()
     dot = f"{path}." if path else ""
@@ -93,7 +93,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Find names of the very same tensor: each later one → the first one."""
+    """Return names of the very same tensor: each later one → the first one."""
     first: dict[Any, str] = {}
     found = {}
     for name, one in tensors.items():
@@ -106,7 +106,7 @@ def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that share memory with others, which the format cannot say."""
+    """Copy tensors that share memory with others, which the format cannot express."""
     storages: set[int] = set()
     found = {}
     for name, one in tensors.items():
@@ -122,10 +122,10 @@ class Call:
     """A call in the user's source.
 
     Attributes:
-        file, line: where it stands.
-        of: last name of what a method is called on.
+        file, line: of the call.
+        of: last name of the object that a method is called on.
         name: of the function.
-        is_method: it is called on something.
+        is_method: it is called on an object.
         words: by name and by number: the text of each argument.
     """
 
@@ -138,11 +138,11 @@ class Call:
 
     @property
     def text(self) -> str:
-        """As the source has it, without arguments."""
+        """Return the call as in the source, without arguments."""
         return f"{self.of or '…'}.{self.name}" if self.is_method else self.name
 
     def word(self, name: str, place: int) -> str:
-        """Return the text of an argument; "" where it is not given."""
+        """Return the text of an argument; "" if it is missing."""
         return self.words.get(name, self.words.get(place, ""))
 
 
@@ -158,7 +158,7 @@ class Source:
     makers: Mapping[str, set[str]]
 
     def after(self, start: str) -> Source:
-        """Leave out the calls that stand before the first call of `start` in the same file."""
+        """Return the source without calls before the first call of `start` in the same file."""
         first: dict[str, int] = {}
         for call in self.calls:
             if call.name == start:
@@ -189,7 +189,7 @@ def read_source() -> Source:
 
 
 def _calls(file: str, node: ast.AST, named: set[str]) -> Iterator[Call]:
-    """Give the calls below a node, in the order of the source."""
+    """Yield the calls below a node, in the order of the source."""
     if isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value:
         for other in node.orelse:
             yield from _calls(file, other, named)
@@ -214,11 +214,11 @@ def _last_name(node: ast.AST) -> str:
 
 
 Rule = Callable[[Call], str]
-"""Says how a call differs from its library's, in the words after `FILE:LINE: x.save`; or ""."""
+"""Returns a call's difference from its library's, to print after `FILE:LINE: x.save`; or ""."""
 
 
 def name_final_saves(run: Run, source: Source, rules: Sequence[Rule]) -> None:
-    """Write a line, before training, for each call of the source that a rule names."""
+    """Print a line, before training, for each call of the source that a rule names."""
     told = set[tuple[str, str]]()
     for call in source.calls:
         for line in filter(None, (rule(call) for rule in rules)):
@@ -229,7 +229,7 @@ def name_final_saves(run: Run, source: Source, rules: Sequence[Rule]) -> None:
 
 
 def renamed(asked: str) -> str:
-    """Say in a line's words what is written in the place of a pickle; "" where it is none.
+    """Return a line on the file that replaces a pickle; "" if the path is none.
 
     >>> renamed("'a/last.pt'")
     "writes 'a/last.safetensors', which safetensors.torch reads: Shoal writes no pickle"
@@ -246,7 +246,7 @@ def renamed(asked: str) -> str:
 
 
 def saves_parts(near: str) -> Rule:
-    """Make the rule for layouts of which each rank holds parts of the weights.
+    """Return the rule for layouts of which each rank holds parts of the weights.
 
     Args:
         near: the call that gathers them.
@@ -272,17 +272,17 @@ UNSAVED = "unsaved-weights"
 
 
 def rescue(run: Run, failure: ConfigError, near: str) -> NoReturn:
-    """Write a checkpoint in the place of a save that is refused, and refuse.
+    """Write a checkpoint in place of a refused save, then raise.
+
+    If some ranks do not come here within seconds, no checkpoint is written: it needs them all.
 
     Args:
         run: the run.
-        failure: why it is refused.
+        failure: the reason of the refusal.
         near: the call that saves.
 
-    Where not every rank comes here within seconds none is written: a checkpoint needs them all.
-
     Raises:
-        ConfigError: always, `failure` and where the weights are.
+        ConfigError: always, `failure` and the location of the weights.
     """
     saved = None
     if run.step_count and run.meeting.agreed(f"rescue of step {run.step_count}"):
@@ -298,7 +298,7 @@ def rescue(run: Run, failure: ConfigError, near: str) -> NoReturn:
 
 
 def save_what_is_refused(run: Run, near: str) -> None:
-    """Have `run.model.state_dict()`, where it is refused, write a checkpoint first (`rescue`)."""
+    """Let a refused `run.model.state_dict()` write a checkpoint first (`rescue`)."""
     model, plain = run.model, run.model.state_dict
 
     def state_dict(*args: Any, **named: Any) -> Any:

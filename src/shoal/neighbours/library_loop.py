@@ -1,6 +1,6 @@
-"""A run whose loop is another library's: it calls the model and backward, and says when to update.
+"""A run whose loop is another library's: that calls the model and backward, and updates.
 
-Layouts that such a loop can carry hold the whole model in every forward pass: ddp, zero 1 to 3.
+Layouts that support such a loop hold the whole model in every forward pass: ddp, zero 1 to 3.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from shoal.trainer.run import Run
 from shoal.trainer.step.optimizer_step import StepResult
 
 count_of: Callable[[torch.Tensor], torch.Tensor] | None = None
-"""Finds how many targets a loss is the mean of, where losses are weighed by that (`exact.py`)."""
+"""Returns a loss's number of targets, if losses are weighed by it (`exact.py`)."""
 
 
 def started(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
-    """Start a run, as `parallelize`, whose model stays in the mode it has: a loop sets it itself.
+    """Start a run, as `parallelize`, but keep the model's training mode: the loop sets it itself.
+
+    A model of transformers comes in evaluation mode, and the other libraries train it in that mode
+    if a script forgets `model.train()`.
 
     Args:
         saves: the loop's call that saves whole weights, for the line that refuses another.
-
-    A model of transformers comes in evaluation mode, and its neighbours train it in that where a
-    script forgets `model.train()`.
     """
     trains = model.training
     run = parallelize(model, optimizer, **how)
@@ -46,10 +46,10 @@ def started(model: nn.Module, optimizer: Any, *, saves: str, **how: Any) -> Run:
 
 
 class FreeLoop:
-    """The steps of a run, made pass by pass.
+    """Steps of a run, driven pass by pass from a foreign loop.
 
     Attributes:
-        last: what the last update did; None before the first.
+        last: result of the last update; None before the first.
     """
 
     def __init__(self, run: Run, check: EqualBatchesCheck | None = None) -> None:
@@ -58,18 +58,18 @@ class FreeLoop:
 
     @property
     def passes(self) -> FreePasses | None:
-        """Those of the step under way."""
+        """Passes of the step under way, or None."""
         written = self.run.step_state.written
         return written if isinstance(written, FreePasses) else None
 
     @property
     def under_way(self) -> bool:
-        """Whether a forward pass waits for its backward."""
+        """Return whether a forward pass waits for its backward."""
         return self.passes is not None and self.passes.under_way
 
     @property
     def begun(self) -> bool:
-        """Whether a step is under way: the model was called since the last update."""
+        """Return whether a step is under way: the model was called since the last update."""
         return self.passes is not None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -81,27 +81,27 @@ class FreeLoop:
     def backward(
         self, loss: torch.Tensor, *, share: float, last: bool, retain_graph: bool = False
     ) -> None:
-        """Add the gradients of `share` of a loss; `last`: no pass of this step comes after it."""
+        """Add the gradients of `share` of a loss; `last`: this step's last pass."""
         count = count_of(loss) if count_of and isinstance(loss, torch.Tensor) else None
         passes = self._passes()
         passes.backward(loss, share=share, last=last, retain_graph=retain_graph, count=count)
 
     def norm(self) -> float:
-        """Sum gradients over ranks; gives the norm of the mean gradient. Every rank calls it."""
+        """All-reduce gradients; return the norm of the mean gradient. Every rank calls it."""
         tally = self._passes().finish()
         return tally.norm / (tally.count * self.run.scale)
 
     def clip(self, norm: float) -> None:
-        """Let updates clip the mean gradient from here on; 0: none."""
+        """Clip the mean gradient in updates from now on; 0: none."""
         if self.run.plan.clip != norm:
             self.run.program = self.run.program.but(clip=norm)
 
     def drop(self) -> None:
-        """Forget the gradients of the step under way."""
+        """Discard the gradients of the step under way."""
         self.run.step_state.written = None
 
     def update(self) -> StepResult:
-        """Sum gradients over ranks, clip them, step the optimizer; or skip that, on all ranks."""
+        """All-reduce gradients, clip them, step the optimizer; or skip that, on all ranks."""
         self._passes()
         self.last = self.run.update()
         if self.check is not None:
@@ -119,15 +119,15 @@ class FreeLoop:
 
 
 class Carried(nn.Module):
-    """What a script calls in the place of its model: the same outputs and attributes.
+    """Wrapper that a script calls in place of its model: the same outputs and attributes.
 
     Args:
         module: the script's own.
-        loop: whose step a call is a pass of; None: nothing steps it.
+        loop: the loop whose pass a call is; None: without training.
     """
 
     no_sync = nullcontext
-    """Around passes whose gradients need not travel yet; they travel when they may."""
+    """Context of passes whose gradients need no all-reduce yet; the update reduces them."""
 
     def __init__(self, module: nn.Module, loop: FreeLoop | None = None) -> None:
         super().__init__()
@@ -140,16 +140,19 @@ class Carried(nn.Module):
             return getattr(self._modules.get("module"), name)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's own outputs."""
+        """Return the model's own outputs."""
         call = self.module if self.loop is None else self.loop.forward
         return call(*inputs, **named)
 
 
 class Alone(FreeLoop):
-    """Steps of this rank by itself, on a run's model and optimizer: nothing is summed over ranks.
+    """Local steps of this rank, on a run's model and optimizer, without communication.
 
-    Between them `average` makes the weights of all ranks alike, as they must be when the run goes
-    on. Errors: ConfigError for weights that a rank holds in part, or in another format.
+    Between them `average` makes the weights of all ranks equal, as they must be when the run goes
+    on.
+
+    Raises:
+        ConfigError: a rank holds weights in part, or in another dtype.
     """
 
     def __init__(self, run: Run) -> None:
@@ -166,7 +169,7 @@ class Alone(FreeLoop):
 
     @property
     def begun(self) -> bool:
-        """Whether the model was called since the last update."""
+        """Return whether the model was called since the last update."""
         return self._passed
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -181,16 +184,16 @@ class Alone(FreeLoop):
         torch.autograd.backward(loss * share, retain_graph=retain_graph)
 
     def norm(self) -> float:
-        """The norm of this rank's gradient."""
+        """Return the norm of this rank's gradient."""
         held = [p.grad for p in self.run.model.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(held))
 
     def clip(self, norm: float) -> None:
-        """Let the next update clip."""
+        """Clip the gradient in the next update."""
         self._norm = norm
 
     def drop(self) -> None:
-        """Forget this rank's gradients."""
+        """Discard this rank's gradients."""
         self._passed = False
         for one in self.run.model.parameters():
             one.grad = None
@@ -207,7 +210,7 @@ class Alone(FreeLoop):
         return StepResult(run.step_count, float("nan"), norm, rate, 0.0, False, "")
 
     def average(self) -> None:
-        """Make every weight its mean over ranks; every rank calls it."""
+        """Average every weight over ranks; every rank calls it."""
         world = self.run.world
         for one in self.run.model.parameters():
             world.all_reduce(one.data)

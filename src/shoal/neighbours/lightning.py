@@ -1,4 +1,4 @@
-"""Shoal as a strategy of Lightning's: its Trainer keeps the loop, a run of Shoal makes the steps.
+"""Lightning strategy over Shoal: its Trainer keeps the loop, a run of Shoal makes the steps.
 
     import lightning.pytorch, shoal.neighbours.lightning      Lightning first
     Trainer(strategy="shoal", devices=4)                      or "shoal_zero2", "shoal_fsdp", …
@@ -6,8 +6,8 @@
 
 The numbers are those of Lightning's "ddp": means of means over ranks, a loss divided by
 `accumulate_grad_batches`, the last window of an epoch cut short. Its `.ckpt` files stay its own:
-weights and the optimizer's state are whole in them, so another layout, or Lightning alone, goes on
-from there. Optimization by hand is refused. Source: lightning 2.6.
+weights and the optimizer's state are whole in them, so another layout, or Lightning alone, can
+resume from them. Manual optimization is refused. Source: lightning 2.6.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OWN = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
     *("precision_plugin", "process_group_backend", "timeout", "start_method"),
 )
-"""Arguments of Lightning's strategies that mean here what they mean there."""
+"""Arguments of Lightning's strategies that keep their meaning."""
 ELSEWHERE = {
     "clip": "Trainer(gradient_clip_val=…)",
     "compute": "Trainer(precision=…)",
@@ -55,24 +55,24 @@ ELSEWHERE = {
     "stage": 'layout="zero2"',
 }
 _in_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that a fit under fsdp left in parts."""
+"""Modules whose weights a fit under fsdp left sharded."""
 TRUE = {"bf16-true": "bf16-mixed", "16-true": "16-mixed"}
 
 
 class Carrier(nn.Module):
-    """Runs a method of the user's module inside one forward pass, as Lightning's wrappers do."""
+    """Wrapper that runs a method of the user's module in a forward pass, as Lightning's do."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, method: str, *inputs: Any, **named: Any) -> Any:
-        """What the method gives."""
+        """Return the result of the method."""
         return getattr(self.module, method)(*inputs, **named)
 
 
 class _Methods:
-    """What Shoal's strategy does otherwise than the ddp strategy of Lightning's, its base."""
+    """Methods in which Shoal's strategy differs from its base, Lightning's ddp strategy."""
 
     package: ClassVar[Any]
     lightning_module: Any
@@ -97,18 +97,18 @@ class _Methods:
 
     @classmethod
     def register_strategies(cls, registry: Any) -> None:
-        """Let Trainer find it by name."""
+        """Register the strategies by name, for Trainer."""
         for name in LAYOUTS:
             said = "shoal" if name == "auto" else f"shoal_{name}"
             told = f"Shoal, layout {name}"
             registry.register(said, cls, description=told, override=True, layout=name)
 
-    # What a Trainer asks before it trains
+    # Setup
 
     def setup(self, trainer: Any) -> None:
-        """Move the module to its device; to fit, begin a run of it and its optimizer."""
+        """Move the module to its device; to fit, start a run of it and its optimizer."""
         compute = self._compute()
-        states, self._states = self._states, None  # of a checkpoint that this call alone goes on
+        states, self._states = self._states, None  # of a checkpoint that only this call resumes
         if self.lightning_module in _in_parts:
             raise ConfigError(
                 "LightningModule: since a fit under fsdp it holds this rank's parts of its "
@@ -172,20 +172,20 @@ class _Methods:
         return PRECISIONS[plugin.precision]
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        """The module as it is: a run sums gradients, no wrapper does."""
+        """Return the module as it is: a run sums gradients, no wrapper does."""
         return model
 
     def _register_ddp_hooks(self) -> None:
-        """None: nothing is wrapped."""
+        """Do nothing: no module is wrapped."""
 
     # Steps
 
     def training_step(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own, as a pass of the step under way."""
+        """Run the module's own step, as a pass of the step under way."""
         return self._inside("training_step", *inputs, **named)
 
     def validation_step(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own, in the run's format."""
+        """Run the module's own step, in the run's dtype."""
         return self._inside("validation_step", *inputs, **named)
 
     def _inside(self, method: str, *inputs: Any, **named: Any) -> Any:
@@ -199,13 +199,13 @@ class _Methods:
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around a pass that others of the same step come after."""
+        """Enclose a pass before the last one of the same step."""
         self._more = True
         yield
         self._more = False
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *_: Any, **named: Any) -> Any:
-        """Gradients of a loss, which Lightning has divided by the accumulation."""
+        """Add gradients of a loss, which Lightning has divided by the accumulation."""
         if self.loop is None:
             raise ConfigError("backward: no fit is under way; try: Trainer.fit")
         plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's
@@ -219,7 +219,7 @@ class _Methods:
             raise ConfigError("optimizer.step: no fit is under way; try: Trainer.fit")
         found, run = closure(), self.loop.run
         if self.loop.passes is None or not self.loop.passes.count:
-            return found  # training_step gave None
+            return found  # training_step returned None
         plugin: Any = self.precision_plugin  # type: ignore[attr-defined]  # the base's
         run.adjust = partial(plugin._after_closure, model or self.lightning_module, optimizer)
         self._norm = self.loop.norm()
@@ -230,7 +230,7 @@ class _Methods:
         return found
 
     def _clip(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "") -> None:
-        """In the place of the plugin's: by the norm over all ranks' parts, or by value."""
+        """Clip, in place of the plugin, by the norm over all ranks' parts, or by value."""
         if not clip_val:
             return
         held = [one for group in optimizer.param_groups for one in group["params"]]
@@ -245,7 +245,7 @@ class _Methods:
     # Checkpoints
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> Any:
-        """Lightning's file; its pickle may hold tensors and plain values, unless told otherwise."""
+        """Load Lightning's file; by default its pickle may hold tensors and plain values."""
         found = super().load_checkpoint(  # type: ignore[misc]  # of the ddp strategy
             checkpoint_path, weights_only=True if weights_only is None else weights_only
         )
@@ -253,17 +253,17 @@ class _Methods:
         return found
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Nothing: the run began with it."""
+        """Do nothing: the run started with this state."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's tensors by its own names; every rank calls it."""
+        """Return the whole module's tensors by its own names; every rank calls it."""
         if self.loop is None or not self.loop.run.plan.layout.zero:
             return dict(self.lightning_module.state_dict())
         told = self.loop.run.state_dict()
         return {name.removeprefix("module."): value for name, value in told.items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As the optimizer's own `state_dict` over the whole module; every rank calls it."""
+        """Return `state_dict` of the optimizer over the whole module; every rank calls it."""
         own = optimizer.state_dict()
         if self.loop is None or not self.loop.run.plan.layout.zero:
             return dict(own)
@@ -285,10 +285,10 @@ class _Methods:
             first += len(names)
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    # What ranks tell each other
+    # Communication
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Plain values and tensors of one rank to all, as JSON and bytes: never as a pickle."""
+        """Broadcast plain values and tensors, as JSON and bytes: never as a pickle."""
         world = self._world()
         if world.size == 1:
             return obj
@@ -296,7 +296,7 @@ class _Methods:
         return _read(said)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let go of the run: the other processes may not be there to end it with this one."""
+        """Release the run without its end: the other processes may be gone."""
         super().on_exception(exception)  # type: ignore[misc]  # of the ddp strategy
         if self.loop is not None and self._world().size > 1:
             self.loop = None
@@ -312,7 +312,10 @@ class _Methods:
 
 
 def check_layout(layout: Any) -> None:
-    """Errors: ConfigError for a layout whose passes Lightning's loop cannot make.
+    """Refuse a layout whose passes Lightning's loop cannot make.
+
+    Raises:
+        ConfigError: the layout needs another loop.
 
     >>> check_layout("zero2"), check_layout({"dp_replicate": 2, "dp_shard": 2})
     (None, None)
@@ -328,11 +331,14 @@ def check_layout(layout: Any) -> None:
 
 
 def _nothing(set_to_none: bool = True) -> None:
-    """In the place of `zero_grad`."""
+    """Do nothing, in place of `zero_grad`."""
 
 
 def _written(value: Any) -> Any:
-    """A value in JSON's words. Errors: ConfigError for what only a pickle would carry.
+    """Convert a value to JSON with tagged types.
+
+    Raises:
+        ConfigError: only a pickle could hold the value.
 
     >>> _read(_written({"a": (1, None), "b": [torch.tensor([2.5])]}))
     {'a': (1, None), 'b': [tensor([2.5000])]}
@@ -357,7 +363,7 @@ def _written(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """What `_written` wrote."""
+    """Return the value that `_written` converted."""
     if isinstance(value, list):
         return [_read(one) for one in value]
     if not isinstance(value, dict):
@@ -375,7 +381,7 @@ def _read(value: Any) -> Any:
 
 
 def _strategies() -> list[type]:
-    """One class for each Lightning that is here: those imported before, else those installed."""
+    """Return one class for each Lightning here: those imported before, else those installed."""
     found = [name for name in PACKAGES if name in sys.modules]
     found = found or [name for name in PACKAGES if find_spec(name.partition(".")[0])]
     made: list[type] = []

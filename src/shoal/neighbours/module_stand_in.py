@@ -1,9 +1,9 @@
-"""Lets a script's `import NAME` of another library find a facade of it here.
+"""Serve a script's `import NAME` of another library with a facade of it.
 
-What a facade lacks is imported all the same, and refused by its name where it is used: scripts and
-other packages import much that they never call. Whether the library itself is installed is answered
-as without us: other packages ask for it (`importlib.metadata` looks at files alone; `find_spec` is
-asked here).
+A name that the facade lacks can be imported all the same, and is refused where it is used: scripts
+and other packages import much that they never call. Queries for the library itself are answered as
+without Shoal: other packages ask whether it is installed (`importlib.metadata` looks at files
+alone; `find_spec` is wrapped here).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from shoal.base.errors import ConfigError
 
 _ours: dict[str, Mapping[str, str]] = {}
-"""What each library's names are called in Shoal, where it has them in another way."""
+"""Library → refused name → the replacement in Shoal."""
 _held: dict[str, Mapping[str, Any]] = {}
-"""What each library's facade holds by name, whichever of its modules a script looks into."""
+"""Library → objects of its facade by name, in whichever module a script looks."""
 _find_spec = importlib.util.find_spec
 
 
@@ -36,12 +36,12 @@ def answer(
     """Register a facade as the package `name`.
 
     Args:
-        held: what any of its modules gives by name: libraries move names between them.
-        nearest: for what is refused, by its last name: what to write in its place.
-        inside: modules that are there before a script imports them, and what else each gives.
+        held: objects that any of its modules returns by name: libraries move names between them.
+        nearest: last name of a refused object → the replacement to suggest.
+        inside: modules that exist before a script imports them, and further objects of each.
 
     Raises:
-        ImportError: where the library itself was imported before.
+        ImportError: the library itself was imported before.
     """
     known = sys.modules.get(name)
     if known is not None and known is not facade:
@@ -59,7 +59,7 @@ def answer(
 
 
 class Lacking(ConfigError, AttributeError):
-    """Something that a facade has not: one line for a user, none for `hasattr`."""
+    """Error for a name that a facade lacks: one line for a user, and False for `hasattr`."""
 
     def __init__(self, what: str, near: str | None) -> None:
         said = f"; try: {near}" if near else ": a run of Shoal has nothing of this name"
@@ -67,7 +67,7 @@ class Lacking(ConfigError, AttributeError):
 
 
 class _Asked:
-    """A module's `__getattr__`: a name that it lacks is what is refused where it is used."""
+    """A module's `__getattr__`: returns an `Unanswered` class for a name that it lacks."""
 
     def __init__(self, module: str) -> None:
         self.module = module
@@ -86,61 +86,65 @@ class _Asked:
 
 
 class Unanswered(type):
-    """The kind of what a facade lacks: a class that refuses to be called, asked and inherited."""
+    """Metaclass of missing names: a class that refuses calls, attributes and inheritance."""
 
     path: str
 
     def __new__(cls, name: str, bases: tuple[type, ...], inside: dict[str, Any]) -> Any:
-        """Make one; of a script's own class that inherits from one: refuse it."""
+        """Make a missing name's class; refuse a script's own class that inherits from one."""
         for one in bases:
             if isinstance(one, cls):
                 one.refuse()
         return super().__new__(cls, name, bases, inside)
 
     def __call__(cls, *_args: Any, **_named: Any) -> Any:
-        """Refuse: it was called."""
+        """Refuse a call."""
         cls.refuse()
 
     def __iter__(cls) -> Any:
-        """Refuse: its members were asked for."""
+        """Refuse an iteration."""
         cls.refuse()
 
     def __getattr__(cls, name: str) -> Any:
-        """What a module of that name would give; else refuse: something of it was asked for."""
+        """Return the attribute of a module of that name; else refuse the access."""
         if name.startswith("__"):
             raise AttributeError(name)
         held = _held[cls.path.partition(".")[0]]
         return held[name] if name in held else cls.refuse()
 
     def refuse(cls) -> NoReturn:
-        """Say in one line what is not here, and what is. Errors: Lacking, always."""
+        """Raise one line on the missing name and the nearest one.
+
+        Raises:
+            Lacking: always.
+        """
         library, name = cls.path.partition(".")[0], cls.path.rpartition(".")[2]
         raise Lacking(cls.path, _ours[library].get(name))
 
 
 class _Finder:
-    """Finds the modules of a facade, all of them that a script asks for."""
+    """Import finder for all modules of a facade."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The stand-in for a module of an answered library; None for others."""
+        """Return the spec of a facade's module; None for other libraries."""
         if "." in name and name.partition(".")[0] in _ours:
             return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # both in one
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module that refuses what is used of it."""
+        """Return an empty module that refuses the names it lacks."""
         module = ModuleType(spec.name, "As Shoal answers it.")
         vars(module)["__getattr__"] = _Asked(spec.name)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: `answer` fills in what is held."""
+        """Do nothing: `answer` fills in the module's objects."""
 
 
 def _find_installed(name: str, package: str | None = None) -> ModuleSpec | None:
-    """`importlib.util.find_spec`, which knows nothing of facades."""
+    """Call `importlib.util.find_spec` without the facades."""
     if name.partition(".")[0] in _ours:
         return importlib.machinery.PathFinder.find_spec(name)
     return _find_spec(name, package)

@@ -1,10 +1,10 @@
-"""Trackers: where a script's logged values go, by the name that its library has for each.
+"""Trackers: destinations of a script's logged values, by each library's name for them.
 
     tensorboard   LOGGING_DIR/PROJECT/events…, by torch.utils.tensorboard
     wandb         wandb.init(project=PROJECT, …)
-    others        not answered: a line before training says so, and the values stay in a file
+    others        not supported: a line before training reports it, and the values stay in a file
 
-One that is not installed is a line, too: the training is worth more than its curves.
+A tracker that is not installed is a line, too: the training is worth more than its curves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OTHERS = (
 
 
 class Tracker:
-    """A destination of values: `log` takes them by name, with a step.
+    """Destination of logged values.
 
     name   as scripts say it · tracker, writer  the library's own object
     """
@@ -37,17 +37,17 @@ class Tracker:
         self.tracker = self.writer = tracker
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_how: Any) -> None:
-        """Take values."""
+        """Log values at a step."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Take the settings of a training."""
+        """Store the settings of a training."""
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Flush the values."""
 
 
 class TensorBoardTracker(Tracker):
-    """Values as scalars, texts and groups of scalars of TensorBoard."""
+    """Tracker that writes scalars, texts and groups of scalars for TensorBoard."""
 
     name = "tensorboard"
 
@@ -57,7 +57,7 @@ class TensorBoardTracker(Tracker):
         super().__init__(SummaryWriter(os.path.join(folder or ".", project), **settings))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_how: Any) -> None:
-        """Draw values at a step."""
+        """Log values at a step."""
         for name, value in values.items():
             if isinstance(value, str):
                 self.tracker.add_text(name, value, global_step=step)
@@ -68,13 +68,13 @@ class TensorBoardTracker(Tracker):
         self.tracker.flush()
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the settings as a text."""
+        """Store the settings as a text."""
         lines = [f"    {name}: {value}" for name, value in values.items()]
         self.tracker.add_text("config", "\n".join(lines))
         self.tracker.flush()
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **how: Any) -> None:
-        """Draw batches of images."""
+        """Log batches of images."""
         for name, images in values.items():
             self.tracker.add_images(name, images, global_step=step, **how)
 
@@ -84,7 +84,7 @@ class TensorBoardTracker(Tracker):
 
 
 class WandBTracker(Tracker):
-    """Values of a run of wandb."""
+    """Tracker that logs to a run of wandb."""
 
     name = "wandb"
 
@@ -102,7 +102,7 @@ class WandBTracker(Tracker):
         self.tracker.log(dict(values), step=step, **how)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the settings."""
+        """Store the settings."""
         self.tracker.config.update(dict(values), allow_val_change=True)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **how: Any) -> None:
@@ -166,7 +166,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def find(trackers: Sequence[Tracker], name: str, *, unwrap: bool) -> Any:
-    """Find a tracker; without one of that name give one that takes everything and keeps nothing."""
+    """Return a tracker by name; without one, a tracker that discards all values."""
     for one in trackers:
         if one.name == name:
             return one.tracker if unwrap else one

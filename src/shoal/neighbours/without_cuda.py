@@ -1,4 +1,4 @@
-"""Answers a script's `.cuda()`, `nccl` and `set_device` where no CUDA device is; told once.
+"""Replace a script's `.cuda()`, `nccl` and `set_device` where no CUDA device is; reported once.
 
 Importing it is enough, before the script's own lines:
 
@@ -23,18 +23,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 TOLD = "no CUDA device is here: what the script moves there stays on the CPU, and nccl is gloo"
 JOIN = "init_process_group"
-"""Of torch.distributed: a script calls it, never this room."""
+"""Function of torch.distributed: the script calls it, never this package."""
 MAKERS = (
     *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint"),
     *("randn", "randperm", "tensor", "zeros"),
     *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
 )
-"""Functions of torch that make tensors where `device` says."""
+"""Functions of torch that make tensors on a `device`."""
 _told: list[bool] = []
 
 
 def install() -> None:
-    """Answer them from here on; nothing where a CUDA device is, or when done before."""
+    """Replace the calls from now on; do nothing if a CUDA device exists, or at a second call."""
     if torch.cuda.is_available() or getattr(torch.cuda.set_device, "_shoal", False):
         return
     init, wrap = vars(dist)[JOIN], DistributedDataParallel.__init__
@@ -61,7 +61,7 @@ def install() -> None:
             named.pop("output_device", None)
         wrap(self, module, device_ids, *more, **named)
 
-    with torch.device("cpu"):  # torch lists its makers once, and is to know them as they are
+    with torch.device("cpu"):  # torch lists its factories once, and must list the unwrapped ones
         torch.empty(0)
     for name in MAKERS:
         setattr(torch, name, _made_here(getattr(torch, name)))
@@ -83,7 +83,7 @@ def install() -> None:
 
 
 def _nothing() -> Any:
-    """A function of its own for each name: torch's compiler knows them by that."""
+    """Return a new no-op function: torch's compiler needs a distinct one for each name."""
 
     def told(*_args: Any) -> None:
         _tell()
@@ -92,7 +92,7 @@ def _nothing() -> Any:
 
 
 def _staying(to: Any) -> Any:
-    """`to`, without a device that is not here."""
+    """Wrap `to` so that it ignores a device that does not exist."""
 
     @functools.wraps(to)
     def moved(self: Any, *where: Any, **how: Any) -> Any:
@@ -107,7 +107,7 @@ def _staying(to: Any) -> Any:
 
 
 def _made_here(make: Any) -> Any:
-    """A maker of tensors, without a device that is not here."""
+    """Wrap a tensor factory so that it ignores a device that does not exist."""
 
     @functools.wraps(make)
     def made(*args: Any, **how: Any) -> Any:

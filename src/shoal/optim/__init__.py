@@ -1,1 +1,1 @@
-"""Optimizers: built by name or rebound from the user's, learning-rate schedules, named state."""
+"""Optimizers: construction by name, sharding, learning-rate schedules, named state."""

@@ -1,4 +1,4 @@
-"""Private names of torch that this room uses; tested on 2.13."""
+"""Private names of torch that this package uses; tested on 2.13."""
 
 from torch.optim.optimizer import _global_optimizer_post_hooks as every_post_hook
 from torch.optim.optimizer import _global_optimizer_pre_hooks as every_pre_hook

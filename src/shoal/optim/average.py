@@ -1,9 +1,9 @@
-"""An exponential moving average of the weights, which often evaluates better than the weights do.
+"""Exponential moving average of the weights, which often evaluates better than the weights.
 
     average ← average + (1 − d)·(weights − average)    d = min(decay, (1 + t) / (10 + t))
 
 after every update t = 0, 1, 2, …: the rising d forgets the random start within a few hundred steps.
-Every rank averages only the pieces it steps itself, in at least float32, so the cost in memory is
+Every rank averages only the pieces that it steps, in at least float32, so the cost in memory is
 that of one more optimizer state. Buffers (BatchNorm's statistics) are not averaged.
 
 Source: Polyak and Juditsky 1992; the rise of d as in TensorFlow's ExponentialMovingAverage.
@@ -28,15 +28,10 @@ class WeightAverage:
     Attributes:
         decay: share of the old average that stays, once risen; 0 ≤ decay < 1.
         parameters: this rank's pieces by name: `update` reads them, `swapped` writes them.
-        updates: how many updates are in the average; belongs into a checkpoint's record.
-
-    update()    take the weights of a committed step in · tensors()  the averages, by name
-    load(tensors, updates)   put saved averages back; CheckpointError where one is missing or unlike
-    swapped(publish)   inside the `with` block the averages are the weights, which come back after
-                       it
+        updates: number of updates in the average; part of a checkpoint's record.
 
     Raises:
-        ConfigError: for a decay out of range.
+        ConfigError: decay is out of range.
     """
 
     def __init__(self, decay: float, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -50,7 +45,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of a committed step in; skipped steps are not counted."""
+        """Add the weights of a committed step to the average; skipped steps do not count."""
         if self._swapped:
             raise BugError("the average was updated while it stood in for the weights")
         keep = min(self.decay, (1 + self.updates) / (RISE + self.updates))
@@ -64,18 +59,18 @@ class WeightAverage:
             torch._foreach_lerp_(averages, weights, 1 - keep)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages by parameter name, each of its piece's shape: what a checkpoint keeps."""
+        """Return the averages by parameter name, in the shapes of the pieces, for a checkpoint."""
         return dict(self._averages)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
-        """Put saved averages back, in the pieces' shapes.
+        """Load saved averages into the pieces' shapes.
 
         Args:
             updates: as saved; 0 to start again from `tensors`, e.g. from weights just restored.
 
         Raises:
-            CheckpointError: naming a piece that is missing or has another number of elements.
+            CheckpointError: a piece is missing or has another number of elements.
         """
         for name, average in self._averages.items():
             if name not in tensors or tensors[name].numel() != average.numel():
@@ -89,15 +84,15 @@ class WeightAverage:
 
     @contextmanager
     def swapped(self, publish: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Evaluate with the averages: they are the weights inside, which come back bit for bit.
+        """Replace the weights by the averages inside the block, and restore them bit for bit.
 
         Args:
-            publish: shows changed pieces to all ranks (`reducer.publish`); called on entering and
-                on leaving, on every rank alike.
+            publish: broadcasts changed pieces to all ranks (`reducer.publish`). Every rank calls it
+                on entering and on leaving.
 
         Note:
-            after an exception whole weights stay averaged until the next `publish`; one more copy
-            of this rank's pieces meanwhile.
+            After an exception whole weights stay averaged until the next `publish`. Inside the
+            block this rank holds one more copy of its pieces.
         """
         if self._swapped:
             raise BugError("the average stands in for the weights already")
@@ -108,7 +103,7 @@ class WeightAverage:
             publish()
             yield
         except BaseException:
-            # Perhaps on this rank alone: the others are not in `publish`, and would not meet it.
+            # The exception may be on this rank alone: `publish` would wait for the other ranks.
             self._put(kept)
             self._swapped = False
             raise

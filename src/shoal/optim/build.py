@@ -1,6 +1,6 @@
-"""Makes the optimizer of `[optimizer]`, by name, for the main job.
+"""Build the optimizer that the [optimizer] section describes, by name.
 
-Names are those of torch.optim's classes, and three of our own: lion, lamb and muon.
+Names are those of torch.optim's classes, and three of Shoal: lion, lamb and muon.
 
 Weight decay acts on matrices only: vectors and scalars (norms, biases) form a group without it.
 AdamW runs fused where torch has a fused kernel (CPU and CUDA).
@@ -23,8 +23,8 @@ from shoal.fabric.device import abilities
 from shoal.optim.optimizer_support import needs_closure, refuse_closures
 
 OWN = {"lamb": "LAMB", "lion": "Lion", "muon": "MuonWithAdamW"}
-"""Classes that torch.optim lacks, or has for some models only: `shoal.optim.NAME:CLASS`, by their
-name in `[optimizer]`."""
+"""Shoal's classes, `shoal.optim.NAME:CLASS` by their name in `[optimizer]`: torch.optim lacks them,
+or has them for some models only."""
 
 
 def build_optimizer(
@@ -32,15 +32,15 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `[optimizer]` describes, over all of `parameters`.
 
-    Weight decay acts on those of two dims or more. Schedule and clipping are not its business.
+    Weight decay acts on parameters of two dims or more. The caller handles schedule and clipping.
 
     Args:
-        module: tells muon which matrices are embeddings and the head; without it, it takes them
-            all.
+        module: shows muon which matrices are embeddings and the head; without it muon steps all
+            matrices.
 
     Raises:
-        ConfigError: for an unknown name (nearest spelling), no optimizer class, settings that the
-            class refuses, or one that calls the model itself (LBFGS, closures).
+        ConfigError: unknown name (with the nearest spelling), no optimizer class, settings that
+            the class refuses, or a class that calls the model itself (LBFGS, closures).
     """
     kind = _find_class(policy.name)
     if issubclass(kind, torch.optim.LBFGS):
@@ -71,7 +71,7 @@ def build_optimizer(
 
 
 def kind_default(kind: type, name: str) -> tuple[Any, ...]:
-    """The default of a tuple-valued argument of an optimizer class; () if it has none."""
+    """Return the default of a tuple-valued argument of an optimizer class; () if it has none."""
     default = inspect.signature(kind).parameters[name].default
     return default if isinstance(default, tuple) else ()
 
@@ -94,7 +94,7 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
         for key, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
     }
-    for unfit in ("optimizer", "sparseadam"):  # the base class; and one for sparse gradients only
+    for unfit in ("optimizer", "sparseadam"):  # the base class; and one for sparse gradients
         classes.pop(unfit, None)
     if own := OWN.get(name.lower()):
         found = getattr(importlib.import_module(f"shoal.optim.{name.lower()}"), own)
@@ -110,7 +110,7 @@ def _find_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def name_of(class_name: str) -> str:
-    """What `optimizer.name` calls a class.
+    """Return the value of `optimizer.name` for a class.
 
     >>> name_of("AdamW"), name_of("MuonWithAdamW")
     ('adamw', 'muon')

@@ -1,17 +1,18 @@
-"""Asks an optimizer by experiment: is a step on pieces of the parameters the pieces of a step?
+"""Test by experiment whether an optimizer may step pieces of the parameters separately.
 
-A twin of the optimizer (trial_optimizer.py) steps small whole tensors; other twins, one per
-imagined rank, step pieces of the same tensors with pieces of the same gradients. If weights and
+A trial optimizer (trial_optimizer.py) steps small whole tensors. Other trial optimizers, one per
+simulated rank, step pieces of the same tensors with pieces of the same gradients. If weights and
 state come out equal, every rank of a layout may step its own piece alone. Three ways of cutting are
 tried:
 
-    flat    1-D runs of elements, cut at an odd place      zero1, zero2
+    flat    1-D runs of elements, cut at an odd position   zero1, zero2
     rows    runs along dim 0                               fsdp, hsdp
-    apart   whole tensors, each on one rank only           what is left for Muon, Adafactor, LAMB
+    apart   whole tensors, each on one rank only           for Muon, Adafactor, LAMB
 
-SGD, Adam, AdamW, Lion, RMSprop pass all; norms of whole tensors fail the first two; a quantity
-over all parameters (a norm for clipping inside the optimizer) fails all three and may only be
-replicated. Twelve steps, so that rules which change after some (RAdam at the 6th) are seen too.
+SGD, Adam, AdamW, Lion, RMSprop pass all. An optimizer with norms of whole tensors fails the first
+two. One with a quantity over all parameters (a norm for clipping inside the optimizer) fails all
+three and may only be replicated. Twelve steps also reveal rules that change later (RAdam at the
+6th).
 
 Source: design §6.
 """
@@ -32,18 +33,19 @@ from shoal.optim.trial_optimizer import UnfitError, make_twin, without_hooks
 
 STEPS = 12
 CAPS_1D, CAPS = (6400,), (80, 80, 3, 3, 2)
-"""Longest dims of a stand-in: above the 4096 elements from which some optimizers quantise."""
+"""Largest dims of a synthetic parameter: above the 4096 elements from which some optimizers
+quantise."""
 SHORTEST = 5
-"""Fewest rows of a stand-in, so that there is something to cut."""
+"""Fewest rows of a synthetic parameter, so that there is something to cut."""
 SIZES = (0.01, 100.0, 1.0)
-"""Of the gradients, in turn: limits on norms are met, whatever they are likely to be."""
+"""Scales of the gradients, in turn: they exceed and undercut any likely limit on norms."""
 FORMATS = ((torch.float64, 1e-12), (torch.float32, 1e-5))
-"""Number formats to try, with the largest difference as a share of the largest value."""
+"""Number formats to try, each with its tolerance as a share of the largest value."""
 
 
 @dataclass(frozen=True)
 class _StandIn:
-    """A made-up parameter: `where` it stands in for, its weights, and a gradient for every step."""
+    """Synthetic parameter: the name that it represents, its weights, a gradient per step."""
 
     where: str
     weights: torch.Tensor
@@ -51,25 +53,28 @@ class _StandIn:
 
 
 Share = Callable[[int, torch.Tensor], torch.Tensor | None]
-"""(place of the tensor, tensor) → what one rank holds of it, None for nothing."""
+"""(index of the tensor, tensor) → the piece that one rank holds, None for no piece."""
 Outcome = list[tuple[torch.Tensor, dict[str, Any]] | None]
-"""Weights and state of every stand-in after the steps, None where nothing was held."""
+"""Weights and state of every synthetic parameter after the steps, None where a rank held none."""
 
 
 def probe(optimizer: torch.optim.Optimizer) -> Slicing:
-    """Test, on small stand-ins, in which ways ranks may share out the steps of an optimizer.
+    """Test on small synthetic parameters in which ways ranks may split an optimizer's step.
 
-    Twins of it step whole tensors and pieces of them, twelve times; a way is allowed if weights and
-    state come out equal. No collective.
-    Takes    an optimizer over whole parameters, before a layout replaced them; neither it nor
-             torch's random generators change, and no hook runs
+    Trial optimizers step whole tensors and pieces of them, twelve times. A way of cutting is
+    allowed if weights and state come out equal. No collective.
+
+    Args:
+        optimizer: over whole parameters, before a layout replaced them. It does not change, nor do
+            torch's random generators, and no hook runs.
 
     Returns:
-        a line per way of cutting, the same on all ranks; all three refuse an optimizer that cannot
+        A line per way of cutting, the same on all ranks. All three refuse an optimizer that cannot
         be tried.
 
     Note:
-        looks at 6400 elements in two dims at most: a rule that starts above is missed.
+        The synthetic parameters have at most 6400 elements in two dims: a rule that starts above
+        is missed.
     """
     kind = type(optimizer).__name__
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
@@ -104,7 +109,7 @@ def _line(kind: str, way: str, what: str) -> str:
 
 
 def _to_try(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Numbers of the groups, without those that repeat the settings and shapes of another."""
+    """Return the indices of groups, without those that repeat another's settings and shapes."""
     seen: dict[str, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         skipped = ("params", "param_names", "lr", "initial_lr")
@@ -114,11 +119,11 @@ def _to_try(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _shapes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """One stand-in's shape per number of dims, and at least two: one tensor shows no coupling."""
+    """Return one shape per number of dims, and at least two: one tensor shows no coupling."""
     largest: dict[int, torch.Tensor] = {}
     for p in parameters:
         if not p.numel():
-            continue  # no step moves what has no element
+            continue  # a step does not change an empty tensor
         if p.ndim not in largest or p.numel() > largest[p.ndim].numel():
             largest[p.ndim] = p
     shapes = []
@@ -132,10 +137,10 @@ def _shapes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
 def _stand_ins(
     optimizer: torch.optim.Optimizer, number: int, dtype: torch.dtype
 ) -> tuple[int, list[_StandIn]]:
-    """(group number, stand-ins of its parameters), the same numbers on every rank.
+    """Return (group number, synthetic parameters of the group), the same on every rank.
 
-    Weights and gradients grow along a tensor and change in size from step to step, so that the norm
-    of a piece never is that of the whole, and limits on it are met.
+    Weights and gradients grow along a tensor and change in size from step to step. The norm of a
+    piece thus always differs from that of the whole, and the optimizer meets its limits on norms.
     """
     group = optimizer.param_groups[number]
     generator = torch.Generator().manual_seed(number)
@@ -158,9 +163,10 @@ def _stand_ins(
 def _step(
     optimizer: torch.optim.Optimizer, groups: list[tuple[int, list[_StandIn]]], share: Share
 ) -> Outcome:
-    """Step a fresh twin over one rank's share of the stand-ins.
+    """Step a new trial optimizer over one rank's share of the synthetic parameters.
 
-    Errors: UnfitError with whatever the optimizer raised.
+    Raises:
+        UnfitError: with the exception that the optimizer raised.
     """
     members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     held: list[tuple[nn.Parameter, int, _StandIn] | None] = []
@@ -198,7 +204,7 @@ def _check_moved(groups: list[tuple[int, list[_StandIn]]], whole: Outcome) -> No
 
 
 def _shared(way: str, part: int) -> Share:
-    """What imagined rank `part` (0 or 1) holds."""
+    """Return the function that cuts the piece of simulated rank `part` (0 or 1)."""
 
     def share(place: int, tensor: torch.Tensor) -> torch.Tensor | None:
         if way == "apart":
@@ -220,7 +226,7 @@ def _differs(
     way: str,
     tolerance: float,
 ) -> str:
-    """What happens on pieces that does not happen on wholes; "" if nothing."""
+    """Describe the difference between stepping pieces and stepping wholes; "" if none."""
     flat = [one for _, stand_ins in groups for one in stand_ins]
     for part in (0, 1):
         share = _shared(way, part)
@@ -244,7 +250,7 @@ def _differs(
 
 
 def _difference(want: Any, got: Any) -> float:
-    """Largest difference as a share of the largest value; infinite if not comparable."""
+    """Return the largest difference as a share of the largest value; inf if not comparable."""
     if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
         return 0.0 if type(want) is type(got) and want == got else math.inf
     if want.numel() != got.numel() or (want.numel() > 1 and want.shape != got.shape):

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step on every matrix has a length in proportion to the matrix itself.
+"""LAMB: Adam whose step on every matrix is proportional to the norm of the matrix.
 
     m, v as Adam's, with bias correction;  r = m̂ / (√v̂ + ε) + λ·w;  w ← w − lr·(φ(‖w‖) / ‖r‖)·r
 
@@ -7,7 +7,7 @@ own pace in very large batches. It needs the norm of the whole tensor: LAMB cann
 
 Source: You et al. 2020, "Large batch optimization for deep learning", algorithm 2. The paper leaves
 φ open; the authors' program and NVIDIA's take φ(z) = z, others clamp z to at most 10.
-Ours, like theirs in practice, gives vectors and scalars (norms, biases) a ratio of 1.
+As those programs do, this class gives vectors and scalars (norms, biases) a ratio of 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.optim.lion import check_settings, handfuls, run_closure
 
 
 class LAMB(torch.optim.Optimizer):
-    """Layer-wise adaptive moments.
+    """LAMB optimizer: layer-wise adaptive moments for very large batches.
 
     Args:
         params: parameters or groups.
@@ -32,10 +32,11 @@ class LAMB(torch.optim.Optimizer):
         maximize: ascend instead.
 
     Raises:
-        ValueError: for numbers out of range, RuntimeError for sparse or complex gradients.
+        ValueError: a number is out of range.
+        RuntimeError: sparse or complex gradients.
 
     Note:
-        one path, torch's foreach kernels over a handful of parameters at a time.
+        There is one implementation: torch's foreach kernels over a few parameters at a time.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class LAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update; gives what `closure` gave, if there is one."""
+        """Make one update; return the closure's result, if there is a closure."""
         loss = run_closure(closure)
         for group in self.param_groups:
             for params, grads in handfuls(self, group):
@@ -78,7 +79,7 @@ class LAMB(torch.optim.Optimizer):
     def _adam(
         self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]
     ) -> list[torch.Tensor]:
-        """Adam's direction m̂ / (√v̂ + ε) for every parameter, in new tensors."""
+        """Return Adam's direction m̂ / (√v̂ + ε) for every parameter, in new tensors."""
         for parameter in params:
             state = self.state[parameter]
             if not state:

@@ -1,4 +1,4 @@
-"""Lion: every weight moves by the same amount, only the direction comes from the gradient.
+"""Lion: every weight moves by the same amount, in a direction that the gradient sets.
 
     u = sign(β₁·m + (1−β₁)·g)      w ← w − lr·(u + λ·w)      m ← β₂·m + (1−β₂)·g
 
@@ -17,25 +17,26 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 HANDFUL_CPU, HANDFUL_GPU = 2**16, 2**26
-"""Elements of the parameters that are stepped together."""
+"""Elements of the parameters that one foreach call steps together."""
 
 
 class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum, with decoupled weight decay.
+    """Lion optimizer: the sign of an interpolated momentum, with decoupled weight decay.
 
     Args:
         params: parameters or groups.
         lr: a number or a 0-dim tensor.
-        betas: (β₁ for the step, β₂ for the memory); the paper's (0.9, 0.99). The main job always
-            sets them: to `optimizer.betas`.
+        betas: (β₁ for the step, β₂ for the memory); the paper's (0.9, 0.99). `shoal train` always
+            sets them to `optimizer.betas`.
         weight_decay: λ, times lr.
         maximize: ascend instead.
 
     Raises:
-        ValueError: for numbers out of range, RuntimeError for sparse or complex gradients.
+        ValueError: a number is out of range.
+        RuntimeError: sparse or complex gradients.
 
     Note:
-        one path, torch's foreach kernels over a handful of parameters at a time.
+        There is one implementation: torch's foreach kernels over a few parameters at a time.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update; gives what `closure` gave, if there is one."""
+        """Make one update; return the closure's result, if there is a closure."""
         loss = run_closure(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
@@ -75,7 +76,7 @@ class Lion(torch.optim.Optimizer):
 def check_settings(
     lr: float | torch.Tensor, betas: tuple[float, float], weight_decay: float
 ) -> None:
-    """Errors: ValueError naming the first setting that is out of range, as torch's do."""
+    """Raise ValueError with the first setting that is out of range, as torch's optimizers do."""
     if float(lr) < 0:
         raise ValueError(f"lr = {float(lr)}: a learning rate is 0 or more")
     for place, beta in enumerate(betas):
@@ -86,7 +87,7 @@ def check_settings(
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """What the user's closure gives, run with gradients on; None without one."""
+    """Return the result of the user's closure, run with gradients enabled; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -96,11 +97,14 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 def handfuls(
     optimizer: torch.optim.Optimizer, group: dict[str, Any]
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """(parameters, gradients to descend) of a group, a handful at a time; without gradient: none.
+    """Yield a group's (parameters, gradients to descend), a few tensors at a time.
 
-    On a CPU a handful fits a core's cache between one elementwise pass and the next (half the time
-    of all at once, measured on 20 matrices of 512 × 512); on a GPU it bounds temporary memory.
-    Errors: RuntimeError for sparse gradients and complex parameters.
+    Parameters without a gradient are omitted. On a CPU the tensors fit a core's cache between one
+    elementwise pass and the next: half the time of all at once, measured on 20 matrices of 512 ×
+    512. On a GPU the limit bounds temporary memory.
+
+    Raises:
+        RuntimeError: sparse gradients or complex parameters.
     """
     params: list[torch.Tensor] = []
     elements = 0

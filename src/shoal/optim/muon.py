@@ -1,9 +1,9 @@
-"""Muon for the matrices inside a network and AdamW for everything else, as one optimizer.
+"""Muon for the matrices inside a network and AdamW for all other parameters, in one optimizer.
 
 Muon replaces a matrix's momentum by the nearest orthogonal matrix, so it is defined for matrices
-only; norms, biases, embeddings and the output head want AdamW. torch.optim.Muon refuses a model
-that has any of those, so here both run over one list of groups and one state: learning-rate
-schedules, checkpoints and layouts see an ordinary optimizer.
+only. Norms, biases, embeddings and the output head need AdamW. torch.optim.Muon refuses a model
+that has any of those. This optimizer therefore runs both over one list of groups and one state:
+learning-rate schedules, checkpoints and layouts see an ordinary optimizer.
 
 The two share `lr` and `weight_decay`: with `match_rms_adamw` a Muon step is as large as AdamW's.
 
@@ -25,16 +25,16 @@ MUON, ADAMW = "muon", "adamw"
 
 
 def is_matrix(parameter: torch.Tensor) -> bool:
-    """Two dims: all that can be told of a bare parameter; embeddings and heads are such too."""
+    """Return whether a parameter has two dims; embeddings and heads do too."""
     return parameter.ndim == 2
 
 
 def hidden_matrices(module: nn.Module) -> Choice:
-    """Which parameters of a model Muon should step: its matrices, without embeddings and the head.
+    """Return a rule that selects the matrices for Muon, without embeddings and the head.
 
-    An embedding is the weight of an nn.Embedding; the head is the last matrix that the module
-    registers (a tied head is an embedding already). A wrong guess costs one matrix that AdamW
-    steps instead.
+    An embedding is the weight of an nn.Embedding. The head is the last matrix that the module
+    registers (a tied head is an embedding already). A wrong guess only means that AdamW steps one
+    matrix.
     """
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     matrices = [p for _, p in module.named_parameters(remove_duplicate=False) if p.ndim == 2]
@@ -43,24 +43,24 @@ def hidden_matrices(module: nn.Module) -> Choice:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon on matrices, torch.optim.AdamW on the rest.
+    """Optimizer with torch.optim.Muon on matrices and torch.optim.AdamW on the rest.
 
     Args:
-        params: parameters or groups; a group is parted in two, `rule` says which half it is.
+        params: parameters or groups; each group is split in two, and its key `rule` names the half.
         lr: of both.
         betas, fused: AdamW's.
         weight_decay: of both.
         momentum: Muon's.
-        adjust_lr_fn: how its step scales with the shape, see torch.optim.Muon.
-        matrix: which parameters Muon takes; default: all that have two dims. `hidden_matrices`
-            leaves embeddings and the head to AdamW, if the model is at hand.
+        adjust_lr_fn: how Muon's step scales with the shape, see torch.optim.Muon.
+        matrix: selects the parameters of Muon; default: all that have two dims. `hidden_matrices`
+            leaves embeddings and the head to AdamW, if the module is known.
 
     Raises:
-        ValueError: from torch for numbers out of range or a `matrix` that chooses others.
+        ValueError: from torch: numbers out of range, or `matrix` selects a tensor of other dims.
 
     Note:
-        kernels of convolutions (4 dims) go to AdamW. Needs whole matrices: a layout that splits the
-        optimizer deals out whole parameters.
+        Convolution kernels (4 dims) go to AdamW. Muon needs whole matrices: a layout that splits
+        the optimizer assigns whole parameters to ranks.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         matrix: Choice = is_matrix,
     ) -> None:
         parted = _part(params, matrix)
-        # torch's own optimizers check the settings and write them into the groups, which both they
-        # and this one then hold: one dict per group, whoever changes it.
+        # torch's own optimizers check the settings and write them into the groups. This optimizer
+        # shares the groups with them: one dict per group, whoever changes it.
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         self.muon = torch.optim.Muon(
             [group for group in parted if group["rule"] == MUON] or [{"params": []}],
@@ -96,9 +96,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of both; gives what `closure` gave, if there is one."""
+        """Make one update of both; return the closure's result, if there is a closure."""
         loss = run_closure(closure)
-        self._share()  # load_state_dict puts new groups and a new state in place
+        self._share()  # load_state_dict replaces the groups and the state
         self.muon.step()
         self.adamw.step()
         return loss
@@ -110,7 +110,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _part(params: Iterable[Any], matrix: Choice) -> list[dict[str, Any]]:
-    """Every group in two, by rule; halves that would be empty are left out."""
+    """Split every group in two, by rule; omit empty halves."""
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     parted = []

@@ -1,13 +1,13 @@
-"""Optimizer state by parameter name: what a checkpoint keeps (`restore_state.py` puts it back).
+"""Optimizer state by parameter name, as checkpoints keep it; `restore_state.py` loads it.
 
-torch numbers parameters by their place in the groups; names survive another layout, another order
-and another group. Tensors become `optimizer.PARAMETER.KEY`, plain numbers and the groups'
-hyper-parameters go into the checkpoint's JSON record. Anything else cannot be saved and is refused
-right after the first step, not at the first save.
+torch numbers parameters by their position in the groups; names survive another layout, another
+order and another group. Tensors become `optimizer.PARAMETER.KEY`. Plain numbers and the groups'
+hyper-parameters go into the checkpoint's JSON record. Other values cannot be saved; Shoal refuses
+them right after the first step, not at the first save.
 
-A layout may have given this rank only pieces of parameters. State of a piece's own shape (Adam's
-moments) is then that piece of a larger state; all other state (a step count, Adafactor's factors)
-is whole, the same on every rank that has it. `sliced_keys` tells the two apart by key.
+Under a sharded layout this rank may hold only pieces of parameters. State of a piece's own shape
+(Adam's moments) is then that piece of a larger state. All other state (a step count, Adafactor's
+factors) is whole, the same on every rank that has it. `sliced_keys` separates the two by key.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def split_state(
         names: of the parameters, or pieces of parameters, that the optimizer holds.
 
     Returns:
-        what this rank has, the tensors themselves, no copies; the record has class, numbers, groups
-        with their hyper-parameters, and which keys are sliced as parameters are. If ranks step
+        This rank's state: the tensors themselves, no copies. The record has class, numbers, groups
+        with their hyper-parameters, and the keys that are sliced as parameters are. If ranks step
         different pieces, `merge_records` joins the records.
 
     Raises:
-        ConfigError: for state that cannot be saved: no tensor and no number, named by parameter,
-            key and type, or kept under something that is no parameter.
+        ConfigError: a value that cannot be saved, with parameter, key and type: neither tensor nor
+            number, or stored under a key that is no parameter.
     """
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, Plain]] = {}
@@ -79,7 +79,7 @@ def parameters_held(optimizer: torch.optim.Optimizer) -> int:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Optimizers among an optimizer's attributes, or in a list, tuple or dict of them."""
+    """Yield the optimizers among an optimizer's attributes, or in a list, tuple or dict of them."""
     for value in vars(optimizer).values():
         inside = value.values() if isinstance(value, dict) else value
         for one in inside if isinstance(value, list | tuple | dict) else (value,):
@@ -88,11 +88,11 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.O
 
 
 def sliced_keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Keys of state tensors that always have their parameter's shape, like Adam's moments.
+    """Return keys of state tensors that always have their parameter's shape, like Adam's moments.
 
-    A state tensor of such a key belongs where its parameter's piece does in the global shape;
-    tensors of other keys are whole. A 0-dim parameter does not tell its moments from its step
-    count: the other parameters decide, and only without any others the name `step`.
+    A state tensor of such a key has the position of its parameter's piece in the global shape;
+    tensors of other keys are whole. The moments of a 0-dim parameter look like its step count. The
+    other parameters decide then; if there are none, only the key `step` counts as whole.
     """
     shaped: set[str] = set()
     other: set[str] = set()
@@ -106,7 +106,7 @@ def sliced_keys(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def merge_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the records that ranks with different pieces made; settings and class are the first's.
+    """Merge the records of ranks with different pieces; settings and class are the first's.
 
     Args:
         records: by rank, with the same groups in the same order (`localize` keeps empty ones).
@@ -134,7 +134,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Turn a hyper-parameter into what JSON holds: a 0-dim tensor's number, a tuple's list."""
+    """Convert a hyper-parameter to JSON: a 0-dim tensor to its number, a tuple to a list."""
     if isinstance(value, torch.Tensor) and value.ndim == 0:
         return value.item()  # a learning rate may be a tensor
     return list(value) if isinstance(value, tuple) else value

@@ -1,7 +1,7 @@
-"""Accepts the optimizer that the user brought, where it trains this model and nothing else.
+"""Checks of the user's optimizer: its parameters, closures, and whether its step can be split.
 
-Optimizers that call the model themselves (LBFGS and other closures) are refused: a layout decides
-when the model runs.
+Shoal refuses optimizers that call the model themselves (LBFGS and other closures): the layout
+decides when the model runs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from shoal.base.plans.tensor_shards import Slicing
 Parameters = Mapping[str, nn.Parameter]
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
-"""Of torch.optim, whatever their options: a step on a piece is the piece of a step."""
+"""Classes of torch.optim, with any options, whose step on a piece is the piece of the step."""
 
 
 def slicing_of(optimizer: torch.optim.Optimizer) -> Slicing:
-    """Tell how ranks may share an optimizer's step: known of `ELEMENT_WISE`, else by experiment."""
+    """Return the ways in which ranks may split a step: known for `ELEMENT_WISE`, else tested."""
     kind = type(optimizer)
     plain = kind.__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
     if plain and kind.__name__ in ELEMENT_WISE:
         return Slicing("", "", "")
-    from shoal.optim.elementwise_probe import probe  # most runs have one of those
+    from shoal.optim.elementwise_probe import probe  # late: most runs use ELEMENT_WISE
 
     return probe(optimizer)
 
@@ -37,17 +37,17 @@ def rebind(
     module: nn.Module,
     parameters: Parameters,
 ) -> torch.optim.Optimizer:
-    """Returns the user's optimizer, checked to hold parameters of the module only.
+    """Return the user's optimizer, checked to hold parameters of the module only.
 
     Args:
-        optimizer: an instance over the module's parameters, given back as it is, or a function
+        optimizer: an instance over the module's parameters, returned unchanged, or a function
             `params -> optimizer`, which is called with a list of `parameters`.
         parameters: the named trainable parameters of the program.
 
     Raises:
-        PlanError: for a parameter that the optimizer holds and the module does not, by its place
-            and shape; ConfigError for what is no optimizer and no such function, and for one that
-            calls the model itself (LBFGS, closures).
+        PlanError: a parameter of the optimizer is not the module's; with its position and shape.
+        ConfigError: neither an optimizer nor such a function, or an optimizer that calls the model
+            itself (LBFGS, closures).
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
@@ -75,7 +75,7 @@ def rebind(
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, unless its step insists on calling the model."""
+    """Return the optimizer; raise ConfigError if its step requires a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     needs = closure is not None and closure.default is inspect.Parameter.empty
     if needs or isinstance(optimizer, torch.optim.LBFGS):
@@ -84,7 +84,7 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def needs_closure(kind: type) -> ConfigError:
-    """Make the error for an optimizer class that calls the model itself."""
+    """Return the error for an optimizer class that calls the model itself."""
     return ConfigError(
         f"optimizer: {kind.__name__} evaluates the model itself through a closure, which a layout "
         f"cannot split; try: torch.optim.AdamW"

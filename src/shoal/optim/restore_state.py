@@ -1,8 +1,7 @@
-"""Puts a saved optimizer state back: by parameter name, whatever layout, order and groups it is.
+"""Restore a saved optimizer state by parameter name, under any layout, order and groups.
 
-`named_state.py` tells what is saved, and which keys are sliced as their parameters are.
-Hyper-parameters of a run stay as they are given now; where they differ from what was saved, lines
-say so.
+`named_state.py` says what is saved, and which keys are sliced as their parameters are.
+A run keeps its current hyper-parameters; a line reports each that differs from the saved value.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shoal.optim.named_state import plain
 
 
 def check_class(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
-    """Refuse state that another optimizer class wrote, by its name. Errors: CheckpointError."""
+    """Refuse state of another optimizer class with a CheckpointError."""
     if record["class"] != type(optimizer).__name__:
         raise CheckpointError(
             f"optimizer: the checkpoint was written by {record['class']}, this run has "
@@ -33,21 +32,21 @@ def join_state(
     tensors: Mapping[str, torch.Tensor],
     record: Mapping[str, Any],
 ) -> list[str]:
-    """Put a saved state back into an optimizer, in the place of what it has.
+    """Replace an optimizer's state by a saved one.
 
     Args:
-        parameters: what this rank steps, whole or pieces, by name; state of other names is left
-            out.
+        parameters: parameters or pieces that this rank steps, by name; state of other names is
+            ignored.
         tensors: by `PARAMETER.KEY`, on any device; of sliced keys the elements of the piece, in any
             shape; of other keys whole.
         record: the JSON part, merged over ranks.
 
     Returns:
-        lines for the user on hyper-parameters that differ: they stay as given now. Learning rates
+        Lines for the user on hyper-parameters that differ: the current ones stay. Learning rates
         are not compared (`restore_lr`).
 
     Raises:
-        CheckpointError: if the checkpoint was written by another optimizer class.
+        CheckpointError: another optimizer class wrote the checkpoint.
     """
     check_class(optimizer, record)
     sliced = set(record.get("sliced", ()))
@@ -72,15 +71,15 @@ def join_state(
 def restore_lr(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str], record: Mapping[str, Any]
 ) -> None:
-    """Put saved learning rates back into the groups, for runs whose rate is the user's own state.
+    """Restore saved learning rates in the groups, for runs whose rate is the user's own state.
 
     Args:
         names: of the parameters or pieces that the optimizer holds.
         record: the JSON part.
 
     Note:
-        groups are found by the name of a member; one that is empty on this rank by its place.
-        `initial_lr` comes along: torch's own schedulers want it in order to go on.
+        A group is found by the name of a member; one that is empty on this rank by its position.
+        `initial_lr` is restored too: torch's own schedulers need it.
     """
     groups = record["groups"]
     then = {name: group for group in groups for name in group["names"]}
@@ -98,7 +97,7 @@ def restore_lr(
 
 
 def _placed(value: torch.Tensor, parameter: nn.Parameter, sliced: bool) -> torch.Tensor:
-    """The value on the parameter's device and in its memory format, which fused kernels rely on."""
+    """Return the value on the parameter's device and in its memory format, for fused kernels."""
     same = value.numel() == parameter.numel() if sliced else value.shape == parameter.shape
     if not same:
         return value.to(parameter.device)

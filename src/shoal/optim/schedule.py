@@ -21,7 +21,7 @@ ONE_CYCLE_RISE, ONE_CYCLE_START, ONE_CYCLE_END = 0.3, 1 / 25, 1e-4
 
 
 def warmup_steps(policy: OptimizerPolicy, total_steps: int) -> int:
-    """Steps of linear rise: as given, or a tenth of the run.
+    """Return the steps of linear warm-up: the policy's, or a tenth of the run.
 
     >>> warmup_steps(OptimizerPolicy(), 200)
     20
@@ -30,11 +30,12 @@ def warmup_steps(policy: OptimizerPolicy, total_steps: int) -> int:
 
 
 def lr_factor(policy: OptimizerPolicy, step: int, total_steps: int) -> float:
-    """Returns the factor on the learning rate at `step` (0-based) of `total_steps`.
+    """Return the factor on the learning rate at `step` (0-based) of `total_steps`.
 
-    It rises linearly to 1 over the warm-up (a tenth of the run where warmup_steps is −1), then:
-    constant 1 · linear to 0 · cosine to 0.1 · wsd 1, over the last fifth to 0. one-cycle has a rise
-    of its own, 30 % from 1/25, and falls to 1/10⁴. Beyond the last step it stays where it ends.
+    The factor rises linearly to 1 over the warm-up (a tenth of the run if warmup_steps is −1),
+    then: constant 1 · linear to 0 · cosine to 0.1 · wsd 1, over the last fifth to 0. one-cycle has
+    its own rise, 30 % from 1/25, and falls to 1/10⁴. Beyond the last step the factor stays at its
+    last value.
 
     >>> [lr_factor(OptimizerPolicy(schedule="linear", warmup_steps=2), s, 6) for s in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]

@@ -1,9 +1,9 @@
-"""Makes an optimizer over whole parameters step this rank's pieces of them instead.
+"""Make an optimizer over whole parameters step this rank's pieces of them instead.
 
 It stays the same object with the same groups in the same order, so learning-rate schedulers and
-whoever else holds it go on working. State that it has already is cut like the parameters.
-Optimizers step 1-D views of flat buffers as fast as plain tensors, and much faster than DTensors
-(0.88 against 2.55 ms for the same weights, design §4).
+other holders go on working. Existing state is cut like the parameters. Optimizers step 1-D views of
+flat buffers as fast as plain tensors, and much faster than DTensors (0.88 against 2.55 ms for the
+same weights, design §4).
 """
 
 from __future__ import annotations
@@ -30,20 +30,17 @@ def localize(
 
     Args:
         local: parameter that the optimizer holds → the piece that this rank steps, None if it steps
-            nothing of it; a parameter may stand for itself. Frozen ones may be left out.
-        cut: gives the part of a state tensor that belongs to a piece, any shape; its elements are
-            copied, so that the whole can be freed.
+            no piece of it; a parameter may map to itself. Frozen ones may be missing.
+        cut: returns the part of a state tensor that belongs to a piece, in any shape; its elements
+            are copied, so that the whole can be freed.
 
     Note:
-        changes the optimizer in place: groups stay, also when they are left empty; numbers and
-        0-dim state are kept.
-        state is found where torch keeps it: in `optimizer.state`, and in that of optimizers held
-        inside.
+        Changes the optimizer in place: groups stay, even empty ones; numbers and 0-dim state are
+        kept. State is read from `optimizer.state`, and from that of inner optimizers.
 
     Raises:
-        PlanError: for state that cannot be cut (of a shape that is neither the parameter's nor a
-            number's); BugError for a trainable parameter that is not in `local`; both before
-            anything was changed.
+        PlanError: state that cannot be cut: its shape is neither the parameter's nor a number's.
+        BugError: a trainable parameter is not in `local`. Either is raised before any change.
     """
     states = {id(one.state): one for one in (optimizer, *inner_optimizers(optimizer))}
     moved = [(one, _cut_state(one, local, cut)) for one in states.values()]
@@ -57,13 +54,13 @@ def localize(
     for group in optimizer.param_groups:
         _replace(group, local)
     for one, state in moved:
-        one.state.clear()  # the same dict: an optimizer held inside may share it
+        one.state.clear()  # the same dict: an inner optimizer may share it
         one.state.update(state)
 
 
 def _replace(group: dict[str, Any], local: Mapping[Any, nn.Parameter | None]) -> None:
     pieces = [local.get(parameter, parameter) for parameter in group["params"]]
-    if "param_names" in group:  # made from named_parameters(): names run along
+    if "param_names" in group:  # made from named_parameters(): keep the names in step
         pairs = zip(group["param_names"], pieces, strict=True)
         group["param_names"] = [name for name, piece in pairs if piece is not None]
     group["params"][:] = [piece for piece in pieces if piece is not None]
@@ -74,7 +71,7 @@ def _cut_state(
     local: Mapping[Any, nn.Parameter | None],
     cut: Cut,
 ) -> dict[Any, Any]:
-    """The optimizer's state by piece; what it keeps under anything else stays."""
+    """Return the optimizer's state by piece; entries under other keys are kept."""
     sliced = sliced_keys(optimizer)
     state: dict[Any, Any] = {}
     for parameter, entries in optimizer.state.items():

@@ -1,9 +1,9 @@
-"""A twin of an optimizer: same class, same settings, own small parameters, to try things on.
+"""Trial optimizer: the class and settings of an optimizer, over small parameters of its own.
 
-The user's optimizer must not notice. Its parameters and state are not copied (they may fill the
-memory), its hooks do not run, and neither does a `step` that a learning-rate scheduler hung on the
-instance, which would step the real one. Optimizers that wrap others are followed as long as they
-share their groups.
+The user's optimizer must not change. Its parameters and state are not copied (they may fill the
+memory), and its hooks do not run. Neither does a `step` that a learning-rate scheduler wrapped on
+the instance, which would step the real one. Optimizers that wrap others are supported if they share
+their groups.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ LR = 0.1
 
 
 class UnfitError(Exception):
-    """Why an optimizer cannot be tried on stand-ins."""
+    """An optimizer that cannot be tried on small parameters."""
 
 
 def make_twin(
     optimizer: torch.optim.Optimizer, members: Sequence[Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class over other parameters: not stepped, a learning rate of 0.1.
+    """Return an unstepped optimizer of the same class over other parameters, with lr 0.1.
 
     Args:
-        members: the twin's parameters, group by group.
+        members: parameters of the trial optimizer, group by group.
 
     Raises:
-        UnfitError: it holds another optimizer over groups of its own, something that cannot be
-            copied, or a `step` put on the instance.
+        UnfitError: the optimizer holds another optimizer over groups of its own, a value that
+            cannot be copied, or a `step` set on the instance.
     """
     memo: dict[int, Any] = {}
     for group, stand_ins in zip(optimizer.param_groups, members, strict=True):
@@ -53,14 +53,14 @@ def make_twin(
 
 
 def _state_from_start(twin: torch.optim.Optimizer) -> dict[Any, Any]:
-    """State that a class gives its parameters when it is made, as torch's Adagrad did until 2.11.
+    """Return the state that a class creates in its constructor, as Adagrad did until torch 2.11.
 
-    Found by making one more, the way torch's classes are made: groups, then their defaults.
+    Found by constructing one more, as torch's classes are: groups, then their defaults.
     """
     groups = [dict(group, params=list(group["params"])) for group in twin.param_groups]
     try:
         return dict(type(twin)(groups, **twin.defaults).state)
-    except Exception:  # made in another way, or of no parameters: it starts without state
+    except Exception:  # another constructor, or no parameters: it starts without state
         return {}
 
 
@@ -71,7 +71,7 @@ def _twin_group(
     twin["params"] = stand_ins
     if "param_names" in group:
         twin["param_names"] = [f"stand_in_{place}" for place in range(len(stand_ins))]
-    if "lr" in group:  # 0 at the start of a warm-up, when every step looks alike
+    if "lr" in group:  # 0 at the start of a warm-up would hide all differences
         lr = group["lr"]
         twin["lr"] = torch.full_like(lr.detach(), LR) if isinstance(lr, torch.Tensor) else LR
     if "differentiable" in group:
@@ -113,7 +113,7 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
 
 @contextmanager
 def without_hooks() -> Iterator[None]:
-    """Hooks that were registered for all optimizers do not see what happens inside."""
+    """Disable the hooks that are registered for all optimizers inside the block."""
     tables: tuple[Any, ...] = (every_pre_hook, every_post_hook)
     kept = [dict(table) for table in tables]
     for table in tables:

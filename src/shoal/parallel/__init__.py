@@ -5,18 +5,18 @@ from __future__ import annotations
 from shoal.base.layouts.layout import Layout
 
 ALONG_AXES = (
-    # Experts are found by how whole parts of the model call each other.
+    # ep first: experts are found by how whole submodules call each other.
     ("ep", "expert_parallel"),
-    # Where stages end is seen on whole layers; what a stage holds of a layer is its part.
+    # pp before tp: stage boundaries are found on whole layers; a stage holds its tp part of each.
     ("pp", "pipeline"),
     ("tp", "tensor_parallel"),
     ("cp", "context_parallel"),
 )
-"""What divides a model along an axis, in the order in which it is planned: axis, technique."""
+"""(axis, technique module) of each axis that divides a model, in planning order."""
 
 
 def modules_of(layout: Layout) -> tuple[str, ...]:
-    """Name the modules that a layout's techniques are imported from, for who imports ahead.
+    """Return the names of the modules that implement a layout's techniques, for early import.
 
     >>> modules_of(Layout(tp=2))
     ('shoal.parallel.tensor_parallel', 'shoal.parallel.exchange_rows')

@@ -1,4 +1,4 @@
-"""Private names of torch that this room uses, and what 2.11 lacks; tested on 2.11 and 2.13."""
+"""Private names of torch that this package uses, and what 2.11 lacks; tested on 2.11 and 2.13."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -49,7 +49,10 @@ __all__ = [
 
 
 class UncompiledMode(TorchDispatchMode):
-    """A dispatch mode for code that nobody compiles; torch's guard would import its compiler."""
+    """A dispatch mode that never runs under torch.compile.
+
+    torch's own guard would import the compiler.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -57,26 +60,26 @@ class UncompiledMode(TorchDispatchMode):
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """Give the generators from which a pass on `device` draws: the CPU's, and a device's own."""
+    """Return the generators that a pass on `device` draws from: the CPU's and the device's own."""
     return [torch.default_generator, *device_generators(device)]
 
 
 def code_cache() -> Path:
-    """Where torch.compile keeps what it made; imports the compiler."""
+    """Return the folder where torch.compile keeps its generated code; imports the compiler."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
 
 
 def in_backward() -> bool:
-    """Whether autograd runs on this thread now: a module called then is being recomputed."""
+    """Return whether autograd runs on this thread, so that a called module is being recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
 def keep_saved_tensors() -> Callable[[], None]:
-    """Keep what compiled code saves for a second pass through its graph; gives the undo.
+    """Keep the tensors that compiled code saves for a second backward pass; return the undo.
 
-    Else a backward pass writes over it, and torch refuses `retain_graph`.
+    By default a backward pass overwrites these buffers, and torch refuses `retain_graph`.
     """
     from torch._functorch import config
 
@@ -86,14 +89,14 @@ def keep_saved_tensors() -> Callable[[], None]:
 
 
 def counting_writes() -> AbstractContextManager[None]:
-    """Below autograd: let in the layer that counts in-place writes to a tensor."""
+    """Return a guard under which in-place writes below autograd bump the version counter."""
     key = torch._C.DispatchKey.ADInplaceOrView
     guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(key, False)
     return guard
 
 
 def forget_groups(shard: Any) -> None:
-    """Let go of the process groups that FSDP keeps with a module, which gathers no more."""
+    """Drop the process groups that FSDP keeps with a module that gathers no more."""
     state = shard._get_fsdp_state()  # 2.13 has several groups of parameters, earlier ones one
     kept = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for parameters in filter(None, kept):
@@ -103,10 +106,10 @@ def forget_groups(shard: Any) -> None:
 
 
 def forget_forwards(shard: Any) -> None:
-    """Let FSDP forget forward passes that no backward pass follows, as those of an evaluation.
+    """Make FSDP forget forward passes that no backward pass follows, as those of an evaluation.
 
-    The next backward pass would gather their units ahead, though nobody needs them, and where other
-    replicas ran other units (hsdp) then sum zeros for them, for which the others wait.
+    Otherwise the next backward pass prefetches their units without need. Under hsdp, where other
+    replicas ran other units, FSDP then also sums zeros for them, and the other replicas wait.
     """
     state = shard._get_fsdp_state()
     order = getattr(state._comm_ctx, "post_forward_order", [])  # made in the first forward pass
@@ -117,13 +120,13 @@ def forget_forwards(shard: Any) -> None:
 
 
 def function_modes() -> tuple[AbstractContextManager[object], ...]:
-    """The modes that see every torch function now, the outermost first (rounding to fp16)."""
+    """Return the active torch function modes, the outermost first (rounding to fp16)."""
     return tuple(_get_current_function_mode_stack())
 
 
 @contextmanager
 def within(modes: tuple[AbstractContextManager[object], ...]) -> Iterator[None]:
-    """Stand in these modes, but those that stand around already."""
+    """Enter those of the given function modes that are not active yet."""
     here = {id(mode) for mode in function_modes()}
     with ExitStack() as stack:
         for mode in modes:
@@ -134,10 +137,10 @@ def within(modes: tuple[AbstractContextManager[object], ...]) -> Iterator[None]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Nobody who follows a forward pass sees what runs inside.
+    """Hide what runs inside from every observer of the forward pass.
 
-    No dispatch mode (selective recompute), no hook on what autograd saves (recompute, offload). The
-    format of matrix products stays: autocast, and function modes.
+    No dispatch mode (selective recompute) and no saved-tensor hook (recompute, offload) sees it.
+    The format of matrix products stays: autocast and function modes remain active.
     """
     with (
         _disable_current_modes(),
@@ -147,11 +150,11 @@ def unwatched() -> Iterator[None]:
 
 
 def keep_among(unit: Any, mesh: DeviceMesh) -> None:
-    """Let a unit of `fully_shard` lie cut over the last of two mesh axes between its passes.
+    """Let a unit of `fully_shard` stay sharded over the last of two mesh axes between its passes.
 
     Args:
-        unit: wrapped with `reshard_after_forward`; given a number, torch makes groups for each
-            unit.
+        unit: wrapped with `reshard_after_forward`. torch would make new process groups for each
+            unit if that argument were a number.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
@@ -166,11 +169,11 @@ def keep_among(unit: Any, mesh: DeviceMesh) -> None:
 
 
 def send_unused(shard: Any) -> None:
-    """Make a unit of `fully_shard` send zeros for parameters that a backward pass left unused.
+    """Make a `fully_shard` unit send zeros for parameters that a backward pass left unused.
 
     Args:
-        shard: one FSDPModule. torch 2.13 has a switch; without it the unit's own step at the end of
-            a backward pass finds zeros where it would leave parameters out.
+        shard: one FSDPModule. torch 2.13 has a switch for this. On 2.11 the patched `post_backward`
+            fills in zeros where FSDP would leave parameters out.
     """
     if hasattr(shard, "set_reduce_scatter_unused_params"):
         shard.set_reduce_scatter_unused_params(True, recurse=False)
@@ -193,5 +196,5 @@ def send_unused(shard: Any) -> None:
 
 
 def writes(tensor: torch.Tensor) -> int:
-    """Read torch's version counter: how often a tensor was written in place (but by `.data`)."""
+    """Return a tensor's version counter: how often it was written in place (but by `.data`)."""
     return tensor._version

@@ -1,13 +1,13 @@
-"""BatchNorm under any layout: statistics per micro-batch, running buffers moved once per step.
+"""BatchNorm under any layout: statistics per micro-batch, running buffers updated once per step.
 
 A running buffer is a linear recurrence r ← (1 − m)·r + m·x over the micro-batches in order. While a
 micro-batch runs, its BatchNorm layers write into scratch buffers that start at 0: after k calls
-these hold s with r_after = (1 − m)^k · r + s. Every rank then learns every (s, k), and all apply
-them in the order of the micro-batches, so running buffers are equal on all ranks and equal to those
-of one process. With momentum None (a plain average) the mean of all calls is kept instead.
-Layers in evaluation mode (frozen statistics, usual in fine-tuning) read their buffers and move
+these hold s with r_after = (1 − m)^k · r + s. All ranks then gather every (s, k) and apply them in
+the order of the micro-batches. So running buffers are equal on all ranks, and equal to those of one
+process. With momentum None (a plain average) the mean of all calls is kept instead.
+Layers in evaluation mode (frozen statistics, usual in fine-tuning) read their buffers and change
 nothing.
-SyncBatchNorm is refused on several ranks: in a short last step some have nothing to run.
+SyncBatchNorm is refused on several ranks: in a short last step some ranks have no micro-batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.parallel.program import Program
 
 
 def apply(program: Program) -> Program:
-    """Bring every BatchNorm with running statistics under the rule; nothing to do without any."""
+    """Keep the running statistics of every BatchNorm equal on all ranks."""
     for name, layer in program.module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm) and program.world.size > 1:
             raise PlanError(
@@ -52,7 +52,7 @@ def apply(program: Program) -> Program:
 
 
 def _running(layer: BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(running mean, running variance, number of calls) of a layer that keeps them."""
+    """Return a layer's (running mean, running variance, number of batches tracked)."""
     kept = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
     mean, variance, calls = kept
     if mean is None or variance is None or calls is None:
@@ -61,7 +61,7 @@ def _running(layer: BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 class _Rule:
-    """Collects (s, k) of every micro-batch of a step and applies them at its end."""
+    """Collector of (s, k) of every micro-batch of a step, applied at the end of the step."""
 
     def __init__(self, layers: list[BatchNorm], world: World) -> None:
         self.layers = layers
@@ -69,13 +69,13 @@ class _Rule:
         self.seen: dict[int, dict[int, torch.Tensor]] = {}
 
     def __deepcopy__(self, known: dict[int, Any]) -> _Rule:
-        """The rule of a replica's layers, which notes in the same place."""
+        """Return the rule for a replica's layers; it writes into the same record."""
         twin = _Rule([known.get(id(layer), layer) for layer in self.layers], self.world)
         twin.seen = self.seen
         return twin
 
     def begin(self) -> None:
-        """Forget the statistics of a step that was skipped, or that failed half-way."""
+        """Clear the statistics of a step that was skipped, or that failed half-way."""
         self.seen.clear()
 
     @contextmanager
@@ -86,28 +86,28 @@ class _Rule:
         try:
             yield
             if index < 0:
-                return  # a pass that only joins the others' collectives: not of the step
+                return  # a pass that only joins the collectives of other ranks
             self._note(index, {layer for layer, _ in kept})
         finally:
             for layer, buffers in kept:
                 _set(layer, *buffers)
 
     def _note(self, index: int, moved: set[BatchNorm]) -> None:
-        """Keep [k, mean, variance] of every layer that ran, as float64.
+        """Record [k, mean, variance] of every layer that ran in this micro-batch, as float64.
 
-        A pipeline comes back to a micro-batch: for its next stage, whose layers ran now, and for
-        its backward pass, in which a layer that ran before may run again only to be recomputed.
+        A pipeline returns to a micro-batch: for its next stage, whose layers ran now, and for its
+        backward pass, where recomputation may run a recorded layer once more.
         """
         known = self.seen.setdefault(index, {})
         for number, layer in enumerate(self.layers):
             mean, variance, calls = _running(layer)
-            # Not `moved`: its buffers are no scratch, so they say nothing of this step.
+            # A layer outside of `moved` has its real buffers, which also hold earlier steps.
             if layer in moved and calls and number not in known:
                 parts = [calls.double().reshape(1), mean.double(), variance.double()]
                 known[number] = torch.cat(parts)
 
     def _row(self, index: int) -> torch.Tensor:
-        """[index, then k, mean, variance of each layer], zeros for one that did not run."""
+        """Return [index, then k, mean, variance of each layer], zeros if a layer did not run."""
         known = self.seen[index]
         parts = [torch.tensor([index], dtype=torch.float64, device=self.world.device)]
         for number, layer in enumerate(self.layers):
@@ -118,7 +118,11 @@ class _Rule:
 
     @torch.no_grad()
     def commit(self, uneven: bool) -> None:
-        """Apply the step's statistics; where ranks ran unequally many, they ask for the most."""
+        """Gather and apply the statistics of the step.
+
+        Args:
+            uneven: ranks ran unequal numbers of micro-batches, so they first agree on the largest.
+        """
         width = 1 + sum(1 + 2 * _running(layer)[0].numel() for layer in self.layers)
         most = self.world.all_reduce_max(len(self.seen)) if uneven else len(self.seen)
         mine = torch.full((most, width), -1.0, dtype=torch.float64)

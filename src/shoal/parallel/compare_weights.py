@@ -1,12 +1,12 @@
-"""All ranks start from the same module: same names and shapes, same bits.
+"""Make all ranks start from the same module: same names and shapes, same bits.
 
-Every rank hashes its tensors (SHA-256); ranks compare one digest of all, then one of each. Another
-structure is an error that names the first difference; other values are replaced by rank 0's, and
-one line says so, since a model that was built with an unseeded generator would otherwise train as
-many different models.
+Every rank hashes its tensors (SHA-256). Ranks compare one digest of all, then one of each. A
+different structure raises an error that names the first difference. Different values are replaced
+by rank 0's, with one notice: a model that was built with an unseeded generator would otherwise
+train as many different models.
 
-What all ranks have mapped from one rank's files is equal, and is not read for that: under most
-layouts a rank needs a part of it only.
+Tensors that all ranks have mapped from one rank's files are equal. They are not read for the
+comparison: under most layouts a rank needs only a part of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from shoal.wire.phases import counting
 
 
 def apply(program: Program) -> Program:
-    """Compare the module across ranks; adopt rank 0's values where they differ.
+    """Compare the module across ranks and broadcast rank 0's values where they differ.
 
-    Errors: PlanError, the same on all ranks, when names, shapes, dtypes, memory formats or
-    frozen flags differ.
+    Raises:
+        PlanError: on all ranks, if names, shapes, dtypes, memory formats or frozen flags differ.
     """
     world, module = program.world, program.module
     if world.size == 1:
@@ -58,28 +58,28 @@ def apply(program: Program) -> Program:
 
 
 def _shared(tensors: dict[str, torch.Tensor], world: World) -> set[str]:
-    """Names of tensors that all ranks have from files of one of them; all are of one machine."""
+    """Return names of tensors that all ranks of one machine have mapped from one rank's files."""
     if world.local_size < world.size:
         return set()
-    from shoal.parallel.build.mmap_init import is_shared  # which one process does without
+    from shoal.parallel.build.mmap_init import is_shared  # not needed with one process
 
     here = [name for name, tensor in tensors.items() if is_shared(tensor)]
     return set(here) if world.differing(here) is None else set()
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by first name."""
+    """Return a module's parameters and buffers by first name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Hash a tensor's bytes in row order: SHA-256, 64 hex digits; shape and dtype do not enter."""
+    """Return the SHA-256 of a tensor's bytes in row order, 64 hex digits, without its shape."""
     raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return hashlib.sha256(raw.numpy().data).hexdigest()
 
 
 def _number(tensor: torch.Tensor) -> int:
-    """The first 64 bits of a tensor's digest."""
+    """Return the first 64 bits of a tensor's digest as a signed integer."""
     return int.from_bytes(bytes.fromhex(tensor_digest(tensor)[:16]), "big", signed=True)
 
 

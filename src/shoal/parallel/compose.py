@@ -1,13 +1,13 @@
-"""The table of contents: in which order techniques turn a module into a program, and why.
+"""The table of contents: the order in which techniques turn a module into a program, and why.
 
     prepare       the whole module, equal on all ranks
-    record        what it does with a sample, where a layout is derived from that
-    place         rows: who holds, sums and steps each of its tensors
-    materialise   the part of it that this rank holds
-    wrap          what goes around it: generators, recompute, sums of gradients
+    record        its forward pass on a sample, if the layout is derived from that
+    place         placements: which rank holds, sums and steps each tensor
+    materialise   the part of the module that this rank holds
+    wrap          everything around it: generators, recompute, sums of gradients
 
-Each line is one technique, one file and one verb. None of them knows another. What a plan does not
-ask for is not imported: a start pays for the techniques that it uses.
+Each line is one technique, one file and one verb. None of them knows another. Techniques that a
+plan does not use are not imported: a start pays only for the techniques that it uses.
 """
 
 from __future__ import annotations
@@ -46,26 +46,25 @@ if TYPE_CHECKING:
 
 
 class Look(Protocol):
-    """Runs a module's forward pass on a few samples, as the program prepares them."""
+    """Protocol of a function that runs a module's forward pass on a few prepared samples."""
 
     @property
     def samples(self) -> int:
-        """How many."""
+        """Return the number of samples."""
 
     def __call__(self, program: Program, module: nn.Module) -> Any:
-        """What the module gives for them."""
+        """Return the module's outputs for the samples."""
 
 
 def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
     """Make a program of the whole module and give every rank rank 0's weights; nothing is cut yet.
 
     Args:
-        module: whole, in the plan's parameter format; on the host where ranks will hold parts of
-            it.
+        module: whole, in the plan's parameter format; on the host if ranks will hold parts of it.
 
     Raises:
-        PlanError: when ranks hold different models, and for a policy that cannot hold here: said
-            first, since a record takes seconds.
+        PlanError: ranks hold different models, or a policy is impossible here. Policies are checked
+            first, since the record of the model takes seconds.
     """
     for technique in _asked(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check", None):
@@ -79,7 +78,7 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
         from shoal.parallel.build.pretrained import without_cache
 
         program = replace(program, on_close=(*program.on_close, without_cache(module)))
-    # First of all, since everything after it assumes that the ranks mean the same tensors.
+    # First, since everything after it assumes equal tensors on all ranks.
     program = compare_weights.apply(program)
     # Inputs: to the device before any cast, so that the cast runs there.
     program = _to_device(program)
@@ -87,14 +86,16 @@ def prepare(module: nn.Module, plan: Plan, world: World) -> Program:
 
 
 def record(program: Program, look: Look | None) -> Record | None:
-    """Make the record of the model from which a layout is derived: its passes run when it is read.
+    """Make the record of the model's forward pass from which a layout is derived.
+
+    The record runs its passes when it is read.
 
     Args:
         look: does one forward pass on a sample; None: nothing is derived.
 
     Returns:
-        of the module for tp, pp, cp and ep; for zero 3 alone of its twin on the meta device, or of
-        the module where it looks at values, and None where neither runs.
+        The record of the module for tp, pp, cp and ep. For zero 3 alone, the record of its copy on
+        the meta device, or of the module itself if the model reads values. None if neither runs.
     """
     layout = program.plan.layout
     if look is None:
@@ -106,8 +107,8 @@ def record(program: Program, look: Look | None) -> Record | None:
     run, plan = partial(look, program), program.plan
     if layout.is_derived:
         return Record(program.module, run, plan)
-    # What zero 3 asks, how often blocks are called, shapes alone can tell of most models; the
-    # others look at values. One that fails here fails in its first step, and says why.
+    # zero 3 needs the number of calls of each block. Most models run on shapes alone; the others
+    # read values. A model that fails here fails again in its first step, with its own error.
     shown = Record(meta_twin(program.module), run, plan)
     with suppress(Exception):
         return shown if shown.often else None
@@ -120,27 +121,27 @@ def record(program: Program, look: Look | None) -> Record | None:
 
 
 def place(program: Program, record: Record | None, samples: int = 0) -> tuple[Program, Derived]:
-    """Place every tensor: derive how the model is divided, check it on the ranks, bind the rows.
+    """Place every tensor: derive the division of the model, check it on the ranks, bind placements.
 
     Every rank calls it: checks are collective, and process groups are made. Nothing is cut yet.
 
     Args:
-        record: without one, nothing is derived from the model.
-        samples: that the record's pass ran.
+        record: if None, nothing is derived from the model.
+        samples: number of samples that the record's pass ran.
 
     Raises:
-        PlanError: where the model cannot be divided so.
+        PlanError: the model cannot be divided as the layout asks.
     """
     module, plan, derived = program.module, program.plan, Derived()
     if record is not None and plan.layout.is_derived:
-        # Modules that other layouts do without.
+        # Imported here: other layouts do not need these modules.
         from shoal.trace.isolation.module_copies import meta_twin
         from shoal.trace.isolation.stream_weights import lent, one_for_all
 
         device = program.world.device
         with lent(module, device, read_ahead), one_for_all(module, is_read_as_used):
             derived = _derived(program, record)
-        if plan.layout.cp == plan.layout.ep == 1:  # theirs is not stated yet
+        if plan.layout.cp == plan.layout.ep == 1:  # the traffic of cp and ep is not predicted yet
             travel = partial(_travel_of, derived.split, derived.cut, samples)
             program = replace(program, travel=travel)
         program = replace(program, twin=meta_twin(module))
@@ -161,28 +162,28 @@ def _derived(program: Program, record: Record) -> Derived:
         found = replace(found, cut=along["pp"].plan(program, record))
     if "tp" in along:
         found = replace(found, split=along["tp"].plan(program, record))
-    if "cp" in along:  # its ranks may divide layers that tp divides: those parts are its wholes
+    if "cp" in along:  # cp may divide layers that tp has divided: it then starts from the tp parts
         found = replace(found, units=along["cp"].plan(program, record, found.split))
-    if program.plan.layout.zero == 3:  # on some ranks the first to look
+    if program.plan.layout.zero == 3:  # on some ranks this is the first use of the record
         found = replace(found, called=called_of(record))
     return found
 
 
 def _travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
-    from shoal.parallel.exchange_rows import travel_of  # asked for where a run is foreseen
+    from shoal.parallel.exchange_rows import travel_of  # needed only to predict a run
 
     return travel_of(split, cut, samples)
 
 
 def materialise(program: Program, derived: Derived) -> Program:
-    """Cut the module in place to what this rank holds under tp, pp and ep; the rest is freed.
+    """Cut the module in place to what this rank holds under tp, pp and ep, and free the rest.
 
-    What is left goes from the host to the device: it never holds more. Under zero 3 that waits for
-    `fully_shard`, which moves unit by unit and cuts each. Layers compute their parts from then on,
-    under cp too, which cuts nothing. Every rank calls it.
+    The remaining part moves from the host to the device, which never holds more. Under zero 3 that
+    waits for `fully_shard`, which moves and shards unit by unit. From then on layers compute their
+    parts, under cp too, which cuts nothing. Every rank calls it.
 
     Args:
-        derived: as `place` gave it; rows are the program's.
+        derived: the result of `place`; the program holds the placements.
     """
     plan, device = program.plan, program.world.device
     if plan.layout.is_derived:
@@ -197,7 +198,7 @@ def materialise(program: Program, derived: Derived) -> Program:
 
 
 def _to(module: nn.Module, device: torch.device) -> None:
-    """Move what a module holds to a device, tensor by tensor; not what has no data."""
+    """Move a module's tensors to a device, one at a time, except those on the meta device."""
     module._apply(lambda t: t if t.is_meta else t.to(device))
 
 
@@ -214,13 +215,13 @@ def _cut(program: Program, derived: Derived) -> Program:
 
         program = along["pp"].apply(program, derived.cut, Crossing(kinds))
     if "ep" in along:
-        # After the last forward pass of a single rank: from here on tokens travel.
+        # After the last forward pass of a single rank: from here on ep ranks exchange tokens.
         program = along["ep"].apply(program, derived.experts)
     return program
 
 
 def _along_axes(plan: Plan) -> Iterator[tuple[str, Any]]:
-    """Import what divides a model along each axis of the plan's layout: (axis, technique)."""
+    """Import the technique of each axis of the plan's layout; yield (axis, technique)."""
     for axis, name in ALONG_AXES:
         if getattr(plan.layout, axis) > 1:
             yield axis, importlib.import_module(f"shoal.parallel.{name}")
@@ -229,31 +230,31 @@ def _along_axes(plan: Plan) -> Iterator[tuple[str, Any]]:
 AROUND_BLOCKS: tuple[tuple[type, str], ...] = (
     # Innermost: nothing that a layout adds to a block becomes part of its compiled code.
     (CompilePolicy, "compiling"),
-    # Inside of what gathers parameters, which then gathers for the second forward too.
+    # Inside the parameter gather (FSDP), which then gathers for the recomputed forward too.
     (RecomputePolicy, "recompute"),
     (OffloadPolicy, "offload"),
 )
-"""What only some plans ask for, in the order in which it goes around a block: policy, technique."""
+"""(policy, technique) of the optional wrappers around a block, the innermost first."""
 
 AROUND_SUMS: tuple[tuple[type, str], ...] = (
-    # After the reducer is there: it goes between the reducer and the wire.
+    # After the reducer exists: compression goes between the reducer and the network.
     (CompressPolicy, "data_parallel.compress"),
 )
-"""The same for what goes around the sums of gradients."""
+"""(policy, technique) of the optional wrappers around the gradient reduction."""
 
 
 def _asked(plan: Plan, optional: tuple[tuple[type, str], ...]) -> Iterator[Any]:
-    """Import the techniques whose policy has a key that is not at its default; no others."""
+    """Import the techniques of the policies that have a key off its default, and no others."""
     for policy, technique in optional:
         if plan.asks(policy):
             yield importlib.import_module(f"shoal.parallel.{technique}")
 
 
 def check_here(plan: Plan, device: torch.device) -> None:
-    """Refuse policies that this kind of device cannot carry under any layout; else do nothing.
+    """Refuse policies that this kind of device cannot run under any layout.
 
     Raises:
-        PlanError: so far for offload to files on a device.
+        PlanError: so far only for offload to files on an accelerator.
     """
     for technique in _asked(plan, AROUND_BLOCKS):
         if check := getattr(technique, "check_here", None):
@@ -261,16 +262,16 @@ def check_here(plan: Plan, device: torch.device) -> None:
 
 
 def waits_on_host(plan: Plan, device: torch.device) -> bool:
-    """Whether a whole module never goes to the device: one that cannot hold it trains it."""
+    """Return whether the module stays on the host because one device cannot hold it."""
     techniques = [one for one in _asked(plan, AROUND_BLOCKS) if hasattr(one, "streams_parameters")]
     return any(one.streams_parameters(plan, device) for one in techniques)
 
 
 def hand_to_policies(program: Program, optimizer: torch.optim.Optimizer) -> Program:
-    """Let memory.offload=optimizer take over the optimizer, once that steps this rank's parts.
+    """Let memory.offload=optimizer take over the optimizer once it steps this rank's parts.
 
     Returns:
-        the program with what the technique added, where the plan asks for it.
+        The program, with the additions of the technique if the plan uses it.
     """
     for technique in _asked(program.plan, AROUND_BLOCKS):
         if give := getattr(technique, "hand_over", None):
@@ -281,7 +282,7 @@ def hand_to_policies(program: Program, optimizer: torch.optim.Optimizer) -> Prog
 def wrap(program: Program) -> Program:
     """Wrap this rank's module as the plan asks: dropout keys, recompute, compile, gradient sums."""
     plan = program.plan
-    # Around a micro-batch: generators outermost, so that nothing draws before they are keyed.
+    # Around a micro-batch: generators outermost, so that nothing draws before they are seeded.
     program = dropout_rng.apply(program, plan.seed)
     if any(isinstance(part, BatchNorm) for part in program.module.modules()):
         from shoal.parallel import batch_norm
@@ -290,12 +291,12 @@ def wrap(program: Program) -> Program:
     if next(program.module.buffers(), None) is not None:
         from shoal.parallel import sync_buffers
 
-        # After BatchNorm's rule: what is left over has no rule.
+        # After batch_norm: it syncs the buffers that batch_norm does not cover.
         program = sync_buffers.apply(program)
     for technique in _asked(plan, AROUND_BLOCKS):
         program = technique.apply(program)
-    # Last: who holds, sums and steps what. It takes over parameters and `.grad`, so nothing may
-    # replace them after it.
+    # Last: the technique that holds, sums and steps parameters. It takes over parameters and
+    # `.grad`, so nothing may replace them after it.
     with ExitStack() as around:
         for technique in _asked(plan, AROUND_BLOCKS):
             if enter := getattr(technique, "allocating", None):
@@ -332,7 +333,7 @@ def _by_layout(program: Program) -> Program:
 
 
 def _to_device(program: Program) -> Program:
-    """Place every tensor of a batch on the world's device; nothing to do on the CPU."""
+    """Move every tensor of a batch to the world's device; do nothing on the CPU."""
     device = program.world.device
     if device.type == "cpu":
         return program

@@ -1,19 +1,19 @@
-"""Dropout that does not depend on the layout: the generator is re-keyed at every block's entry.
+"""Dropout that does not depend on the layout: generators are reseeded at the entry of every block.
 
-The key is a hash of (seed, step, number of the micro-batch in the step, block name), so a random
-op draws the same numbers whichever rank runs the micro-batch and whatever ran before it. Blocks are
-the entries of the module's outermost ModuleLists and Sequentials; what runs after a block is keyed
-too, so that it does not depend on how much the block drew. A block that runs several times in one
-micro-batch (a recurrent cell, shared layers) has a key per call; activation checkpointing, which
+The key is a hash of (seed, step, number of the micro-batch in the step, block name). So a random op
+draws the same numbers whichever rank runs the micro-batch and whatever ran before it. Blocks are
+the entries of the module's outermost ModuleLists and Sequentials. The code after a block is
+reseeded too, so that it does not depend on the block's draws. A block that runs several times in a
+micro-batch (a recurrent cell, shared layers) has a key per call. Activation checkpointing, which
 runs it again during the backward pass, gets the key of the call that is recomputed. Outside
 training steps the user's own generator state is left as it was.
 
-`random` and `numpy.random` are keyed once per micro-batch: some models draw masks from them, and
-ranks that share a sample would each hide something else.
+`random` and `numpy.random` are reseeded once per micro-batch: some models draw masks from them, and
+ranks that share a sample would otherwise mask it differently.
 
-A block is keyed in every pass, also one that has never drawn: which micro-batch is the first to
-draw may hang on data, on the layout and on a resume. Left out are modules of torch's that cannot
-draw, between others in a model that is a plain `nn.Sequential`: nothing runs between them either.
+A block is reseeded in every pass, also one that has never drawn: the first micro-batch that draws
+may depend on data, on the layout and on a resume. Exempt are torch modules that cannot draw, inside
+a model that is a plain `nn.Sequential`: no code runs between them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shoal.parallel.program import Program
 
 
 def key(seed: int, step: int, micro_batch: int, block: str) -> int:
-    """A 63-bit generator seed for one block of one micro-batch of one step.
+    """Return a 63-bit generator seed for one block of one micro-batch of one step.
 
     >>> key(0, 1, 2, "layers.0") == key(0, 1, 2, "layers.0") != key(0, 1, 3, "layers.0")
     True
@@ -48,18 +48,18 @@ def key(seed: int, step: int, micro_batch: int, block: str) -> int:
 
 
 def apply(program: Program, seed: int) -> Program:
-    """Key every micro-batch of the program, and every block inside it, by `seed`."""
+    """Reseed the generators for every micro-batch of the program and every block inside it."""
     keyed, layout = _Keyed(seed, program.world.device), program.plan.layout
     hooks: list[RemovableHandle] = []
     unkeyed = _unkeyed(program.module)
     for name in (name for name in program.blocks if name not in unkeyed):
         block = program.module.get_submodule(name)
-        # Objects and no closures: a replica's hooks ask keys of its own.
+        # Objects and no closures: the hooks of a replica use the keys of that replica.
         hooks.append(block.register_forward_pre_hook(partial(keyed.enter, name)))
         hooks.append(block.register_forward_hook(partial(keyed.leave, name)))
 
     hooks.append(program.module.register_forward_pre_hook(keyed.again))
-    traced = layout.processes == 1 or program.pipe.size > 1  # a trace has replaced them
+    traced = layout.processes == 1 or program.pipe.size > 1  # a traced pass has replaced them
     hooks += () if traced else _refuse_replaced(program.module)
 
     def remove() -> None:
@@ -77,11 +77,11 @@ AvgPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d ReLU LeakyReLU GELU SiLU Tanh Sigm
 Softmax
 """
 DRAWLESS = frozenset(getattr(nn, name) for name in PLAIN.split())
-"""Modules of torch's whose forward pass draws no random number."""
+"""torch.nn modules whose forward pass draws no random number."""
 
 
 def draws_nothing(module: nn.Module) -> bool:
-    """Whether a module is made of torch's own ones alone, none of which draws or has hooks.
+    """Return whether a module consists only of torch modules without random draws or hooks.
 
     >>> draws_nothing(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     True
@@ -96,9 +96,9 @@ def draws_nothing(module: nn.Module) -> bool:
 
 
 def _unkeyed(model: nn.Module) -> set[str]:
-    """Return the names of blocks that need no key, by what their modules are.
+    """Return the names of blocks that need no reseeding, judged by their module types.
 
-    The last one has a key in any case: what follows the model draws from where it left.
+    The last block is reseeded in any case: code after the model draws from its generator state.
     """
     if type(model) is not nn.Sequential or "forward" in vars(model):
         return set()
@@ -108,16 +108,16 @@ def _unkeyed(model: nn.Module) -> set[str]:
 
 Mark = tuple[int, bytes, bytes]
 WORDS, PLACE = 4 * 624, 4
-"""Bytes of the Mersenne Twister's words, and of its place in them, as they lie in memory."""
+"""Bytes of the Mersenne Twister's words, and of its position in them, in memory."""
 
 
 class _NumpyKeys:
-    """Keys `numpy.random` in micro-batches, and puts the user's state back after them.
+    """Seeding of `numpy.random` in micro-batches, with the user's state restored after them.
 
-    Reading and writing the state takes 75 µs, its bytes 1, and a look at a few of them tells
-    whether anything was drawn: a draw moves the place, and after the last place there are other
-    words. So where nothing was drawn in a micro-batch the bytes are put back, and where the user
-    drew nothing since, the state is known.
+    Reading and writing the state takes 75 µs, reading its bytes 1 µs. A few bytes show whether
+    anything was drawn: a draw moves the position, and after the last position the words change. So
+    if a micro-batch drew nothing, only the bytes are restored. If the user drew nothing since, the
+    state is known.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class _NumpyKeys:
         self._keyed: Mark | None = None
 
     def enter(self, number: int) -> None:
-        """Begin a micro-batch."""
+        """Save the user's state and seed numpy for a micro-batch."""
         mark = self._mark()
         if self._state is None or mark is None or mark != self._users_mark:
             self._state, self._users_mark = np.random.get_state(), mark
@@ -136,17 +136,17 @@ class _NumpyKeys:
         self._keyed = self._mark()
 
     def leave(self) -> None:
-        """End it."""
+        """Restore the user's state after a micro-batch."""
         waits = self._state[3] if isinstance(self._state, tuple) else 1
         if waits or self._keyed is None or self._users_mark is None or self._mark() != self._keyed:
-            np.random.set_state(self._state)  # a second normal number waits beside the bytes
+            np.random.set_state(self._state)  # numpy caches a second normal number elsewhere
         else:
             ctypes.memmove(self._keyed[0], self._users, len(self._users))
         if waits:
-            self._state = None  # whether the user takes it no byte tells
+            self._state = None  # the bytes do not show whether the user consumes that cached number
 
     def _mark(self) -> Mark | None:
-        """Return the address of the Mersenne Twister, its first and last words, its position."""
+        """Return the Mersenne Twister's address, its first and last words, and its position."""
         bits = np.random.mtrand._rand._bit_generator
         if not isinstance(bits, np.random.MT19937):
             return None
@@ -155,11 +155,11 @@ class _NumpyKeys:
 
 
 class _Keyed:
-    """Where the step is now; blocks are keyed only while a micro-batch runs.
+    """Seeding of generators by step, micro-batch and block, active only while a micro-batch runs.
 
-    `calls` counts how often a block was entered in this forward pass; `arrived` remembers with
-    which generator seed each call arrived, since checkpointing puts that seed back before it
-    recomputes; a pipeline comes back to a micro-batch after it ran others, so each has its own.
+    `calls` counts how often a block was entered in this forward pass. `arrived` maps each call's
+    generator seed at entry to the call's number, since checkpointing restores that seed before it
+    recomputes. A pipeline returns to a micro-batch after it ran others, so each has its own map.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -173,27 +173,27 @@ class _Keyed:
         self.numpy = _NumpyKeys()
 
     def __deepcopy__(self, known: object) -> _Keyed:
-        return self  # whoever copies a module keeps its keys
+        return self  # a copied module shares the keys
 
     def on(self, device: torch.device) -> _Keyed:
-        """Give keys for a replica on another device."""
+        """Return the seeding for a replica on another device."""
         return _Keyed(self.seed, device)
 
     def beside(self, others: bool) -> None:
-        """Passes of other devices run at the same time: the host's generators are nobody's then."""
+        """Note whether other devices run at the same time; host generators are then left alone."""
         self.host, self.generators = not others, generators(self.device)[int(others) :]
 
     def begin(self) -> None:
-        """A step begins: nobody recomputes anything of the one before."""
+        """Forget the calls of the previous step, of which nothing is recomputed any more."""
         self.arrivals = {}
 
     def again(self, *_: object) -> None:
-        """The model's forward pass begins, on a pipeline's rank once for each of its stages."""
+        """Reset the call counts at the start of a forward pass (a pipeline: of each stage's)."""
         if not in_backward():
             self.calls, self.inside = {}, {}
 
     def enter(self, block: str, *_: object) -> None:
-        """A block begins: key the generators by its name and by which of its calls this is."""
+        """Seed the generators at a block's entry by its name and the number of this call."""
         if self.at is None:
             return
         arrival = (block, self.generators[0].initial_seed())
@@ -207,7 +207,7 @@ class _Keyed:
         self._set(block, call)
 
     def leave(self, block: str, *_: object) -> None:
-        """It ended: what follows must not depend on how much it drew."""
+        """Seed the generators after a block, so that what follows does not depend on its draws."""
         if self.at is None:
             return
         calls = self.inside.get(block)
@@ -244,7 +244,7 @@ class _Keyed:
 
 
 def _refuse_replaced(model: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Refuse a model whose first forward pass replaces modules, as BigBird does: that draws."""
+    """Refuse a model whose first forward pass replaces modules (as BigBird), since that draws."""
     before: dict[str, nn.Module] = {}
 
     def ended(module: nn.Module, inputs: object, output: object) -> None:

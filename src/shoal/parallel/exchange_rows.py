@@ -1,7 +1,7 @@
-"""States what a divided model will make travel, from how it was split and where it was cut.
+"""Predict the bytes that a divided model sends, from its tensor split and its stage cut.
 
-Nothing is run: the split's labels tell every collective of a layer, the cut tells what crosses
-between stages. Whoever predicts a run, and whoever compares its counters, reads it here.
+Nothing is run: the split's labels give every collective of a layer, the cut gives the tensors
+between stages. The run forecast and the comparison with traffic counters both read it here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from shoal.trace.isolation.meta_inputs import tensors_of
 
 
 def travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> Travel:
-    """What a model so divided will make travel.
+    """Return the traffic of a model divided by a tensor split and a stage cut.
 
     Args:
-        samples: in the batch that the split and the cut were made with.
+        samples: number of samples in the batch that the split and the cut were made with.
     """
     stages = 1 if cut is None else cut.stages
     stage_of = {} if cut is None else {call.name: call.stage for call in cut.calls}
@@ -38,14 +38,14 @@ def travel_of(split: ModelSplit | None, cut: StageCut | None, samples: int) -> T
 
 
 def _stage(name: str, stage_of: Mapping[str, int], stages: int) -> int:
-    """Where a module is computed: with the unit that it is, or lies in; the loss on the last."""
+    """Return the stage that computes a module: that of the unit around it; the loss: the last."""
     while name and name not in stage_of:
         name = name.rpartition(".")[0]
     return stage_of.get(name, stages - 1)
 
 
 def _parts(split: ModelSplit) -> dict[str, int]:
-    """Modules that give their rank's part of a sequence → of how many parts."""
+    """Return modules that return their rank's part of a sequence → the number of parts."""
     found = dict.fromkeys(split.scattered, split.degree)
     for group in split.classes:
         if any(isinstance(label, Split) for label in group.split.outputs):

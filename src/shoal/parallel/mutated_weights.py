@@ -1,12 +1,12 @@
-"""Find weights that a model's own forward pass changes, where a layout would lose what it changed.
+"""Find weights that a model's own forward pass changes, if the layout would lose the change.
 
-Some models hold the norm of a weight down where they use it (`weight.data = renorm(weight.data)`),
-others turn a router to float32 (`self.router.to(torch.float32)`). On one process that is part of
-training. Where a layout keeps weights in memory of its own (parts of them, or narrow copies), the
-optimizer then steps numbers that the module no longer reads, or the next update overwrites what the
-model wrote; nothing fails. So a run's first step is looked at.
+Some models limit the norm of a weight where they use it (`weight.data = renorm(weight.data)`),
+others cast a router to float32 (`self.router.to(torch.float32)`). On one process that is part of
+training. Some layouts keep weights in memory of their own (shards, or narrow copies). The optimizer
+then steps numbers that the module no longer reads, or the next update overwrites what the model
+wrote, without an error. So the first step of a run is checked.
 
-Limits: a forward pass that changes weights in later steps only is not noticed
+Limits: a forward pass that changes weights in later steps only is not noticed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shoal.parallel._torch import writes
 from shoal.parallel.program import Program
 
 Look = tuple[torch.dtype, int, int]
-"""A weight's format, where it lies, how often it was written."""
+"""A weight's dtype, data pointer and version counter."""
 
 FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""Torch's formats by our names."""
+"""torch dtype → the name of that format in run.toml."""
 
 
 class RewrittenError(ConfigError):
-    """A model that changes its own weights, on a layout that cannot keep what it changes.
+    """Error for a model that changes its own weights, on a layout that would lose the change.
 
     Args:
-        is_cast: it changes their format.
+        is_cast: the model changes their dtype.
     """
 
     def __init__(self, text: str, is_cast: bool) -> None:
@@ -45,12 +45,13 @@ class RewrittenError(ConfigError):
 
 @contextmanager
 def refuse_rewritten(program: Program) -> Iterator[None]:
-    """Context manager around a step's passes: refuse weights that the model itself has changed.
+    """Refuse weights that the model itself changes during the passes of a step.
 
-    Every rank enters it. Changes that the layout keeps, as one process does, pass.
+    A context manager around the passes, entered by every rank. Changes that the layout keeps, as
+    one process does, are allowed.
 
     Raises:
-        at its end, on all ranks alike: RewrittenError for a change that would be lost.
+        RewrittenError: at its end, on all ranks, for a change that would be lost.
     """
     before = {name: _look(p) for name, p in program.parameters.items()}
     yield
@@ -62,7 +63,7 @@ def refuse_rewritten(program: Program) -> Iterator[None]:
 def _lost(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | None:
     """Find the first weight whose change the program would lose: (text, whether it is a cast)."""
     if program.plan.parks_parameters:
-        return None  # they move in and out; one process has no offload to compare with
+        return None  # offload moves parameters in and out, so their data pointers change anyway
     layout = program.plan.layout
     tables = {id(m.weight) for m in program.module.modules() if getattr(m, "max_norm", None)}
     for name, parameter in program.parameters.items():
@@ -92,12 +93,16 @@ def _lost(program: Program, before: Mapping[str, Look]) -> tuple[str, bool] | No
 
 
 def watch_units(units: Sequence[nn.Module], program: Program) -> list[RemovableHandle]:
-    """Look at the gathered weights of each unit around its first forward pass; give the hooks.
+    """Compare the gathered weights of each unit before and after its first forward pass.
 
     Args:
-        units: modules whose own hooks gather before these look, and let go after them.
+        units: modules whose own hooks gather before these hooks run, and reshard after them.
 
-    Raises   in that forward pass: RewrittenError with what `refuse_rewritten` would say
+    Returns:
+        The hooks.
+
+    Raises:
+        RewrittenError: in that forward pass, with the text of `refuse_rewritten`.
     """
     paths = {id(part): path for path, part in program.module.named_modules()}
     return [hook for unit in units for hook in _around(unit, paths[id(unit)], program.plan)]
@@ -109,7 +114,7 @@ def _around(unit: nn.Module, path: str, plan: Plan) -> tuple[RemovableHandle, Re
     def before(module: nn.Module, _given: Any) -> None:
         first.remove()
         for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "to_local") and not parameter.is_meta:  # not an inner unit's
+            if not hasattr(parameter, "to_local") and not parameter.is_meta:  # not of an inner unit
                 kept[name] = parameter, _look(parameter)
 
     def after(module: nn.Module, _given: Any, _outputs: Any) -> None:

@@ -1,9 +1,9 @@
-"""Derives where every tensor of a model goes under a layout: the rows that a run then follows.
+"""Derive which ranks hold every tensor of a model under a layout.
 
-`derive` finds out how the model can be divided, by the record of what it does; `rows_of` turns that
-and the layout into one `Placement` per parameter and buffer. Neither needs another process, so a
-plan can be placed before anything starts; `compose.place` does the same and checks the parts on the
-ranks before they are cut.
+`derive` finds how the model can be divided, from the record of its forward pass. `rows_of` turns
+that and the layout into one `Placement` per parameter and buffer. Neither needs another process, so
+a plan can be placed before anything starts. `compose.place` does the same and checks the parts on
+the ranks before they are cut.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Rows = dict[str, Placement]
 
 @dataclass(frozen=True)
 class Called:
-    """How often a forward pass calls modules, and which of them repeat.
+    """Numbers of calls of modules in a forward pass, and the repeated blocks.
 
     Attributes:
-        times: by name; absent: once.
-        blocks: that are called often, of a model that has none by its lists and attributes.
-        reached: blocks of which a part is called from outside of them.
+        times: calls by name; absent: one call.
+        blocks: blocks that are called often, of a model without ModuleLists or block attributes.
+        reached: blocks with a submodule that is called from outside the block.
     """
 
     times: Mapping[str, int] = field(default_factory=dict)
@@ -50,13 +50,13 @@ class Called:
 
 @dataclass(frozen=True)
 class Derived:
-    """How a model can be divided.
+    """Division of a model along each axis.
 
     Attributes:
-        split, cut: by tp, by pp.
-        experts: layers that ep deals out.
-        units: that share a sequence under cp.
-        called: how often blocks are called, for zero 3.
+        split, cut: the division under tp and under pp.
+        experts: layers whose experts ep distributes.
+        units: modules that share a sequence under cp.
+        called: number of calls of blocks, for zero 3.
     """
 
     split: ModelSplit | None = None
@@ -67,10 +67,10 @@ class Derived:
 
 
 def derive(record: Record, plan: Plan) -> Derived:
-    """Find how a model can be divided as a plan's layout wants; unchecked.
+    """Derive the division of a model under a plan's layout, without checking it on the ranks.
 
     Raises:
-        PlanError: where it cannot, naming the part and the nearest legal choice.
+        PlanError: the model cannot be divided so; the text names the part and the nearest choice.
     """
     layout = plan.layout
     split, cut = None, None
@@ -93,14 +93,14 @@ def derive(record: Record, plan: Plan) -> Derived:
 
 
 def rows_of(module: nn.Module, plan: Plan, derived: Derived, device: torch.device) -> Rows:
-    """Say of every parameter and buffer who holds, sums and steps it, by first name.
+    """Return the placement of every parameter and buffer: the ranks that hold, sum and step it.
 
     Args:
-        module: whole; its numbers do not matter.
-        device: of the ranks: not all of them read narrow copies.
+        module: whole; its values do not matter.
+        device: of the ranks: not all kinds of device read narrow copies.
 
     Raises:
-        PlanError: for a stack of experts that tp has cut already.
+        PlanError: a stack of experts that tp has cut already.
     """
     rows = _whole(module, plan, device)
     if derived.split is not None:
@@ -126,7 +126,7 @@ def rows_of(module: nn.Module, plan: Plan, derived: Derived, device: torch.devic
 
 
 def _whole(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
-    """The rows of a module that nothing divides."""
+    """Return the placements of a module that nothing divides."""
     narrow = precision.copies(module, plan.compute, device)
     rows = {}
     for name, p in module.named_parameters():
@@ -138,7 +138,7 @@ def _whole(module: nn.Module, plan: Plan, device: torch.device) -> Rows:
 
 
 def called_of(record: Record) -> Called:
-    """How often a record saw blocks called."""
+    """Return how often the forward pass of a record called blocks."""
     often = {name: times for name, times in record.often.items() if times > 1}
     blocks = () if record.trunk.leaf else record.trunk.blocks
     reached = record.reached(name for name, _ in record.module.named_modules() if name)
@@ -146,7 +146,7 @@ def called_of(record: Record) -> Called:
 
 
 def _gathered(rows: Rows, module: nn.Module, plan: Plan, called: Called) -> Rows:
-    """Say with which block each tensor is gathered under zero 3; experts have their own units."""
+    """Note with which block each tensor is gathered under zero 3; experts have their own units."""
     from shoal.base.layouts.resharding import gathered_together
 
     names = {id(p): name for name, p in module.named_parameters()}
@@ -155,11 +155,11 @@ def _gathered(rows: Rows, module: nn.Module, plan: Plan, called: Called) -> Rows
     units = units or gathered_blocks(module, BlocksPolicy(blocks=called.blocks))
     for unit, block in units.items():
         if unit in called.reached:
-            continue  # gathered with the root: its part is called when the unit is not
+            continue  # gathered with the root: its submodule is called without the unit
         times = called.times.get(unit, 1)
         for parameter in block.parameters():
             row = found[names[id(parameter)]]
-            # On a stage that makes some of its calls only, the others would gather it for nothing.
+            # A stage that makes only some of the unit's calls would gather it for the other calls.
             partly = times > 1 and len(row.stages) > 1
             if row.data == "rows" and not row.is_expert and not partly:
                 found[row.name] = replace(row, unit=unit, calls=times)
@@ -175,14 +175,14 @@ def _also_over(row: Placement, axis: str) -> Placement:
 
 
 def _over_data(row: Placement, layout: Layout) -> Placement:
-    """What the data-parallel axes do with a tensor, whatever else divides it."""
+    """Return a placement with the data-parallel axes added, whatever else divides the tensor."""
     if row.is_buffer:
         return row
     axes = tuple(axis for axis in row.data_axes if row.degree(axis, layout) > 1)
     data = ("whole", "states", "states", "rows")[layout.zero]
     undealt = not row.elements or not row.shape or row.degree(row.data_axes[1], layout) == 1
     if data == "rows" and undealt:
-        data = "whole"  # nothing to deal, a scalar without rows, or nobody to deal them to
+        data = "whole"  # no elements, a scalar without rows, or one rank on the axis
     if data == "states" and not (row.trains and axes):
         data = "whole"
     return replace(row, sum_over=(*axes, *row.sum_over) if row.trains else (), data=data)

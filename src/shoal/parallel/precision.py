@@ -34,7 +34,7 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve(compute: str, device: torch.device) -> str:
-    """The format that `auto` means: bf16 on GPUs that have it, else fp32.
+    """Return the format that `auto` stands for: bf16 on GPUs that support it, else fp32.
 
     On a CPU fp32 stays the default, because results are then comparable between machines.
     """
@@ -46,15 +46,15 @@ def resolve(compute: str, device: torch.device) -> str:
 
 
 def convert(module: nn.Module, compute: str) -> nn.Module:
-    """Cast the weights for fp64; every other format trains the weights as they are, in place."""
+    """Cast the weights to float64 for fp64; return the module unchanged for every other format."""
     return module.double() if compute == "fp64" else module
 
 
 def copies(module: nn.Module, compute: str, device: torch.device) -> dict[str, str]:
-    """Which trainable parameters forward passes read as narrow copies: name → format.
+    """Return the trainable parameters that forward passes read as narrow copies: name → dtype.
 
-    Those of linear layers and convolutions, whose products autocast makes narrow anyway; not where
-    fp16 is only imitated, and not what an embedding reads as well.
+    These are the weights of linear layers and convolutions, whose products autocast makes narrow
+    anyway. There are none if fp16 is only emulated, and none that an embedding reads as well.
     """
     if compute not in NARROW or emulated(compute, device):
         return {}
@@ -72,12 +72,12 @@ def copies(module: nn.Module, compute: str, device: torch.device) -> dict[str, s
 
 
 def emulated(compute: str, device: torch.device) -> bool:
-    """Whether a format is imitated by rounding: fp16 on a CPU."""
+    """Return whether a format is emulated by rounding: fp16 on a CPU."""
     return compute == "fp16" and device.type == "cpu"
 
 
 def apply(program: Program) -> Program:
-    """Autocast around the forward pass, or float64 inputs, as the plan's precision says."""
+    """Add autocast around the forward pass, or float64 inputs, as the plan's precision says."""
     device, compute = program.world.device, program.plan.compute
     if compute == "fp64":
         return replace(program, prepare=(*program.prepare, _floats_to(torch.float64)))
@@ -90,7 +90,7 @@ def apply(program: Program) -> Program:
     if compute not in NARROW:
         return program
     if device.type == "cpu" and program.plan.layout.zero == 3:
-        norms_of_narrow_weights()  # fsdp gathers a unit's vectors in the format of its matrices
+        norms_of_narrow_weights()  # fsdp gathers a unit's vectors in the dtype of its matrices
     autocast = _autocast(device.type, NARROW[compute])
     own = _OwnCalls(autocast, device.type)
     hooks = [
@@ -105,15 +105,15 @@ def apply(program: Program) -> Program:
 
 
 NORMS = {"layer_norm": (2, 3), "group_norm": (2, 3), "batch_norm": (1, 2), "instance_norm": (1, 2)}
-"""Which operands of torch's norms are weights."""
+"""Norm function → positions of the operands that are weights."""
 
 
 @functools.cache
 def norms_of_narrow_weights() -> torch.library.Library:
-    """Let the CPU's autocast compute norms with narrow weights, as a GPU's does.
+    """Let the CPU's autocast compute norms with narrow weights, as the GPU's does.
 
-    Without it: "mixed dtype (CPU): expect parameter to have scalar type of Float". What had one
-    format, and all code outside of autocast, is as before.
+    Without it torch raises "mixed dtype (CPU): expect parameter to have scalar type of Float".
+    Norms whose operands have one dtype, and all code outside of autocast, are unchanged.
     """
     library = torch.library.Library("aten", "IMPL")
     for name, places in NORMS.items():
@@ -136,7 +136,7 @@ def _with_wide_weights(
 
 
 class _OwnCalls:
-    """A user who calls the module outside of a step meets narrow weights: autocast comes along."""
+    """Hooks that enter autocast if the user calls the module, with its narrow weights, directly."""
 
     def __init__(
         self, autocast: Callable[[], AbstractContextManager[Any]], device_type: str
@@ -169,7 +169,7 @@ def _floats_to(dtype: torch.dtype) -> Callable[[Any], Any]:
 
 
 class _Round(torch.autograd.Function):
-    """To the nearest fp16 value and back, the gradient likewise; what is too large becomes inf."""
+    """Rounding to the nearest fp16 value, gradient likewise; too large values become inf."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -194,11 +194,11 @@ PRODUCTS = {
     torch.Tensor.baddbmm, torch.addbmm, F.bilinear,
     F.scaled_dot_product_attention,
 }  # fmt: skip
-"""What autocast makes narrow."""
+"""Functions whose operands autocast casts to the narrow format."""
 
 
 class _HalfProducts(TorchFunctionMode):
-    """Rounds what goes into a matrix product and what comes out."""
+    """Function mode that rounds the inputs and outputs of matrix products to fp16."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,8 +1,8 @@
 """A program: the user's module plus everything a layout added to it, ready to run one step.
 
-Techniques take a program and give one back with their part filled in; `compose.py` says in which
-order. The trainer asks a program to place a batch, to enter a micro-batch, and to reduce gradients,
-and never needs to know which layout it is.
+Techniques take a program and return one with their part filled in; `compose.py` has their order.
+The trainer asks a program to prepare a batch, to enter a micro-batch, and to reduce gradients, and
+never needs to know the layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Reducer(Protocol):
-    """Turns every rank's gradients into their sum over all ranks, in `local.parameter.grad`.
+    """Protocol of gradient reduction: sums gradients over all ranks into `local.parameter.grad`.
 
     Call order of one step, on every rank: `begin` · for each micro-batch `arm`, its backward pass,
     `passed` · `finish` · the optimizer's step · `publish`. A rank may have fewer micro-batches than
@@ -38,70 +38,71 @@ class Reducer(Protocol):
     """
 
     def begin(self, rounds: int) -> None:
-        """All gradients are zero from here on; the busiest rank runs `rounds` micro-batches."""
+        """Zero all gradients; the busiest rank runs `rounds` micro-batches in this step."""
 
     def arm(self, last: bool, once: bool = True) -> None:
-        """A backward pass comes; after the step's last one gradients may travel at once.
+        """Prepare for a backward pass; after the step's last one, gradients may be sent at once.
 
         Args:
-            once: False: several may come, whose gradients add up until `passed`.
+            last: this is the step's last backward pass on this rank.
+            once: False: several backward passes may come before `passed`; their gradients add up.
         """
 
     def passed(self, counted: bool) -> None:
-        """That backward pass is over; it does not count if it only joined the others'."""
+        """End a backward pass; `counted` is False if it only joined collectives of other ranks."""
 
     def finish(self) -> None:
-        """Returns when this rank's part of the sum over ranks is there."""
+        """Wait until this rank's part of the sum over ranks is complete."""
 
     def used(self) -> list[bool]:
-        """Per parameter, in the program's order: did this rank compute a gradient for it?"""
+        """Return per parameter, in the program's order, whether this rank computed its gradient."""
 
     def local_norms(self) -> list[torch.Tensor]:
-        """Norms of this rank's gradients before the sum: they tell whose numbers broke."""
+        """Return norms of this rank's gradients before the sum, to blame a rank for NaN."""
 
     def sums(self) -> list[torch.Tensor]:
-        """The tensors that hold this rank's part of the sum, for scaling and norms."""
+        """Return the tensors that hold this rank's part of the sum, for scaling and norms."""
 
     def summed(self) -> list[str]:
-        """For each of `sums()` one parameter that lies in it: all there are held alike."""
+        """Return for each of `sums()` one parameter in it; all its parameters are sharded alike."""
 
     def publish(self) -> None:
-        """The optimizer stepped this rank's part: now every rank sees all new weights."""
+        """Make all new weights visible on every rank after the optimizer's step."""
 
 
 class Pass(Protocol):
     """One micro-batch, ready to run forward and backward, at once or in pieces.
 
     Attributes:
-        index: its number in the step; negative: it only joins the others' collectives.
-        signature: what its inputs' shapes are; equal for micro-batches that a graph serves alike.
-        sums: [loss sum, count of targets] of the step, which it adds its own to.
+        index: number in the step; negative: the pass only joins the collectives of other ranks.
+        signature: the shapes of its inputs; equal for micro-batches that one graph can serve.
+        sums: [loss sum, count of targets] of the step, to which the pass adds its own.
     """
 
     sums: torch.Tensor
 
     def on(self, program: Program, sums: torch.Tensor) -> Pass:
-        """The same micro-batch on a replica of the program; it adds to sums of the replica's."""
+        """Return the micro-batch for a replica of the program; it adds to the replica's sums."""
 
     @property
     def index(self) -> int:
-        """Which micro-batch."""
+        """Return the number of the micro-batch in its step."""
 
     @property
     def signature(self) -> Hashable:
-        """The shapes and formats of its inputs."""
+        """Return the shapes and dtypes of the inputs."""
 
     def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
-        """Run it on the module; alone: no other pass runs at the same time."""
+        """Run forward and backward on the module; alone: no other pass runs at the same time."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """Around any piece of its work, forward or backward; may be entered again and again."""
+        """Return a re-enterable context for any part of the pass, forward or backward."""
 
     def outputs(self, module: nn.Module) -> Any:
-        """The forward pass: what the module gives for its inputs."""
+        """Run the forward pass and return the module's outputs for the inputs."""
 
     def total(self, outputs: Any) -> torch.Tensor:
-        """The sum of losses to call backward on; loss and count of targets are noted here."""
+        """Return the summed loss to call backward on; note the loss and the count of targets."""
 
 
 def in_turn(program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
@@ -118,7 +119,7 @@ class Local:
 
     Attributes:
         parameter: the module's own parameter, or a view of a part of it.
-        shard: where that part lies in the whole tensor.
+        shard: the position of that part in the whole tensor.
     """
 
     parameter: nn.Parameter
@@ -126,48 +127,49 @@ class Local:
 
 
 Part = tuple[torch.Tensor, Shard]
-"""A local tensor and where its elements belong; no slices where a rank holds nothing."""
+"""A local tensor and its position in the whole tensor; no slices if a rank holds nothing."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A module on this rank, made ready to train: its part, its worlds, what runs around a step.
+    """A module on this rank, ready to train: its part, its process groups, the hooks around a step.
 
     Attributes:
         world: all processes.
-        data: those that hold the same parts of the model as this one, and run other micro-batches;
-            `tensor`: that split its layers; `pipe`: its stages; `context`: that share its
-            sequences.
-        parameters: trainable ones of this rank by name, tied ones once, in the module's order.
-        sums: worlds over which the gradient of each is summed, in that order: data-parallel ranks
-            with the same part at first.
-        local: the part of each that this rank's optimizer steps; absent where it has none.
-        parts: what is kept of parameters that no rank holds whole (or not in their own format).
-        frozen: the others by name; they must stay frozen, since nothing sums their gradients.
+        data: ranks that hold the same part of the model as this one, and run other micro-batches;
+            `tensor`: ranks that split its layers; `pipe`: its stages; `context`: ranks that share
+            its sequences.
+        parameters: trainable parameters of this rank by name, tied ones once, in module order.
+        sums: worlds over which the gradient of each is summed, in that order: first the
+            data-parallel ranks with the same part.
+        local: the part of each that this rank's optimizer steps; absent if it steps none.
+        parts: the kept tensors of parameters that no rank holds whole (or not in their own dtype).
+        frozen: the other parameters by name; they must stay frozen, since no gradient of theirs is
+            summed.
         aliases: other names of tied tensors → the name under which they are kept.
-        run: runs the passes of a step on the module, telling the reducer of each.
-        forward: a pass for evaluation; gives None where the outputs are not on this rank.
-        twin: the module without data, for counting, where it cannot be copied itself.
-        passes: forward passes on the sample until now, by what for (`trace.record.Record`).
-        mirrored: `data` and the ranks of a pipeline's second copy that hold the same, or those of
-            `data` that do where servers hold tables; None: `data`.
+        run: runs the passes of a step on the module and calls the reducer around each.
+        forward: a pass for evaluation; returns None if the outputs are not on this rank.
+        twin: a copy of the module on the meta device, for counting, if it can no longer be copied.
+        passes: forward passes on the sample so far, by purpose (`trace.record.Record`).
+        mirrored: `data` plus the ranks of a pipeline's second copy that hold the same part, or the
+            ranks of `data` that hold it if servers hold tables; None: `data`.
         together: every rank must run as many passes as the busiest one (parameters are gathered).
-        unit_log: which units this rank gathers, in order (`unit_log.UnitLog`), where it gathers
-            any.
+        unit_log: log of the units that this rank gathers, in order (`unit_log.UnitLog`); None if it
+            gathers none.
         prepare: functions on the inputs of a micro-batch (device, dtype).
-        keyed: keys the generators to a micro-batch, by (step, number).
-        around: its other rules.
-        travel: tells what tp and pp make travel, where that is stated.
-        autocast: around the forward pass only.
-        moved, align: did a loose buffer change on this rank · make such buffers equal on all ranks
-            (True: and as they were before a step that is skipped).
-        owed: what codes of gradients left out: kept in checkpoints (`compress.Owed`).
+        keyed: context that seeds the generators for a micro-batch, by (step, number).
+        around: the other contexts around a micro-batch.
+        travel: returns the predicted traffic of tp and pp, if there is a prediction.
+        autocast: context around the forward pass only.
+        moved, align: whether an unmanaged buffer changed on this rank · make such buffers equal on
+            all ranks (True: and restore them after a skipped step).
+        owed: error feedback of gradient compression, kept in checkpoints (`compress.Owed`).
         on_begin: called before the first micro-batch of every step.
         on_update: called once per committed step, after the reduction, with whether some ranks ran
             more micro-batches than others.
         on_evaluate, on_evaluated: called before an evaluation's first forward pass, after its last
             one.
-        on_close: called at the end: takes away whatever was hung on the user's module.
+        on_close: called at the end: removes the hooks from the user's module.
     """
 
     module: nn.Module
@@ -208,67 +210,67 @@ class Program:
     notices: list[str] = field(default_factory=list)
 
     def but(self, **changes: Any) -> Program:
-        """The same program under a plan with some fields changed."""
+        """Return the same program under a plan with some fields changed."""
         return replace(self, plan=replace(self.plan, **changes))
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank's loss counts: of those that compute the same, the first."""
+        """Return whether this rank's loss counts: the first of the ranks that compute the same."""
         return self.tensor.rank == 0 == self.context.rank
 
     @property
     def differentiates(self) -> bool:
-        """Whether this rank's loss is differentiated: ranks that share a sequence count it once."""
+        """Return whether this rank's loss is differentiated; cp ranks count it once."""
         return self.context.rank == 0
 
     @property
     def replicas(self) -> World:
-        """All ranks that hold the same part of the model, whichever micro-batches they see."""
+        """Return all ranks that hold the same part of the model, for any micro-batches."""
         return self.data if self.mirrored is None else self.mirrored
 
     @cached_property
     def rows(self) -> dict[str, Placement]:
-        """The plan's placements by name: of all tensors of the model, the same on every rank."""
+        """Return the placements of all tensors of the model by name, the same on every rank."""
         return {row.name: row for row in self.plan.placements}
 
     @cached_property
     def at(self) -> dict[str, int]:
-        """Where this rank is along every axis."""
+        """Return this rank's index along every axis."""
         return self.plan.layout.at(self.world.rank)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Trainable parameters of the whole model, the same on every rank."""
+        """Return the trainable parameters of the whole model, the same on every rank."""
         return tuple(row.name for row in self.plan.placements if row.trains)
 
     @cached_property
     def cuts(self) -> dict[str, Cut]:
-        """Of parameters that tp or ep cuts inside, how."""
+        """Return the cuts of the parameters that tp or ep cuts inside, by name."""
         return {name: row.cut for name, row in self.rows.items() if row.cut is not None}
 
     @cached_property
     def copies_of_sum(self) -> dict[str, int]:
-        """How many ranks hold the same element of the summed gradient, by parameter."""
+        """Return how many ranks hold the same element of the summed gradient, by parameter."""
         return {name: self.rows[name].copies_of_sum(self.plan.layout) for name in self.names}
 
     @cached_property
     def shared(self) -> bool:
-        """Whether a gradient of this rank is summed over others than data-parallel ranks."""
+        """Return whether a gradient of this rank is summed over more than data-parallel ranks."""
         return any(len(worlds) > 1 for worlds in self.sums.values())
 
     def place(self, name: str) -> Shard:
-        """Where this rank's parameter or buffer `name` lies in the whole model's tensor."""
+        """Return the position of this rank's part of tensor `name` in the whole model's tensor."""
         if name not in self.rows:
             raise BugError(f"{name} is no tensor of the model")
         return self.rows[name].shard(self.at)
 
     def is_expert(self, name: str) -> bool:
-        """Whether data-parallel ranks have dealt a parameter out."""
+        """Return whether a parameter belongs to an expert that ep distributes over ranks."""
         return name in self.rows and self.rows[name].is_expert
 
 
 def undivided(module: nn.Module, plan: Plan, world: World) -> Program:
-    """A program of the whole module, which nothing has been added to."""
+    """Return a program of the whole module, with no technique applied yet."""
     degrees, workers = plan.layout.degrees, plan.layout.processes - plan.layout.servers
     return Program(
         module,
@@ -287,9 +289,9 @@ def undivided(module: nn.Module, plan: Plan, world: World) -> Program:
 
 
 def bind(program: Program, rows: Iterable[Placement]) -> Program:
-    """Give a program its placements, and make the process groups over which they are summed.
+    """Add placements to a program, and make the process groups over which gradients are summed.
 
-    Every rank calls it with equal rows: that is how groups are made.
+    Every rank calls it with equal placements: making groups is collective.
     """
     program = program.but(placements=tuple(rows))
     layout, world = program.plan.layout, program.world
@@ -302,10 +304,10 @@ def bind(program: Program, rows: Iterable[Placement]) -> Program:
         key = row.travels_with(layout)
         if key not in known:
             grid = layout.expert_degrees if row.is_expert else layout.degrees
-            together = layout.serves and not row.is_table  # servers hold nothing of it
+            together = layout.serves and not row.is_table  # servers hold tables only
             worlds = [program.replicas if together else along(world, grid, row.data_axes)]
             worlds += [beyond[axis] for axis in row.sum_over if axis in beyond]
-            if "pp" in row.sum_over:  # also ranks that hold no part of it make the group
+            if "pp" in row.sum_over:  # ranks without a part of it also join in making the group
                 sharers = [tuple(line[stage] for stage in row.stages) for line in lines]
                 worlds.append(among(world, sharers))
             known[key] = tuple(worlds)
@@ -315,26 +317,26 @@ def bind(program: Program, rows: Iterable[Placement]) -> Program:
 
 
 def whole_locals(program: Program) -> dict[str, Local]:
-    """Every parameter as this rank has it, as one process and `ddp` step them."""
+    """Return every parameter whole, as one process and `ddp` step them."""
     return {name: Local(p, program.place(name)) for name, p in program.parameters.items()}
 
 
 def take(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
-    """Copy the part of a whole tensor that rank `rank` of the cut's axis holds, row by row."""
+    """Copy the part of a whole tensor that rank `rank` of the cut's axis holds, in row order."""
     parts = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.spans(rank)]
     if len(parts) > 1:
         return torch.cat(parts, cut.dim).contiguous()
-    # A copy even where it is a view of rows, which would keep all of them.
+    # A copy even if it is a view of rows: a view would keep the whole tensor alive.
     return parts[0].clone(memory_format=torch.contiguous_format)
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
-    """Name a tensor's element type as torch does, without the prefix: float32, bfloat16, int64."""
+    """Return a tensor's dtype by torch's name without the prefix: float32, bfloat16, int64."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def laid_out_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """`part` of a flat buffer, seen with the parameter's shape and order of elements in memory.
+    """Return `part` of a flat buffer viewed with the parameter's shape and strides.
 
     torch's fused CPU kernels walk weight and gradient side by side in memory and ignore strides: a
     channels_last weight with a gradient in row order would get other elements' updates, silently.
@@ -345,7 +347,7 @@ def laid_out_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def own_blocks(program: Program) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks whose parameters are on this rank, and not on another stage of a pipeline."""
+    """Yield the blocks whose parameters are on this rank, not on another pipeline stage."""
     for name in program.blocks:
         block = program.module.get_submodule(name)
         if not any(p.is_meta for p in block.parameters()):
@@ -353,17 +355,17 @@ def own_blocks(program: Program) -> Iterator[tuple[str, nn.Module]]:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """List trainable parameters by first name, tied ones once; without those on the meta device."""
+    """Return trainable parameters by first name, tied ones once, without meta tensors."""
     return {n: p for n, p in module.named_parameters() if p.requires_grad and not p.is_meta}
 
 
 def frozen(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that do not train, by their first name."""
+    """Return the frozen parameters by first name, without those on the meta device."""
     return {n: p for n, p in module.named_parameters() if not p.requires_grad and not p.is_meta}
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """Second names of tied parameters and buffers → first name.
+    """Return the other names of tied parameters and buffers → first name.
 
     A tied tensor is one object under two names; views that merely share storage are not ties.
     """

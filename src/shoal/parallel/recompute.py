@@ -1,7 +1,7 @@
-"""Recompute: a block forgets its activations in the forward pass and makes them again in backward.
+"""Recompute: a block drops its activations in the forward pass and recomputes them in backward.
 
     none        a block keeps all that its backward pass needs
-    selective   it keeps its inputs and what costs most to make: the outputs of matrix products,
+    selective   it keeps its inputs and what costs most to compute: the outputs of matrix products,
                 convolutions and fused attention; norms, activations, softmax run again
     full        it keeps its inputs only, and its whole forward pass runs again: up to a third more
                 arithmetic, and no more than one block's activations at a time
@@ -9,9 +9,9 @@
 Blocks are the entries of the outermost ModuleLists and Sequentials; a single layer of torch.nn has
 nothing to gain and is left out. A block's `forward` is replaced on the instance: no name in the
 state dict changes, and hooks (a new key for dropout, FSDP2's gather) stay outside of what runs
-twice. The second run must compute what the first did: torch puts generators and autocast back;
-modes that see every function (rounding to fp16) and buffers that the first run changed (BatchNorm's
-statistics, a moving average) are put back here, and the latter move once.
+twice. The second run must compute what the first did. torch restores generators and autocast. This
+module restores function modes (rounding to fp16) and buffers that the first run changed
+(BatchNorm's statistics, a moving average), so that buffers change only once.
 Source: Chen et al. 2016 (1604.06174); selective: Korthikanti et al. 2022 (2205.05198). The engine
 is torch.utils.checkpoint; its own selective mode is not used, for the reasons given at `_Keep`.
 """
@@ -43,11 +43,11 @@ from shoal.trace.isolation.replaced_forward import StandIn
 
 
 def apply(program: Program) -> Program:
-    """Make every block of the program's module recompute; to be applied before parameters split.
+    """Make every block of the program's module recompute; call it before parameters are split.
 
     Raises:
-        while a step runs, PlanError for a block that cannot run twice: it changes its input in
-            place, or its second run does not match the first.
+        PlanError: during a step, for a block that cannot run twice: it changes its input in place,
+            or its second run does not match the first.
     """
     policy = program.plan.recompute
     if policy == "none":
@@ -75,7 +75,7 @@ def apply(program: Program) -> Program:
 
 @dataclass
 class _Told:
-    """What errors and notices say: the policy, and which block runs again now."""
+    """Context for errors and notices: the policy, and the block that runs again now."""
 
     policy: str
     notices: list[str]
@@ -84,7 +84,7 @@ class _Told:
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
-        """Around a forward and backward pass: torch's report of a mismatch becomes one line."""
+        """Turn torch's checkpoint mismatch in a forward and backward pass into one line."""
         try:
             yield
         except CheckpointError as failure:
@@ -102,7 +102,7 @@ class _Told:
         )
 
     def already(self, block: str) -> None:
-        """The user's own checkpointing runs a block again, and ours runs it a third time."""
+        """Add a notice if the user's own checkpointing already reruns a block."""
         if not self.nested:
             self.nested = True
             self.notices.append(
@@ -121,12 +121,12 @@ class _Recomputed(StandIn):
         super().__init__(name, block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward pass; without gradients there is nothing to run again."""
+        """Run the block's forward pass; without gradients nothing runs again."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if in_backward():
             self.told.already(self.name)
-        # All tensors become arguments of `checkpoint`: of those alone it notices later changes.
+        # All tensors become arguments of `checkpoint`, which notices changes of arguments only.
         leaves, structure = pytree.tree_flatten((args, kwargs))
         versions = [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
         call = _Call(self, structure)
@@ -136,7 +136,7 @@ class _Recomputed(StandIn):
         return outputs
 
     def _modes(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What the first and the second run stand in."""
+        """Return the contexts of the first and the second run."""
         if self.told.policy == "full":
             return nullcontext(), nullcontext()
         kept = _Kept(self.unneeded)
@@ -166,7 +166,7 @@ class _Call:
 
 @dataclass
 class _Look:
-    """Buffers before a run: which tensors, how often written, and copies of those that change."""
+    """Snapshot of buffers before a run: tensors, version counters, copies of those that change."""
 
     modes: tuple[bool, ...]
     known: list[tuple[torch.Tensor | None, int]]
@@ -176,8 +176,8 @@ class _Look:
 class _Buffers:
     """The buffers of a block that its forward pass changes.
 
-    Which ones is learnt in the first run in every combination of training modes, which copies them
-    all; later runs copy those alone, since a block may hold large tables that never change.
+    The first run in every combination of training modes finds them, by copying all buffers. Later
+    runs copy those alone, since a block may hold large tables that never change.
     """
 
     def __init__(self, name: str, block: nn.Module, told: _Told) -> None:
@@ -188,7 +188,7 @@ class _Buffers:
         self.changing: dict[tuple[bool, ...], set[int]] = {}
 
     def look(self) -> _Look:
-        """Remember the buffers as they are now."""
+        """Return a snapshot of the buffers."""
         modes = tuple(module.training for _, module, _ in self.homes)
         known = [(b, -1 if b is None else b._version) for b in self._values()]
         places = self.changing.get(modes, range(len(known)))
@@ -196,15 +196,16 @@ class _Buffers:
         return _Look(modes, known, copies)
 
     def changed_since(self, look: _Look) -> dict[int, torch.Tensor | None]:
-        """The values before the run of those that it changed.
+        """Return the values before the run of the buffers that the run changed.
 
-        Errors: PlanError for one that never changed before, whose old value is therefore lost.
+        Raises:
+            PlanError: a buffer changed that never changed before, so its old value is lost.
         """
         now = self._values()
         changed = {p for p, value in enumerate(now) if _differs(value, *look.known[p])}
         if look.modes not in self.changing:
-            # F.batch_norm writes statistics past the count of writes: compare values, and take
-            # a layer's buffers together, since a statistic of zeros may stay what it was.
+            # F.batch_norm writes statistics without bumping the version counter: compare values,
+            # and treat a layer's buffers together, since a statistic of zeros may keep its value.
             changed |= {p for p, v in look.copies.items() if v is not None and _unequal(v, now[p])}
             moved = {id(self.homes[place][1]) for place in changed}
             everything = enumerate(self.homes)
@@ -220,7 +221,7 @@ class _Buffers:
 
     @contextmanager
     def put_back(self, before: dict[int, torch.Tensor | None]) -> Iterator[None]:
-        """The second run sees, and changes, copies of the values that the first one saw."""
+        """Let the second run see and change copies of the values that the first run saw."""
         kept = {place: self.homes[place][1]._buffers[self.homes[place][2]] for place in before}
         try:
             for place, value in before.items():
@@ -260,15 +261,15 @@ PRODUCTS = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""Operations whose outputs `selective` keeps, where `is_worth_keeping` agrees."""
+"""Operations whose outputs `selective` keeps, if `is_worth_keeping` agrees."""
 
 
 def is_worth_keeping(operation: Any, args: tuple[Any, ...], out: Any) -> bool:
-    """Whether `selective` keeps this output.
+    """Return whether `selective` keeps this output.
 
-    Not where a batched product makes more than it reads: attention scores, seq² numbers from
-    seq × head_dim, would be most of the memory and are cheap to make. Not where fused attention
-    drops out: it draws from the generator, and what is drawn after it would change if it did not.
+    It drops a batched product that is larger than its inputs: attention scores, seq² numbers from
+    seq × head_dim, would be most of the memory and are cheap to recompute. It drops fused attention
+    with dropout: the op draws from the generator, so a run without it would shift later draws.
     """
     if operation in (_aten.bmm.default, _aten.baddbmm.default):
         return bool(out.numel() <= max(factor.numel() for factor in args[-2:]))
@@ -277,11 +278,11 @@ def is_worth_keeping(operation: Any, args: tuple[Any, ...], out: Any) -> bool:
 
 
 class _Kept:
-    """Outputs of one call's products in the order of their making; None where they are made again.
+    """Outputs of the products of one call, in call order; None for those to recompute.
 
     Args:
-        unneeded: places whose outputs the block's second runs did not use so far (the last
-            product's is an output of the block, mostly): the block keeps them no longer.
+        unneeded: positions whose outputs the block's second runs have not used so far (mostly the
+            last product's, which is an output of the block): the block keeps them no longer.
     """
 
     def __init__(self, unneeded: set[tuple[Any, int]]) -> None:
@@ -299,7 +300,7 @@ class _Kept:
         entries.append(entry)
 
     def take(self, operation: Any, place: int) -> Any:
-        """The output at a place, once; None if it was not kept or was changed since."""
+        """Return the output at a position, once; None if it was not kept or was changed since."""
         entries = self.outputs.get(operation, [])
         if place >= len(entries) or entries[place] is None:
             return None
@@ -311,19 +312,19 @@ class _Kept:
         return pytree.tree_unflatten([leaf for leaf, _ in leaves], structure)
 
     def end(self) -> None:
-        """The second run is over: learn what it did not need."""
+        """End the second run: mark the outputs that it did not need."""
         for operation, entries in self.outputs.items():
             self.unneeded.update((operation, k) for k, e in enumerate(entries) if e is not None)
         self.outputs = {}
 
 
 class _Keep(TorchDispatchMode):
-    """During the first run: keep the outputs of products.
+    """Dispatch mode of the first run: keeps the outputs of products.
 
-    torch's create_selective_checkpoint_contexts does the same for every operation, and fails where
-    the second run makes one more of any (autocast casts a weight anew that the first run had in its
-    cache, as in a block that is called twice) and where an output is changed in place after it was
-    kept (ReLU(inplace=True) after a convolution). Here such an output is just made again.
+    torch's create_selective_checkpoint_contexts does the same for every operation, and fails in two
+    cases. The second run may make one more of an operation: autocast casts a weight again that the
+    first run had in its cache, as in a block that is called twice. Or an output is changed in place
+    after it was kept (ReLU(inplace=True) after a convolution). Here such an output is recomputed.
     """
 
     def __init__(self, kept: _Kept) -> None:
@@ -340,7 +341,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _Give(TorchDispatchMode):
-    """During the second run: give what was kept."""
+    """Dispatch mode of the second run: returns the kept outputs instead of computing them."""
 
     def __init__(self, kept: _Kept) -> None:
         super().__init__()
@@ -369,10 +370,10 @@ class _Give(TorchDispatchMode):
 
 
 def _alias(leaf: Any) -> tuple[Any, int]:
-    """A second name of a tensor that shares its count of in-place writes, and that count."""
+    """Return an alias of a tensor that shares its version counter, and the counter's value."""
     if not isinstance(leaf, torch.Tensor):
         return leaf, 0
-    # Below autograd `detach` starts a new count, unless the layer that keeps counts is let in.
+    # Below autograd `detach` starts a new version counter, unless ADInplaceOrView is active.
     with counting_writes():
         return leaf.detach(), leaf._version
 

@@ -1,10 +1,11 @@
-"""Buffers that the forward pass changes and no rule covers stay equal on all ranks: rank 0's win.
+"""Keep buffers that the forward pass changes equal on all ranks: rank 0's values win.
 
-A moving average of the user's own, spectral norm's vectors, InstanceNorm with running statistics:
-each rank changes its copy by its own micro-batches, and the copies drift apart, silently. So every
-rank watches its buffers' version counters, one flag travels with the step's tally, and where some
-rank changed a buffer, all take rank 0's value after the step, as torch's DDP does. Such a value
-depends on the layout, and one line says so. BatchNorm has a rule of its own and is not here.
+Examples: a moving average of the user's own, spectral norm's vectors, InstanceNorm with running
+statistics. Each rank changes its copy by its own micro-batches, and the copies drift apart,
+silently. So every rank watches its buffers' version counters, and one flag joins the step's
+all-reduce of counts. If some rank changed a buffer, all take rank 0's value after the step, as
+torch's DDP does. Such a value depends on the layout, and a notice says so. BatchNorm's buffers are
+handled in batch_norm.py.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def apply(program: Program) -> Program:
 
 
 class _Watch:
-    """Remembers which tensor every buffer was, and how often it had been written to."""
+    """Watcher of buffers: the tensor and the version counter of each at the start of the step."""
 
     def __init__(
         self, homes: list[tuple[str, nn.Module, str]], world: World, notices: list[str]
@@ -54,19 +55,19 @@ class _Watch:
         self.told = False
 
     def begin(self) -> None:
-        """Look before the step; what is changed between steps, every rank's script changes."""
+        """Record the buffers before a step; the user's script changes them alike on all ranks."""
         self.known = [(getattr(m, name), _version(m, name)) for _, m, name in self.homes]
         self.copies = {place: self._value(place).clone() for place in self.changing}
 
     def moved(self) -> bool:
-        """Whether this rank's forward passes changed a buffer."""
+        """Return whether this rank's forward passes changed a buffer."""
         return bool(self._changed())
 
     @torch.no_grad()
     def align(self, skipped: bool) -> None:
-        """Every rank takes rank 0's value of what changed on any rank; on a skip, the old value.
+        """Broadcast rank 0's value of every buffer that changed; after a skipped step, the old one.
 
-        What changes for the first time in a step that is skipped has no old value to go back to.
+        A buffer that changes for the first time in a skipped step has no old value to restore.
         """
         everyone = self.world.gather_json(self._changed())
         places = sorted({place for changed in everyone for place in changed})
@@ -100,5 +101,5 @@ class _Watch:
 
 
 def _version(module: nn.Module, name: str) -> int:
-    """How often a buffer was written in place, as autograd counts it."""
+    """Return the version counter of a buffer: how often it was written in place."""
     return int(getattr(module, name)._version)

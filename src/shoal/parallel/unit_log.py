@@ -1,16 +1,16 @@
 """Log the units that this rank gathers and reduces, in order, so that ranks can be compared.
 
 `fully_shard` gathers a unit's parameters when a rank runs it, and reduces its gradients after its
-backward pass. No message says of which unit it is: the k-th collective of one rank meets the k-th
-of the others. Ranks that run different units in one step compute with mixtures of their weights,
-and where sizes are equal nothing fails.
+backward pass. No message names its unit: the k-th collective of one rank meets the k-th of the
+others. Ranks that run different units in one step compute with mixtures of their weights, and if
+sizes are equal nothing fails.
 
     UnitCalls    the units' collectives over one process group: a checksum, and the names
-    UnitLog      this rank's, for every axis over which units travel
-    logged       around torch's collectives of one unit: adds them to the log as they begin
+    UnitLog      those of this rank, for every axis over which units are sent
+    logged       wrappers of torch's collectives of one unit: log each collective as it begins
 
-The trainer compares the checksums in the step's all-reduce (`trainer/guards/unit_order.py`). Where
-ranks wait for each other there is none, so the log stands in the watch page too
+The trainer compares the checksums in the step's all-reduce (`trainer/guards/unit_order.py`). If
+ranks wait for each other there is no all-reduce, so the log is in the watch page too
 (`launch/watch/unit_mismatch.py`).
 
 Source: torch.distributed.fsdp.fully_shard, which numbers nothing it sends
@@ -30,26 +30,26 @@ from shoal.parallel._torch import in_backward
 from shoal.wire.watch_page import UNIT_TEXT
 
 KEPT = 4096
-"""Names since the last comparison that a rank keeps: the first difference is what counts."""
+"""Most names that a rank keeps since the last comparison: only the first difference counts."""
 FORWARD, BACKWARD, GRADIENTS = "forward pass", "backward pass", "gradients"
 ROOT = "the root unit"
-"""Name of the unit that holds what is in no block."""
+"""Name of the unit that holds the parameters outside of all blocks."""
 
 
 _made = itertools.count()
-"""Runs of this process, which all ranks make in one order."""
+"""Counter of this process's runs, which all ranks start in the same order."""
 
 
 class UnitCalls:
     """Collectives of units over one process group, in the order in which this rank begins them.
 
     Attributes:
-        axis: of the layout, along which the group's ranks differ.
-        ranks: of the group, in the run's world.
-        key: of the group among all that a watch sees: of the run, the axis, the first rank.
-        checksum: of unit and pass of each collective since the last comparison.
+        axis: axis of the layout along which the group's ranks differ.
+        ranks: the group's ranks in the run's world.
+        key: identifies the group in a watch page: run number, axis number, first rank.
+        checksum: CRC-32 over unit and pass of each collective since the last comparison.
         names: the first of them.
-        count: how many there were, ever.
+        count: number of collectives since the start of the run.
     """
 
     def __init__(self, axis: str, ranks: Sequence[int], key: int) -> None:
@@ -58,23 +58,23 @@ class UnitCalls:
         self.names: list[str] = []
 
     def add(self, name: str, code: bytes) -> None:
-        """A collective begins."""
+        """Add a collective that begins."""
         self.count += 1
         self.checksum = zlib.crc32(code, self.checksum)
         if len(self.names) < KEPT:
             self.names.append(name)
 
     def clear(self) -> None:
-        """The ranks were compared."""
+        """Reset after the ranks were compared."""
         self.checksum, self.names = 0, []
 
 
 class UnitLog:
-    """The collectives of this rank's units, by axis; the axes are the same on every rank.
+    """Collectives of this rank's units, by axis; the axes are the same on every rank.
 
     Attributes:
-        calls: along each axis.
-        scatter_of: by the id of a unit's module, what reduces its gradients.
+        calls: the log of each axis.
+        scatter_of: id of a unit's module → the reduce-scatter of its gradients.
     """
 
     def __init__(self, world: World) -> None:
@@ -83,7 +83,7 @@ class UnitLog:
         self.scatter_of: dict[int, LoggedScatter] = {}
 
     def along(self, degrees: Mapping[str, int], axis: str) -> UnitCalls:
-        """Return the calls over this rank's group along an axis; every rank asks for the same."""
+        """Make the log of this rank's group along an axis; every rank makes the same ones."""
         for ranks in members(degrees, [axis]):
             if self.world.rank in ranks:
                 key = self._number << 48 | len(self.calls) << 32 | self.world.ranks[ranks[0]]
@@ -92,13 +92,13 @@ class UnitLog:
         raise BugError(f"rank {self.world.rank} is in no group along {axis}")
 
     def begin(self, calls: UnitCalls, name: str, code: bytes) -> None:
-        """A collective of a unit begins: into the log, and into the page of who is watched."""
+        """Log a collective that begins, also in the watch page if there is one."""
         calls.add(name, code)
         if (page := self.world.traffic.page) is not None:
             page.unit(calls.key, calls.count, code[-UNIT_TEXT:])
 
     def clear(self) -> None:
-        """All ranks were compared."""
+        """Reset all logs after the ranks were compared."""
         for calls in self.calls:
             calls.clear()
 
@@ -107,9 +107,9 @@ class LoggedGather:
     """The all-gather of one unit, logged.
 
     Args:
-        inner: what gathers.
-        calls: over the whole group, and over a part of it, where a unit lies cut over that part
-            from forward to backward (`fsdp.reshard`).
+        inner: the all-gather itself.
+        calls: the log of the whole group, and of a part of it if the unit stays sharded over that
+            part from forward to backward (`fsdp.reshard`).
     """
 
     def __init__(self, inner: Any, unit: str, log: UnitLog, calls: Sequence[UnitCalls]) -> None:
@@ -120,7 +120,7 @@ class LoggedGather:
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
     ) -> Any:
-        """Log it and run it."""
+        """Log the all-gather and run it."""
         self.log.begin(self.calls[group.size()], *self.said[in_backward()])
         return self.inner(output_tensor, input_tensor, group, async_op)
 
@@ -129,7 +129,7 @@ class LoggedScatter:
     """The reduce-scatter of one unit's gradients, logged.
 
     Args:
-        calls: over the group, and over its replicas (hsdp), which sum the parts after it.
+        calls: the logs of the group, and of its replicas (hsdp), which sum the parts after it.
     """
 
     def __init__(self, inner: Any, unit: str, log: UnitLog, calls: Sequence[UnitCalls]) -> None:
@@ -137,19 +137,19 @@ class LoggedScatter:
         self.calls, self.said = calls, _named(unit, GRADIENTS)
 
     def send_by(self, inner: Any) -> None:
-        """Send by something else from now on."""
+        """Replace the inner reduce-scatter from now on."""
         self.inner, self.allocate = inner, inner.allocate
 
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        """Log it and run it."""
+        """Log the reduce-scatter and run it."""
         for calls in self.calls:
-            self.log.begin(calls, *self.said)  # before it waits: a watch sees in what
+            self.log.begin(calls, *self.said)  # before it waits, so that the watchdog sees it
         return self.inner(output_tensor, input_tensor, group, op, async_op)
 
 
 def _named(unit: str, what: str) -> tuple[str, bytes]:
-    """A call's name, and the same as bytes, for checksums and pages."""
+    """Return a call's name, as text and as bytes for checksums and watch pages."""
     name = f"{unit or ROOT} ({what})"
     return name, name.encode()

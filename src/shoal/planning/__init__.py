@@ -1,1 +1,1 @@
-"""Planning: decide what a run does: layout, micro-batches, buckets, schedules. No torch."""
+"""Decide what a run does: layout, micro-batches, gradient buckets, schedule; without torch."""

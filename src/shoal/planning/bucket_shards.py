@@ -1,9 +1,9 @@
-"""Cuts gradient buckets into one share per rank, under zero1 and zero2.
+"""Cut each gradient bucket into one share per rank, for ZeRO stages 1 and 2.
 
 Rank r owns the elements from cut r to cut r + 1: it receives their sum and holds their optimizer
-state. Cuts are even (the bucket is padded to a multiple of the ranks) where the optimizer's step on
-slices is the slices of its step; else they fall between parameters, each of which then has one
-owner. Under a parameter server only the last ranks own anything.
+state. Cuts are even if the optimizer can step slices of a parameter by themselves; the bucket is
+then padded to a multiple of the ranks. Else cuts fall between parameters, and one rank owns each
+parameter. Under a parameter server only the last ranks own elements.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ def cut_buckets(
     """Cut every bucket into one share per data-parallel rank that sums it (zero 1 and 2).
 
     Args:
-        buckets: of `rank`, as `plan_buckets` gave them.
+        buckets: of `rank`, from `plan_buckets`.
         rows: placements of all their parameters.
-        whole_parameters: cut between parameters only: nothing is padded, shares are unequal, but as
-            even as can be over all buckets together.
+        whole_parameters: cut between parameters only. Nothing is padded; shares are unequal, but as
+            even as possible over all buckets together.
 
     Returns:
-        new buckets with `cuts`, where shares begin and end, in elements. Shares are equal, and
-        `elements` is padded to a multiple of their number.
+        New buckets with `cuts`: the first and last element of each share. Unless
+        `whole_parameters`, shares are equal, and `elements` is padded to a multiple of their
+        number.
 
     >>> from shoal.planning.gradient_buckets import plan_buckets
     >>> rows = [Placement(n, (s,), "float32", trains=True) for n, s in (("a", 5), ("b", 2))]
@@ -69,9 +70,9 @@ def cut_buckets(
 
 
 def _owners_ends(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Where each rank's run of whole parameters ends, such that total loads come out even.
+    """Return the element at which each rank's run of whole parameters ends, for even total loads.
 
-    A rank takes the next parameter while that brings it nearer to its part of all elements so far.
+    A rank takes the next parameter if that brings its load nearer to the mean load of all ranks.
     """
     ranks = len(loads)
     fair = (sum(loads) + sum(sizes)) / ranks

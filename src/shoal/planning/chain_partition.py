@@ -1,4 +1,4 @@
-"""Cuts a chain of costs into runs: the slowest stage sets a pipeline's pace.
+"""Partition of a chain of costs into contiguous runs, as pipeline stages need it.
 
     first    the largest sum of a run is as small as can be
     then     the sum of the squares of the sums: the others are as equal as can be
@@ -13,19 +13,19 @@ import math
 from collections.abc import Callable, Sequence
 
 SAME = 1e-9
-"""Relative difference below which two sums of floats are the same."""
+"""Relative difference below which two sums of floats count as equal."""
 
 
 def partition(costs: Sequence[float], parts: int) -> list[int]:
-    """Cut a chain of costs into `parts` runs so that the largest sum of a run is least.
+    """Cut a chain of costs into `parts` contiguous runs so that the largest sum of a run is least.
+
+    Ties: the least sum of squares of the runs' sums wins, then longer earlier runs.
 
     Returns:
-        the index at which each run begins, the first 0; no run is empty.
-
-    Ties   the least sum of squares of the runs' sums, then longer earlier runs
+        The index at which each run begins, the first 0; no run is empty.
 
     Note:
-        more parts than costs are not refused, and give no partition.
+        The function does not refuse more parts than costs; it then returns no valid partition.
 
     >>> partition([1, 1, 1, 1, 1], 2), partition([3, 1, 1, 1, 3], 3), partition([0, 0], 2)
     ([0, 3], [0, 1, 4], [0, 1])
@@ -43,14 +43,14 @@ def partition(costs: Sequence[float], parts: int) -> list[int]:
 def _best(
     before: list[float], parts: int, limit: float, join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The least joined value of `parts` runs of at most `limit` each, and where they begin.
+    """Return the least combined cost of `parts` runs of at most `limit` each, and their starts.
 
     Args:
-        before: sum of the first 0, 1, … costs.
+        before: prefix sums: the sum of the first 0, 1, … costs.
     """
     length = len(before) - 1
-    value = [0.0] + [math.inf] * length  # of the best way to cut the first n costs
-    chosen: list[list[int]] = []  # per part: where the last run begins, for the first n costs
+    value = [0.0] + [math.inf] * length  # best combined cost of the first n costs
+    chosen: list[list[int]] = []  # per part: start of the last run, for the first n costs
     for part in range(1, parts + 1):
         new = [math.inf] * (length + 1)
         begin = [0] * (length + 1)

@@ -1,7 +1,7 @@
-"""DualPipe's order on one rank: micro-batches enter at both ends and meet in the middle.
+"""DualPipe's actions of one rank: micro-batches enter the pipeline at both ends.
 
-Rank i holds stage i of the first copy and the piece p − 1 − i of the second copy. "Near" is the
-direction that reaches the rank first, "far" the other; both are the same work. The eight phases:
+Rank i holds stage i of the first model copy and stage p − 1 − i of the second copy. "Near" is the
+direction that reaches the rank first, "far" the other; both do the same work. The eight phases:
 
     1  near F                      2  near F, far F              3  far I, far W, far F
     4  near F, far B, far F, near B  (repeated: the steady state)
@@ -19,7 +19,7 @@ from shoal.base.plans.pipeline_actions import Action
 
 
 class _Rank:
-    """Collects one rank's actions; knows which micro-batch is next in each direction."""
+    """One rank's list of actions, with the next micro-batch of each direction."""
 
     def __init__(self, rank: int, p: int, m: int):
         first_copy = (rank, 0)
@@ -56,7 +56,7 @@ class _Rank:
 
 
 def dualpipe_rank(rank: int, p: int, m: int) -> tuple[list[Action], tuple[int, ...]]:
-    """Actions and pairs of one rank; p and m even, m ≥ 2p (the caller has checked).
+    """Return one rank's actions and pairs; p and m are even and m ≥ 2p, which the caller checks.
 
     >>> " ".join(a.text() for a in dualpipe_rank(0, 2, 4)[0][:6])
     'F0@0 F2@3 F1@0 B2@3 F3@3 B0@0'
@@ -75,7 +75,7 @@ def dualpipe_rank(rank: int, p: int, m: int) -> tuple[list[Action], tuple[int, .
         do.weight()
         do.forward("far")
     for i in range(m // 2 - p + inner):
-        # The middle ranks' first two stay apart, so that the neighbour gets that forward sooner.
+        # The two middle ranks do not pair their first F and B: the neighbour gets F sooner.
         do.both("near", "far", pair=i > 0 or outer > 0)
         do.both("far", "near")
     for _ in range(outer):
@@ -86,7 +86,7 @@ def dualpipe_rank(rank: int, p: int, m: int) -> tuple[list[Action], tuple[int, .
 
 
 def _drain(do: _Rank, depth: int, outer: int, inner: int) -> None:
-    """Phases 6 to 8: nothing goes forward any more, so W fills the waits."""
+    """Append phases 6 to 8: no forward is left, so W fills the idle time."""
     cut = False
     for i in range(inner):
         cut = cut or (i == inner // 2 and depth % 2 == 1)

@@ -1,11 +1,11 @@
-"""Which gradients travel together: fixed buckets, a part of the plan.
+"""Gradient buckets: the groups of gradients that one collective sums, fixed by the plan.
 
-Gradients become ready roughly in reverse order of the parameters, so buckets are filled from the
-last parameter to the first and sent in that order while the backward pass goes on. One dtype per
-bucket, and one format of the copies that forward passes read. The buckets never change during a
-run: torch's DDP rebuilds its own after step 1, and since a sum's rounding depends on an element's
-place in the buffer, a resume then differs in bits.
-Under zero1 and zero2 each bucket is also cut (`bucket_shards.py`).
+Gradients become ready roughly in reverse order of the parameters. Buckets are therefore filled from
+the last parameter to the first, and sent in that order during the backward pass. All parameters of
+a bucket have one dtype and one compute format. The buckets never change during a run. torch's DDP
+rebuilds its own after step 1; since a sum's rounding depends on an element's position in the
+buffer, a resumed DDP run then differs in bits.
+Under zero1 and zero2 each bucket is also cut into shares (`bucket_shards.py`).
 Source: Li et al. 2020 (PyTorch Distributed), §3.2; measured in docs/lab-log.md.
 """
 
@@ -27,15 +27,15 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Group a rank's trainable parameters into gradient buckets of at most `bucket_bytes`.
 
-    They are filled from the last row to the first; a larger parameter has a bucket of its own.
+    Buckets are filled from the last row to the first; a larger parameter gets its own bucket.
 
     Args:
-        rows: placements in the order of the module (tied ones once), of which those of the rank's
-            pipeline stage are taken.
+        rows: placements in the order of the module (tied ones once); those of the rank's pipeline
+            stage are used.
 
     Returns:
-        buckets in the order in which they are sent, without cuts; all parameters of one have the
-        same dtype and `compute` format, and are summed over the same ranks.
+        Buckets in the order in which they are sent, without cuts. All parameters of a bucket have
+        the same dtype and `compute` format, and the same ranks sum them.
 
     >>> rows = [Placement(name, (4,), "float32", trains=True) for name in "abc"]
     >>> [b.names for b in plan_buckets(rows, Layout(), bucket_bytes=32)]
@@ -67,5 +67,5 @@ def plan_buckets(
 
 
 def _held(rows: Iterable[Placement], stage: int) -> Iterator[Placement]:
-    """Trainable parameters of one stage."""
+    """Return the trainable parameters of one pipeline stage."""
     return (row for row in rows if row.trains and stage in row.stages)

@@ -1,8 +1,8 @@
-"""`auto` by rule: the field's selection guide, where the planner has nothing to weigh yet.
+"""Rule-based `auto`: choose a layout by parameter count, as the field's selection guide does.
 
-The guide people pass on: below 1B parameters data parallel (ddp), 1–10B sharded (fsdp), above that
-tensor × pipeline × data (3-D). It ignores memory, so on a CPU what fits is asked as well (a GPU's
-memory is not looked into yet). The rule that spoke is said in one line, with what else is possible.
+The guide: below 1B parameters data parallel (ddp), 1–10B sharded (fsdp), above that tensor ×
+pipeline × data (3-D). The guide ignores memory, so on a CPU this module also checks whether the
+states fit; it does not check GPU memory yet. The reason line names the rule and the alternatives.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from shoal.base.layouts.layout import Layout
 from shoal.base.text.units import bytes_text, count_text
 
 DDP_BELOW, FSDP_UP_TO = 1_000_000_000, 10_000_000_000
-"""Parameters: the guide's bounds."""
+"""The guide's bounds, in parameters."""
 
 AUTO_AXES = ("dp_replicate", "dp_shard")
-"""Axes that `auto` splits at first; the others where they are asked for, or nothing else fits."""
+"""Axes that `auto` splits first; it uses the others on request, or if nothing else fits."""
 
 WEIGHT_BYTES = 4
 STATE_BYTES_PER_PARAMETER = 16
@@ -24,13 +24,14 @@ STATE_BYTES_PER_PARAMETER = 16
 
 
 MOST_PER_CORE = 64
-"""Processes that a core may be shared by: more do nothing but wait for each other."""
+"""Most processes that may share one core: more of them only wait for each other."""
 
 
 def check_cores(processes: int, machine: MachineFacts) -> None:
     """Refuse more than 64 processes per core of this machine; with GPUs refuse nothing.
 
-    Errors   PlanError with the number that a run without launch.processes would take here
+    Raises:
+        PlanError: too many processes; names the number that Shoal would start by default here.
 
     >>> check_cores(3000, MachineFacts(cores=2, memory_bytes=2**34, gpus=0))
     Traceback (most recent call last):
@@ -47,13 +48,13 @@ launch.processes=2
 
 
 def by_size(processes: int, parameters: int | None, machine: MachineFacts) -> tuple[Layout, str]:
-    """Choose a layout by the guide: (the layout, the line that says why).
+    """Choose a layout by the guide; return the layout and the line with the reason.
 
     Args:
-        parameters: elements of the model; None when it is a builder that was not called yet.
+        parameters: elements of the model; None for a builder that has not run yet.
 
     Raises:
-        PlanError: a rule without a layout here.
+        PlanError: the guide's rule has no layout here.
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     >>> layout, why = by_size(2, 4_200_000, machine)
@@ -91,14 +92,16 @@ def by_size(processes: int, parameters: int | None, machine: MachineFacts) -> tu
 
 
 def _fits(strategy: str, parameters: int | None, processes: int, machine: MachineFacts) -> bool:
-    """Whether the states of all ranks fit this machine; GPUs are not looked into yet."""
+    """Return whether the states of all ranks fit this machine's memory; always true with GPUs."""
     if parameters is None or machine.gpus:
         return True
     return _needs_bytes(strategy, parameters, processes) <= machine.memory_bytes
 
 
 def _needs_bytes(strategy: str, parameters: int, processes: int) -> int:
-    """States of all processes on one machine; a rank of fsdp holds the whole weights at its start.
+    """Return the bytes of states of all processes on one machine.
+
+    A rank of fsdp holds all weights at its start.
 
     >>> _needs_bytes("ddp", 1000, 2), _needs_bytes("fsdp", 1000, 2)
     (32000, 24000)
@@ -120,9 +123,10 @@ def _too_large(parameters: int, processes: int, machine: MachineFacts) -> str:
 
 
 def check_guide(parameters: int | None) -> None:
-    """Refuse a model for which the guide names a layout that `auto` does not choose.
+    """Refuse a model size for which the guide names a layout that `auto` does not choose.
 
-    Errors: PlanError with the rule and what can be done.
+    Raises:
+        PlanError: with the guide's rule and the alternatives.
     """
     if parameters is None or parameters <= FSDP_UP_TO:
         return

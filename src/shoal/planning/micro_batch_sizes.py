@@ -1,8 +1,8 @@
-"""List the micro-batches that a layout can run, and choose one where the user leaves it open.
+"""Micro-batch sizes that a layout can run, and the default size.
 
-The whole share of a data-parallel rank: every further pass costs what a pass costs apart from its
-samples (kernel starts, gathers of fsdp, messages of tp). In a pipeline a few passes for each stage,
-since fewer leave its ranks idle. `search.fastest_micro_batch` looks at model and machine as well.
+The default is a data-parallel rank's whole share of the batch: every further pass has a fixed cost
+(kernel starts, gathers of fsdp, messages of tp). In a pipeline the default is a few passes per
+stage, since fewer leave its ranks idle. `search.fastest_micro_batch` also uses model and machine.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from shoal.base.plans.batches import divisors
 from shoal.base.plans.plan import Plan
 
 PASSES_PER_STAGE = 2
-"""Micro-batches per rank of a pipeline: the demo's step of 16 samples on 2 ranks took 790 ms with 4
-passes, 846 with 8 and 875 with 2."""
+"""Micro-batches per rank of a pipeline. The demo's step of 16 samples on 2 ranks took 790 ms with
+4 passes, 846 with 8 and 875 with 2."""
 
 
 def micro_batch_sizes(layout: Layout, batch: int, at_most: int = 0) -> list[int]:
-    """List the micro-batches that a layout can run, the largest first.
+    """List the micro-batch sizes that a layout can run, the largest first.
 
     Args:
-        layout: whose data-parallel ranks (under dp their replicas) and schedule count.
-        batch: samples per optimizer step, which the data-parallel ranks divide.
-        at_most: samples that it may not exceed; 0: no bound.
+        layout: gives the data-parallel ranks (under dp the replicas) and the schedule.
+        batch: samples per optimizer step, a multiple of the data-parallel ranks.
+        at_most: largest size in samples; 0: no bound.
 
     >>> micro_batch_sizes(Layout(dp_replicate=2), 24, at_most=8)
     [6, 4, 3, 2, 1]
@@ -40,14 +40,14 @@ def micro_batch_sizes(layout: Layout, batch: int, at_most: int = 0) -> list[int]
 
 
 def usual_micro_batch(layout: Layout, batch: int, at_most: int = 0) -> int:
-    """Return the micro-batch of a layout where nothing is known of model and machine.
+    """Return the default micro-batch of a layout, without facts of the model or the machine.
 
     Args:
-        layout, batch, at_most: as of `micro_batch_sizes`.
+        layout, batch, at_most: as in `micro_batch_sizes`.
 
     Returns:
-        The share of a data-parallel rank, in a pipeline what gives each rank two passes; 0 where
-        the pipeline's schedule can run no size.
+        The share of a data-parallel rank; in a pipeline the size that gives each rank two passes.
+        0 if the pipeline's schedule can run no size.
 
     >>> layouts = Layout(dp_replicate=2), Layout(pp=2, schedule="1f1b")
     >>> [usual_micro_batch(layout, 16) for layout in layouts]
@@ -60,6 +60,6 @@ def usual_micro_batch(layout: Layout, batch: int, at_most: int = 0) -> int:
 
 
 def with_micro_batch(plan: Plan, size: int) -> Plan:
-    """Return the plan with another micro-batch, and the passes that follow from it."""
+    """Return the plan with another micro-batch size and the accumulation that follows from it."""
     passes = plan.batch // (size * plan.layout.data_degree)
     return replace(plan, micro_batch=size, accumulate=passes)

@@ -1,4 +1,4 @@
-"""How long a pipeline's fullest rank stands still in one step.
+"""Pipeline bubble: the seconds of a step in which the rank that idles most has no work.
 
 A rank's bubble is (end of its last action − start of its first − its work); the schedule's bubble
 is the largest over ranks. F, B, W are the seconds that one RANK spends per micro-batch (all its
@@ -12,8 +12,9 @@ schedules that do not cut the backward spend B + W on it.
     dualpipe      (p/2 − 1)(F&B + (B + W) − 3W) where F = B = W, F&B one forward and one whole
                   backward as a block, here F + B + W: nothing overlaps
 
-Where no formula is exact (zbv and dualpipe at other costs, fewer micro-batches) the lists are
-counted once for each ratio of costs and remembered. tests/planning hold formulas to counted lists.
+Where no formula is exact (zbv and dualpipe at other costs, fewer micro-batches) the action lists
+are simulated once per ratio of costs, and cached. tests/planning compares formulas to simulated
+lists.
 Sources: GPipe (Huang et al. 2019), Megatron (Narayanan et al. 2021), Zero Bubble (Qi et al. 2023,
 ZB-H1 and ZB-V), DeepSeek-V3 technical report (2024), table 2.
 """
@@ -31,7 +32,7 @@ COUNTED_RANKS = 32
 
 
 def bubble_s(name: str, p: int, m: int, F: float, B: float, W: float = 0.0, v: int = 1) -> float:
-    """Predict a pipeline's bubble: seconds per step that the rank which idles most stands idle.
+    """Return a pipeline's bubble: seconds per step that the rank which idles most has no work.
 
     A rank's bubble is (end of its last action − start of its first − its work); p = 1 has none.
 
@@ -43,8 +44,8 @@ def bubble_s(name: str, p: int, m: int, F: float, B: float, W: float = 0.0, v: i
         v: chunks per rank; read for interleaved only.
 
     Raises:
-        PlanError: for an unknown schedule. Whether it can run m on p ranks is not checked here:
-            make_schedule refuses what it cannot.
+        PlanError: unknown schedule. The function does not check that the schedule can run m
+            micro-batches on p ranks; `make_schedule` does.
 
     >>> bubble_s("gpipe", 4, 8, 1.0, 1.0, 1.0), bubble_s("interleaved", 4, 8, 1.0, 1.0, 1.0, 3)
     (9.0, 3.0)
@@ -70,10 +71,11 @@ def bubble_s(name: str, p: int, m: int, F: float, B: float, W: float = 0.0, v: i
 
 
 def _counted(name: str, p: int, m: int, F: float, B: float, W: float) -> float:
-    """The checker's count, at costs rounded to a thousandth of their sum.
+    """Return the bubble from a simulated schedule, at costs rounded to a thousandth of their sum.
 
-    From two micro-batches per rank on more of them add no bubble, and it grows as p − 1 (zbv's to
-    3 % from 16 to 32 ranks; dualpipe's as p − 2), so that long ones are counted at COUNTED_RANKS.
+    Beyond two micro-batches per rank more of them add no bubble. It grows as p − 1 (zbv's to 3 %
+    from 16 to 32 ranks; dualpipe's as p − 2), so that long pipelines are simulated at
+    COUNTED_RANKS.
     """
     whole = F + B + W
     if whole <= 0:
@@ -92,10 +94,10 @@ def _count_once(name: str, p: int, m: int, forward: float, back: float) -> float
 
 
 def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int, chunks: int = 1) -> float:
-    """Most micro-batches whose activations pipeline rank `rank` keeps, in shares of the rank.
+    """Return the most micro-batches whose activations one rank keeps, in shares of the rank.
 
     Raises:
-        PlanError: for a schedule that is not known.
+        PlanError: unknown schedule.
 
     >>> [in_flight("1f1b", 4, 8, rank) for rank in range(4)]
     [4.0, 3.0, 2.0, 1.0]
@@ -117,14 +119,14 @@ def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int, chunks: 
 
 
 def describe_bubble(layout: Layout, batch: int, micro_batch: int) -> str:
-    """Describe how long the rank of a pipeline that idles most stands idle, as a line.
+    """Describe in one line the bubble of a pipeline, as a share of the step.
 
     Args:
-        batch, micro_batch: as `check_micro_batches` has let them pass.
+        batch, micro_batch: values that `check_micro_batches` accepts.
 
     Returns:
-        the share of a step, and a finer micro_batch where there are fewer micro-batches than ranks;
-        "" without a pipeline.
+        The share of a step. With fewer micro-batches than ranks the line also names a smaller
+        micro_batch. "" without a pipeline.
 
     >>> describe_bubble(Layout(pp=4, schedule="1f1b"), 16, 2)
     'pipeline: 1f1b over 4 stages, 8 micro-batches per step: 27 % of it is bubble'
@@ -136,7 +138,7 @@ def describe_bubble(layout: Layout, batch: int, micro_batch: int) -> str:
     samples = batch // layout.data_degree
     count = samples // micro_batch
     name, ranks = layout.schedule, layout.pp
-    # A backward is about two forwards, half of it for the weights.
+    # A backward costs about two forwards, half of it for the weights' gradients.
     idle_s = bubble_s(name, ranks, count, 1.0, 1.0, 1.0, layout.chunks)
     text = (
         f"pipeline: {name} over {layout.stages} stages, {count} micro-batch"

@@ -1,7 +1,7 @@
-"""Which rank of a pipeline does what, in which order: a list of actions per rank, by schedule.
+"""Pipeline schedules: the ordered list of actions of every rank.
 
 p ranks, m micro-batches, v chunks (stages per rank). F forward, B whole backward, I gradient of the
-input, W gradient of the weights; stage s of micro-batch j needs stage s − 1 forward and s + 1 back.
+input, W gradient of the weights. F of stage s needs F of stage s − 1; B and I need B of s + 1.
 
     gpipe        all forwards, then all backwards
     1f1b         p − 1 − i forwards ahead on rank i, then one forward, one backward
@@ -25,13 +25,13 @@ from shoal.base.plans.pipeline_actions import Action, Schedule
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Make the action lists of one pipeline step: what every rank does, in which order.
+    """Make the action lists of one pipeline step: every rank's actions in order.
 
     Args:
         ranks: of the pipeline.
         micro_batches: per step and data-parallel rank.
-        chunks: stages per rank, at least 2 for interleaved; else 1, or 2 for zbv and dualpipe too,
-            which always have 2.
+        chunks: stages per rank: at least 2 for interleaved, 1 or 2 for zbv and dualpipe (which
+            always have 2), else 1.
 
     Raises:
         PlanError: with the nearest legal choice.
@@ -70,14 +70,15 @@ def _schedule(name: str, lists: list[list[Action]], stage_rank: list[int], m: in
 
 
 def shortened(full: Schedule, micro_batches: int) -> Schedule:
-    """Shorten a schedule to fewer micro-batches: its lists without the actions of the last ones.
+    """Return a schedule for fewer micro-batches: the lists without the last ones' actions.
 
-    Nothing waits for them, so what is left cannot stop either, and keeps no more. Of two copies
-    each goes without its last ones, so that both stay as busy; the second's are numbered anew. The
-    new schedule has no `pairs`; `full` stays as it is.
+    No action waits for the removed ones, so the shorter schedule cannot deadlock and keeps no more
+    activations. With two model copies each loses its last micro-batches, so that both stay equally
+    busy; those of the second copy are renumbered. The new schedule has no `pairs`; `full` is
+    unchanged.
 
     Args:
-        micro_batches: at most those of `full`, which is not checked.
+        micro_batches: at most those of `full`; not checked.
 
     >>> short = shortened(make_schedule("dualpipe", 2, 4), 3)
     >>> sorted({act.text() for act in short.ranks[0] if act.kind == "F"})
@@ -94,7 +95,9 @@ def shortened(full: Schedule, micro_batches: int) -> Schedule:
 
 
 def legal(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:
-    """The schedule's own name; PlanError, with the nearest legal choice, for what it cannot do.
+    """Return the canonical name of a schedule; raise PlanError if it cannot run on these ranks.
+
+    The error names the nearest legal choice.
 
     >>> legal("afab", 4, 3)
     'gpipe'
@@ -130,7 +133,7 @@ def legal(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> str:
 
 
 def runs(layout: Layout, micro_batches: int) -> bool:
-    """Tell whether a layout's schedule can run so many micro-batches."""
+    """Return whether a layout's schedule can run a number of micro-batches."""
     try:
         legal(layout.schedule, layout.pp, micro_batches, layout.chunks)
     except PlanError:
@@ -139,14 +142,14 @@ def runs(layout: Layout, micro_batches: int) -> bool:
 
 
 def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> None:
-    """Check that a pipeline's schedule can run a step's micro-batches.
+    """Check that a pipeline's schedule can run the micro-batches of a step.
 
     Args:
-        batch, micro_batch: samples per step over all ranks, samples per forward pass; that they
-            divide evenly is taken for granted.
+        batch, micro_batch: samples per step over all ranks, samples per forward pass; the batch
+            must be a multiple, which is not checked here.
 
     Raises:
-        PlanError: with the nearest batch and micro-batch that it can run.
+        PlanError: with the nearest batch and micro-batch that the schedule can run.
     """
     if layout.pp == 1:
         return
@@ -172,7 +175,7 @@ def check_micro_batches(layout: Layout, batch: int, micro_batch: int) -> None:
 
 
 def _multiple(m: int, p: int) -> int:
-    """The multiple of p nearest to m, at least p.
+    """Return the multiple of p nearest to m, at least p.
 
     >>> _multiple(5, 4), _multiple(7, 4), _multiple(1, 4)
     (4, 8, 4)

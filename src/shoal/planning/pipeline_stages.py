@@ -1,26 +1,25 @@
-"""Which units of a model one pipeline rank holds, and how many micro-batches it keeps.
+"""Units of a model that one pipeline rank holds, and its micro-batches in flight.
 
-    Shoal    blocks are dealt in runs, so that the largest stage cost is as small as it can be; what
-             comes before the blocks goes with the first, what comes after them with the last one
+    Shoal    equal-cost runs of blocks: the largest stage cost is as small as possible. The first
+             stage also has the units before the blocks, the last one those after them.
              cost of a unit = its share of the forward FLOP + its share of the parameters; a tied
-             table counts where it is read again, the loss is no part of the model
-    others   equal runs; what is left over goes to the middle, since the first rank has the
+             table counts at its second use, the loss does not count
+    others   runs of equal length; the remainder goes to the middle, since the first rank has the
              embedding and the last one the head
 
-zbv folds the pipeline (embedding and head on rank 0), interleaved deals several stages to a rank,
-dualpipe keeps two copies fed from both ends: rank i has the runs i and p − 1 − i, so embedding and
-head are both on the first and on the last rank.
+zbv folds the pipeline (embedding and head on rank 0). interleaved gives several stages to a rank.
+dualpipe keeps two model copies, fed from both ends: rank i has the runs i and p − 1 − i, so that
+embedding and head are both on the first and on the last rank.
 
 In flight on rank i of p, of m micro-batches (v chunks per rank):
     gpipe m · 1f1b min(m, p − i) · zero-bubble, zbv min(m, p) · dualpipe min(m, p + 1)
     interleaved min(m, (2(p − i − 1) + (v − 1)p + 1)/v)
-Where the backward is split, what was saved stays until its second half, and so do the gradients of
-the products' outputs: of as many micro-batches as are between the two halves at the same time.
+With a split backward, saved activations stay until its second half. So do the gradients of the
+products' outputs, of as many micro-batches as are between the two halves at the same time.
 
 Source: Narayanan et al. 2021 (2104.04473) §2.2; Qi et al. 2023; DeepSeek-V3 report, table 2. The
-rule is that of `parallel.pipeline.deal`, which cuts the real module; tests/worlds hold the two
-together, tests/planning hold the formulas to the schedules that shoal.planning.pipeline_schedules
-makes.
+rule is that of `parallel.pipeline.deal`, which cuts the real module. tests/worlds compare the two;
+tests/planning compare the formulas to the schedules of shoal.planning.pipeline_schedules.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from shoal.planning.chain_partition import partition
 from shoal.planning.pipeline_schedules import make_schedule
 
 BARE_OPERATIONS = 3
-"""A unit of so few operations is one layer, with what is applied to its output."""
+"""Least number of operations of a block; a smaller unit is one layer and its activation."""
 
 
 class Stage(NamedTuple):
-    """What one pipeline rank holds.
+    """Units of the model that one pipeline rank holds.
 
     Attributes:
-        units: (unit, how many), embedding and head included.
-        blocks: those without the two.
-        head: the unit that makes the loss, if it is here.
-        tied: elements of a tied table that this rank holds a copy of.
-        copies: of the model that the pipeline holds: a micro-batch passes this share of the blocks.
+        units: (unit, count), embedding and head included.
+        blocks: `units` without embedding and head.
+        head: the unit that computes the loss, if this rank holds it.
+        tied: elements of a tied table of which this rank holds a copy.
+        copies: model copies in the pipeline: a micro-batch passes this share of the blocks.
     """
 
     rank: int
@@ -65,10 +64,11 @@ class Stage(NamedTuple):
 
 
 def put_off(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
-    """Micro-batches between the two halves of their backward at the fullest moment of a rank.
+    """Return the most micro-batches of a rank that wait between I and W, in shares of the rank.
 
-    In shares of the rank; those of the first stage are none: its inputs have no gradient, so that
-    the second half is all of its backward. Counted from the lists, whose pattern repeats.
+    I and W are the two halves of a split backward. Those of the first stage count as none: its
+    inputs have no gradient, so that W is all of its backward. Counted from the lists, whose pattern
+    repeats.
 
     >>> [put_off("zero-bubble", 4, 8, rank) for rank in range(4)], put_off("1f1b", 4, 8, 2)
     ([0.0, 2.0, 3.0, 4.0], 0.0)
@@ -85,7 +85,7 @@ def put_off(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
 def _put_off(name: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
     try:
         schedule = make_schedule(name, ranks, micro_batches)
-    except PlanError:  # it cannot do so few: what it can do is the upper bound
+    except PlanError:  # too few micro-batches for this schedule: its least number is an upper bound
         schedule = make_schedule(name, ranks, 2 * ranks)
     found = []
     for acts in schedule.ranks:
@@ -95,7 +95,7 @@ def _put_off(name: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
             halved = act.stage % schedule.pieces > 0
             alive += act.kind == "F"
             waiting += act.kind == "I" and halved
-            fullest = max(fullest, (alive + waiting / 3, waiting))  # a third of what is saved
+            fullest = max(fullest, (alive + waiting / 3, waiting))  # W needs a third of it
             alive -= act.kind in "BW"
             waiting -= act.kind == "W" and halved
         found.append(fullest[1] * ranks / schedule.pieces)
@@ -103,17 +103,17 @@ def _put_off(name: str, ranks: int, micro_batches: int) -> tuple[float, ...]:
 
 
 def is_block(unit: UnitFacts) -> bool:
-    """A unit that a pipeline deals out and recompute treats as one."""
+    """Return whether a unit is a block, which pipelines distribute and recompute treats as one."""
     return not unit.loss_bytes and unit.name not in ("embedding", "head")
 
 
 def is_bare(unit: UnitFacts) -> bool:
-    """Whether a unit is one layer, so that it has one matrix."""
+    """Return whether a unit is a single layer, so that it has one matrix."""
     return 0 < unit.operations <= BARE_OPERATIONS
 
 
 def root_share(unit: UnitFacts) -> float:
-    """Share of a unit's elements that fsdp gathers with the root: all that lies in no block.
+    """Return the share of a unit's elements that fsdp gathers with the root, outside all blocks.
 
     >>> root_share(UnitFacts("embedding", parameters=8)), root_share(UnitFacts("block"))
     (1.0, 0.0)
@@ -126,18 +126,18 @@ def root_share(unit: UnitFacts) -> float:
 
 
 def block_count(model: ModelFacts) -> int:
-    """How many blocks a pipeline can deal out."""
+    """Return the number of blocks that a pipeline can distribute."""
     return sum(unit.count for unit in repeated(model))
 
 
 def repeated(model: ModelFacts) -> tuple[UnitFacts, ...]:
-    """The units that a pipeline deals out, in order."""
+    """Return the units that a pipeline distributes, in order."""
     first, stop = _repeated(model)
     return model.units[first:stop]
 
 
 def _repeated(model: ModelFacts) -> tuple[int, int]:
-    """Where the units that repeat begin and end; where nothing does, all but the ends."""
+    """Return start and stop of the repeated units; without repetition, of all but both ends."""
     units = model.units
     found = [n for n, u in enumerate(units) if u.count > 1 or u.name.endswith("block")]
     found = found or [n for n, unit in enumerate(units) if is_block(unit)]
@@ -145,10 +145,10 @@ def _repeated(model: ModelFacts) -> tuple[int, int]:
 
 
 def cut(case: Case, index: int) -> Stage:
-    """The units of pipeline rank `index`.
+    """Return the units of pipeline rank `index`.
 
     Raises:
-        PlanError: for more stages than blocks.
+        PlanError: more stages than blocks.
     """
     units, ranks = case.model.units, case.layout.pp
     if ranks == 1:
@@ -173,7 +173,7 @@ def cut(case: Case, index: int) -> Stage:
 
 
 def _runs(case: Case, index: int, total: int) -> list[tuple[int, int]]:
-    """The runs of blocks that pipeline rank `index` holds."""
+    """Return the (start, stop) runs of blocks that pipeline rank `index` holds."""
     ranks, schedule = case.layout.pp, canonical(case.schedule)
     if case.framework != "shoal":
         both = [index, ranks - 1 - index][: copies(schedule)]
@@ -185,14 +185,14 @@ def _runs(case: Case, index: int, total: int) -> list[tuple[int, int]]:
 
 
 def _tied_elements(model: ModelFacts, unit: UnitFacts) -> float:
-    """Elements of the table that a unit shares with another one."""
+    """Return the elements of the table that a unit shares with another unit."""
     table = next((other for other in model.units if unit.tied_to == other.name), None)
     return float(table.parameters - table.plain_parameters) if table else 0.0
 
 
 @lru_cache(maxsize=256)
 def _starts(model: ModelFacts, stages: int) -> tuple[int, ...]:
-    """The block at which each stage begins."""
+    """Return the index of the first block of each stage."""
     first, stop = _repeated(model)
     flops = max(1.0, sum(u.count * u.forward_flops for u in model.units if not u.loss_bytes))
     elements = max(1, sum(u.count * (u.parameters + u.frozen_parameters) for u in model.units))
@@ -219,7 +219,7 @@ def _held(blocks: list[UnitFacts], start: int, stop: int) -> list[tuple[UnitFact
 
 
 def _even(blocks: int, ranks: int, index: int) -> tuple[int, int]:
-    """First and one past the last block of a rank, in equal runs."""
+    """Return the first and one past the last block of a rank, in equal runs."""
     base, extra = divmod(blocks, ranks)
     shift = 1 if extra <= ranks - 2 else 0
     before = min(max(0, index - shift), extra)

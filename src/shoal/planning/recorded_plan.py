@@ -1,4 +1,4 @@
-"""Reads the plan that an earlier start of a run chose; a restart goes on with its layout."""
+"""Recorded plan: the layout that an earlier start of a run chose, which a restart uses again."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from shoal.planning.settle import goes_together, is_open
 
 
 def kept_plan(folder: Path, processes: int) -> Plan | None:
-    """Read the plan that the planner chose for an earlier start of a run on as many processes.
+    """Read the plan that an earlier start of a run chose for the same number of processes.
 
-    None where plan.json is missing or damaged, its layout was not chosen, or has other processes.
+    Return None if plan.json is missing or damaged, has other processes, or if the user fixed its
+    layout.
 
     Args:
         folder: of the run.
 
-    Format   <run>/plan.json: a plan (`Plan.to_json`), and beside it `chosen`: the layout was left
-             open, and this is the one that was taken
+    Note:
+        <run>/plan.json holds a plan (`Plan.to_json`) and the key `chosen`: the user left the layout
+        open, and the planner chose this one.
     """
     told = read_object(folder / "plan.json")
     try:
@@ -34,9 +36,9 @@ def kept_plan(folder: Path, processes: int) -> Plan | None:
 
 
 def keep_choice(plan: Plan, asked: Mapping[str, Any], folder: Path) -> tuple[Plan, bool]:
-    """Take the layout that an earlier start of a run chose, where it is left open again.
+    """Use the layout that an earlier start of a run chose, if the user leaves it open again.
 
-    A restart then goes on bit for bit.
+    The restarted run then continues bit for bit.
 
     Args:
         plan: with its layout.
@@ -44,9 +46,9 @@ def keep_choice(plan: Plan, asked: Mapping[str, Any], folder: Path) -> tuple[Pla
         folder: of the run, whose plan.json is read (`kept_plan`).
 
     Returns:
-        (plan with that layout and its `why`, True), its micro-batch and accumulation as they were,
-        or (plan as it came, False) where there is no such choice, its stage is not the one asked
-        for, or the plan's policies do not go with it.
+        (plan with that layout, its `why`, micro-batch and accumulation; True). (`plan` unchanged,
+        False) without a recorded choice, if the user asks for another ZeRO stage, or if the plan's
+        policies do not fit that layout.
     """
     kept = kept_plan(folder, plan.layout.processes) if is_open(asked) else None
     if kept is None or kept.layout.zero != asked.get("zero", kept.layout.zero):

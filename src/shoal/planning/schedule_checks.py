@@ -1,14 +1,14 @@
-"""Proves that action lists are a step: nothing missing, nothing twice, no rank waits for ever.
+"""Schedule checks: every action once, every input available, no deadlock.
 
-The lists are executed as the trainer would: a rank takes its next action when that action's inputs
-exist, messages never block their sender. On the way are counted
+The checks execute the action lists as the trainer would. A rank takes its next action when that
+action's inputs exist; messages never block their sender. The checks also count:
 
     in flight   micro-batches whose activations a rank keeps, in shares of the model of one rank
-                (a chunk of v counts 1/v): F opens, B or W closes. I frees a part only (what the
-                input's gradient alone needed), so `open_inputs`, closed by B or I, is the lower end
+                (a chunk of v counts 1/v): F opens, B or W closes. I frees only the part that the
+                input's gradient needed, so `open_inputs`, closed by B or I, is the lower bound
     bubble      the largest (last end − first start − work) over ranks, at the given costs
 
-tests/planning/critical_path.py has what no order of these actions can beat.
+tests/planning/critical_path.py computes the lower bound over all orders of these actions.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Need = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Counts:
-    """What a schedule that passed the check does and keeps.
+    """Counts of a valid schedule: activations in flight, actions and bubble.
 
     Attributes:
-        in_flight: per rank: most micro-batches whose activations are kept at once.
-        open_inputs: the same if the gradient of the input freed everything.
+        in_flight: per rank: most micro-batches whose activations the rank keeps at once.
+        open_inputs: the same if the gradient of the input freed all activations.
         stage_flight: per stage, in micro-batches of that stage.
-        actions: how many of each kind, all ranks.
+        actions: number of actions of each kind, over all ranks.
         makespan_s: first start to last end.
-        bubble_s: see above.
+        bubble_s: as defined at the head of the module.
         rank_bubble_s: per rank.
     """
 
@@ -55,19 +55,19 @@ def check(
     blocks: bool = True,
     pair_s: float | None = None,
 ) -> Counts:
-    """Check a schedule by executing its action lists; count what ranks keep and how they idle.
-
-    Raises:
-        PlanError: for the first action that is missing, done twice, on a wrong rank or too early,
-            with rank, position and action; and for a deadlock, with who waits for whom.
+    """Check a schedule by executing its action lists; count activations in flight and idle time.
 
     Args:
         forward_s, input_s, weight_s: seconds of F, I and W of one rank and micro-batch, all its
             chunks together; a whole backward B takes I + W.
         blocks: run the schedule's pairs (dualpipe) as its paper does, as one block: it starts when
-            both inputs are there and gives both outputs at its end; else every action by itself.
+            both inputs exist and gives both outputs at its end. False: each action by itself.
         pair_s: seconds of such a block, per rank and micro-batch; None: nothing overlaps, F + I +
             W.
+
+    Raises:
+        PlanError: the first action that is missing, duplicated, on a wrong rank or too early, with
+            rank, position and action; or a deadlock, with the cycle of waiting ranks.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
     >>> counts = check(make_schedule("1f1b", 4, 8))
@@ -97,7 +97,7 @@ def _where(schedule: Schedule, rank: int, position: int, act: Action) -> str:
 
 
 def _shape(schedule: Schedule) -> None:
-    """The map of stages is a map onto the ranks that exist."""
+    """Check that every stage is mapped to a rank that exists."""
     ranks = len(schedule.ranks)
     if schedule.copies < 1 or schedule.stages % schedule.copies:
         raise PlanError(
@@ -112,7 +112,7 @@ def _shape(schedule: Schedule) -> None:
 
 
 def _one_rank(schedule: Schedule, rank: int, acts: tuple[Action, ...]) -> None:
-    """What can be wrong in one list by itself: place, range, order, repetition."""
+    """Check one rank's list by itself: rank, range, order and repetition of its actions."""
     seen: set[tuple[str, int, int]] = set()
     for position, act in enumerate(acts):
         wrong = _wrong(schedule, rank, act, seen)
@@ -124,7 +124,7 @@ def _one_rank(schedule: Schedule, rank: int, acts: tuple[Action, ...]) -> None:
 def _wrong(
     schedule: Schedule, rank: int, act: Action, seen: set[tuple[str, int, int]]
 ) -> str | None:
-    """Why this action cannot stand here, given what the rank did before."""
+    """Return the reason why an action is illegal after the rank's earlier ones; None if legal."""
     here = act.stage, act.micro_batch
     if act.kind not in KINDS:
         return f"kind is not one of {', '.join(KINDS)}"
@@ -149,7 +149,7 @@ def _wrong(
 
 
 def _complete(schedule: Schedule) -> None:
-    """Every stage ran forward and backward for each of its micro-batches."""
+    """Check that every stage runs forward and backward for each of its micro-batches."""
     done = {(a.kind, a.stage, a.micro_batch) for acts in schedule.ranks for a in acts}
     for stage, rank in enumerate(schedule.stage_rank):
         for j in schedule.runs(stage):
@@ -166,11 +166,11 @@ def _complete(schedule: Schedule) -> None:
 
 
 def needs(schedule: Schedule, act: Action) -> Need | None:
-    """Find the result of another stage that an action waits for: (kind, stage, micro-batch).
+    """Return the result of another stage that an action waits for: (kind, stage, micro-batch).
 
-    ("F", stage − 1, j) for F; ("B", stage + 1, j), the gradient that B or I of that stage gives,
-    for B and I. None for W, for F of the first stage and for B and I of the last one (of a copy of
-    the model), which wait for their own rank's order alone.
+    ("F", stage − 1, j) for F; ("B", stage + 1, j), the gradient that B or I of that stage computes,
+    for B and I. None for actions that wait only for their own rank's order: W, F of the first
+    stage, B and I of the last one (of a copy of the model).
     """
     first = act.stage % schedule.pieces == 0
     last = act.stage % schedule.pieces == schedule.pieces - 1
@@ -182,7 +182,7 @@ def needs(schedule: Schedule, act: Action) -> Need | None:
 
 
 class _Clock:
-    """One rank while the lists are executed."""
+    """Simulated time and position of one rank."""
 
     def __init__(self, blocks: list[tuple[Action, ...]]):
         self.blocks = blocks
@@ -193,7 +193,7 @@ class _Clock:
 
 
 def _blocks(schedule: Schedule, rank: int, paired: bool) -> list[tuple[Action, ...]]:
-    """The rank's actions, one by one or with its pairs as blocks of two."""
+    """Return the rank's actions one by one, or with its pairs as blocks of two."""
     acts = schedule.ranks[rank]
     starts = set(schedule.pairs[rank]) if paired and schedule.pairs else set()
     ends = {position + 1 for position in starts}
@@ -207,7 +207,7 @@ def _blocks(schedule: Schedule, rank: int, paired: bool) -> list[tuple[Action, .
 def _execute(
     schedule: Schedule, seconds: dict[str, float], pair_s: float | None
 ) -> tuple[tuple[float, ...], float]:
-    """Run all lists; bubbles per rank and the makespan, or PlanError where ranks wait for ever."""
+    """Execute all lists; return the bubble per rank and the makespan, or raise PlanError."""
     made: dict[Need, float] = {}
     waiting: dict[Need, int] = {}
     ranks = range(len(schedule.ranks))
@@ -244,7 +244,7 @@ def _execute(
 def _give(
     block: tuple[Action, ...], now: float, made: dict[Need, float], waiting: dict[Need, int]
 ) -> list[int]:
-    """What the block's actions make is there now; gives the ranks that waited for it."""
+    """Record the results of a finished block; return the ranks that waited for them."""
     woken = []
     for act in block:
         if act.kind != "W":
@@ -256,7 +256,7 @@ def _give(
 
 
 def _all_done(schedule: Schedule, clocks: list[_Clock]) -> None:
-    """PlanError that follows the waits from the first stuck rank round to where they close."""
+    """Raise PlanError with the cycle of waiting ranks, if any rank has actions left."""
     stuck = [r for r, clock in enumerate(clocks) if clock.block < len(clock.blocks)]
     if not stuck:
         return
@@ -280,7 +280,7 @@ def _all_done(schedule: Schedule, clocks: list[_Clock]) -> None:
 def _kept(
     schedule: Schedule, share: float
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
-    """Most activations open at once: per rank until B or W, until B or I, and per stage."""
+    """Return the most activations open at once: per rank until B or W, or B or I, and per stage."""
     most, most_inputs = [], []
     stage_most = [0] * schedule.stages
     for acts in schedule.ranks:

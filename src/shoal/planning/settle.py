@@ -1,7 +1,7 @@
-"""Settles a plan: which layout the user's words mean on these processes, and how a batch is cut.
+"""Settle a plan: the layout that the user's settings mean on these processes, and the batch.
 
-`shoal train`, `shoal prove` and `shoal.parallelize` all call `settle`, once per start; what cannot
-go together is refused here, before anything is built.
+`shoal train`, `shoal prove` and `shoal.parallelize` all call `settle` once per start. It refuses
+incompatible settings before anything is built.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shoal.base.plans.batches import check_batch, share_of
 from shoal.base.plans.plan import Plan
 
 Words = str | Mapping[str, Any]
-"""A layout as users write it: a strategy, or keys of [layout]."""
+"""A layout as users write it: a strategy's name, or keys of [layout]."""
 
 NAMED = ("zero", "threads", "schedule", "chunks", "servers", "updates", "staleness", "serves")
-"""Keys of [layout] that go with a strategy or with degrees."""
+"""Keys of [layout] that may stand beside a strategy or beside degrees."""
 
 
 def settle(
@@ -36,16 +36,16 @@ def settle(
     """Fill in what a plan leaves open: layout, reason (`why`), micro-batch, accumulation.
 
     Args:
-        plan: policies and a batch; its layout is not read, its `why` stays where it has one.
-        said: the layout in words, which replaces the plan's (`words_of` gives those of one);
-            policies among them win over the plan's. Degrees must multiply out to `processes`: none
-            is derived; a strategy's are. Neither: `auto` chooses by the field's guide.
-        parameters: elements of the model; None: its size is left out of account.
-        machine: whose memory `auto` looks at, on a CPU.
-        at_most: as of `settle_batch`.
+        plan: policies and a batch; its layout is ignored, and its `why` is kept if it has one.
+        said: the layout that replaces the plan's (`words_of` spells out a layout); policies in it
+            override the plan's. Degrees must multiply out to `processes`: none is derived. A
+            strategy's degrees are derived. With neither, `auto` chooses by the field's guide.
+        parameters: elements of the model; None: unknown, and ignored.
+        machine: its memory limits `auto` on a CPU.
+        at_most: as in `settle_batch`.
 
     Returns:
-        a new plan.
+        A new plan.
 
     Raises:
         PlanError, ConfigError: with the nearest legal choice.
@@ -61,9 +61,9 @@ def settle(
 def settle_layout(
     plan: Plan, said: Words, processes: int, parameters: int | None, machine: MachineFacts
 ) -> Plan:
-    """Fill in a plan's layout, `why` and parameters: `settle` without the batch.
+    """Fill in a plan's layout, `why` and parameters, but not the batch.
 
-    Arguments as of `settle`; `shoal train` then makes a batch that may depend on the layout.
+    Arguments as in `settle`; `shoal train` then makes a batch that may depend on the layout.
 
     Raises:
         PlanError, ConfigError: with the nearest legal choice.
@@ -90,18 +90,19 @@ def choose_layout(
     chunks: int = 0,
     **served: Any,
 ) -> tuple[Layout, str]:
-    """Choose the layout to run: (the layout, the line that says why).
+    """Choose the layout to run; return the layout and the line with the reason.
 
     Args:
         strategy: `auto` or a name.
-        degrees: axes given by the user, which then must multiply out.
-        parameters: elements of the model; None when it is a builder that was not called yet.
-        zero: what `dp_shard` splits, if the user says.
+        degrees: axes that the user set; they must multiply out to `processes`.
+        parameters: elements of the model; None for a builder that has not run yet.
+        zero: ZeRO stage of `dp_shard`, if the user sets it.
         threads: replicas of `dp`.
-        schedule, chunks: of the pipeline, served of a parameter server, if the user says.
+        schedule, chunks: of the pipeline, if the user sets them.
+        served: keys of a parameter server, if the user sets them.
 
     Raises:
-        PlanError: unknown or unbuilt strategy, wrong world size, rule without a layout here.
+        PlanError: unknown strategy, wrong world size, or a guide's rule without a layout here.
 
     >>> machine = MachineFacts(cores=2, memory_bytes=2**34, gpus=0)
     >>> choose_layout("fsdp", {}, 2, None, machine)[1]
@@ -122,7 +123,7 @@ def choose_layout(
         )
         _check_name(strategy, layout)
         return layout, f"layout given: {layout.text()}"
-    if strategy == "auto" and (threads or zero is not None):  # what else would carry them
+    if strategy == "auto" and (threads or zero is not None):  # only dp or data parallelism fit
         strategy = "dp" if threads else {0: "ddp", 1: "zero1", 2: "zero2"}.get(zero or 0, "zero3")
     if strategy != "auto":
         from shoal.base.layouts.strategies import expand
@@ -136,14 +137,14 @@ def choose_layout(
         alone = strategy not in ("single", "dp") and processes == 1
         given = f"{strategy} on one process = " if alone else ""
         return layout, f"strategy given: {given}{layout.text()}"
-    settle_schedule(schedule, chunks, 1)  # what auto takes here has no pipeline
+    settle_schedule(schedule, chunks, 1)  # `by_size` chooses no pipeline
     from shoal.planning.layout_guide import by_size
 
     return by_size(processes, parameters, machine)
 
 
 def _check_name(strategy: str, layout: Layout) -> None:
-    """Errors: PlanError where the name means something else than the degrees."""
+    """Raise PlanError if the strategy's name contradicts the degrees."""
     same = {"zero3": "fsdp"}.get(strategy, strategy)
     if strategy in PIPELINES and strategy != "pp" and canonical(strategy) == layout.schedule:
         same = "pp"
@@ -157,9 +158,9 @@ def _check_name(strategy: str, layout: Layout) -> None:
 
 
 def check_together(plan: Plan) -> None:
-    """Refuse policies of a plan that its layout, or each other, cannot carry.
+    """Refuse policies of a plan that contradict its layout or each other.
 
-    Looks at splits under tp and cp, resharding, recompute, compile and compress.
+    Checks splits under tp and cp, resharding, recompute, compile and compress.
 
     Raises:
         PlanError, ConfigError: with the nearest legal choice.
@@ -183,7 +184,7 @@ def check_together(plan: Plan) -> None:
 
 
 def goes_together(plan: Plan) -> bool:
-    """Tell whether `check_together` accepts a plan, without raising."""
+    """Return whether `check_together` accepts a plan."""
     try:
         check_together(plan)
     except ShoalError:
@@ -198,14 +199,14 @@ def settle_batch(plan: Plan, at_most: int = 0) -> Plan:
     accumulate    batch / (micro_batch · data-parallel ranks), whatever the plan had
 
     Args:
-        at_most: samples that a micro-batch which is left open may not exceed; 0: no bound.
+        at_most: largest micro-batch in samples if the plan leaves it open; 0: no bound.
 
     Returns:
-        a new plan.
+        A new plan.
 
     Raises:
-        ConfigError: where the batch does not divide so; PlanError where the pipeline's schedule
-            cannot run so many micro-batches.
+        ConfigError: the batch is not divisible in this way.
+        PlanError: the pipeline's schedule cannot run so many micro-batches.
     """
     layout, micro_batch = plan.layout, plan.micro_batch
     if not micro_batch:
@@ -223,11 +224,11 @@ def settle_batch(plan: Plan, at_most: int = 0) -> Plan:
 
 
 def split_words(plan: Plan, said: Words) -> tuple[Plan, dict[str, Any]]:
-    """Move policies among the words of a layout into the plan: (new plan, the other words).
+    """Move policies from the layout's keys into the plan; return the plan and the other keys.
 
     Args:
         said: a strategy's name, which becomes {"strategy": name}, or keys of [layout] and of
-            policies, which win over the plan's; no value is checked.
+            policies, which override the plan's. The values are not checked.
     """
     words: dict[str, Any] = {"strategy": said} if isinstance(said, str) else dict(said)
     found = {key: words.pop(key) for key in POLICIES if key in words}
@@ -235,9 +236,9 @@ def split_words(plan: Plan, said: Words) -> tuple[Plan, dict[str, Any]]:
 
 
 def words_of(layout: Layout) -> dict[str, Any]:
-    """Spell a layout out as keys of [layout], degrees of 1 left out.
+    """Return a layout as keys of [layout], without degrees of 1.
 
-    Several threads are strategy dp, one process without them is single.
+    Several threads give strategy dp; one process without threads gives single.
 
     >>> words_of(Layout(dp_shard=4, zero=2)), words_of(Layout())
     ({'dp_shard': 4, 'zero': 2}, {'strategy': 'single'})
@@ -261,9 +262,9 @@ def words_of(layout: Layout) -> dict[str, Any]:
 
 
 def is_open(asked: Mapping[str, Any]) -> bool:
-    """Tell whether the planner chooses the layout: strategy is auto and no key but zero is set.
+    """Return whether the planner chooses the layout: strategy is auto, and at most zero is set.
 
-    A stage (layout.zero) alone leaves open what carries it.
+    A ZeRO stage (layout.zero) alone leaves the degrees open.
 
     Args:
         asked: keys of [layout] that the user set (`asked_layout`), "strategy" always among them.
@@ -275,7 +276,7 @@ def is_open(asked: Mapping[str, Any]) -> bool:
 
 
 def leaves_open(plan: Plan, said: Words) -> bool:
-    """Tell the same of a layout's words as a loop of one's own says them (`split_words`).
+    """Return whether the layout argument of `shoal.parallelize` leaves the layout open.
 
     >>> leaves_open(Plan(Layout()), {"recompute": "full"}), leaves_open(Plan(Layout()), "fsdp")
     (True, False)

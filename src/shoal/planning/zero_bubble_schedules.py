@@ -1,4 +1,4 @@
-"""Orders of one rank that leave fewer gaps than 1f1b: interleaved, zero-bubble and zbv.
+"""Schedules with less idle time than 1f1b: interleaved, zero-bubble and zbv, for one rank.
 
 p ranks, m micro-batches; kinds of actions and sources as in `pipeline_schedules.py`.
 """
@@ -9,7 +9,7 @@ from shoal.base.plans.pipeline_actions import Action
 
 
 def interleaved(rank: int, p: int, m: int, chunks: int) -> list[Action]:
-    """Make 1f1b in which work item k is micro-batch k mod p of its group, chunk after chunk."""
+    """Return the interleaved 1f1b actions: item k is micro-batch k mod p of its group, by chunk."""
     total = m * chunks
 
     def item(k: int, backward: bool) -> Action:
@@ -27,10 +27,10 @@ def interleaved(rank: int, p: int, m: int, chunks: int) -> list[Action]:
 
 
 def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
-    """Make 1f1b whose W comes `rank` micro-batches late, in what 1f1b would leave free here.
+    """Return the zero-bubble actions: 1f1b whose W comes `rank` micro-batches later.
 
-    Rank i keeps p − i micro-batches open as in 1f1b and i more that wait for W: p on every rank,
-    as many as 1f1b's first rank.
+    W fills the time in which 1f1b would idle on this rank. Rank i keeps p − i micro-batches open as
+    in 1f1b, and i more that wait for W: p on every rank, as many as 1f1b's first rank.
     """
     ahead = min(p - rank, m)
     acts = [Action("F", rank, j) for j in range(ahead)]
@@ -44,10 +44,10 @@ def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
 
 
 def zbv(rank: int, p: int, m: int) -> list[Action]:
-    """Make the order of stage `rank` going down the V and stage 2p − 1 − rank coming up.
+    """Return the zbv actions: stage `rank` goes down the V, stage 2p − 1 − rank comes up.
 
-    The order is that of at least 2p − 1 micro-batches, in which fewer leave gaps: what depends on
-    a micro-batch that is not there falls out with it.
+    The order is that of at least 2p − 1 micro-batches; actions of micro-batches that do not exist
+    are removed from it, and leave gaps.
     """
     n = max(m, 2 * p - 1)
     down, up = rank, 2 * p - 1 - rank

@@ -1,14 +1,14 @@
-"""Does a layout compute what one process computes? The battery that tests and `shoal prove` share.
+"""Proof that a layout computes the same as one process: the battery of our tests and `shoal prove`.
 
 trial      the user's model, data and loss, trained for a few steps
            trial_side.py, proof_case.py
 record     losses, norms, whole gradients of every step, final weights; a layout's is compared
-           as it goes: trajectory_record.py, recording.py, tensor_spill.py
-blocks     what is too large: one block of each kind and the ends: reduced_model.py
-twin       the same trial in one process, on the same list of micro-batches: battery.py
+           step by step: trajectory_record.py, recording.py, tensor_spill.py
+blocks     for models that are too large: one block of each kind and the ends: reduced_model.py
+reference  the same trial in one process (the twin), on the same micro-batches: battery.py
 verdict    the two records, compared by the definition of design §6, tensor by tensor
            equality_bounds.py, verdict.py, distances.py
-cause      where and how much it differs first, why, and what a user can do: diagnosis/
+cause      the first difference, its size, its likely cause and remedy: diagnosis/
 start      two small steps before a training run on several processes: start_proof.py
 """
 

@@ -1,12 +1,12 @@
-"""The battery: a trial on a layout and in one process, compared; tests and users call the same.
+"""Battery of equality proofs: train a trial on a layout and in one process, compare both.
 
     rank 0   trains the twin, alone, on the same micro-batches (once per trajectory, then kept)
     others   wait at the store, not in a collective
     all      train the trial on the layout; rank 0 compares
-    all      where something differs and the model casts to a narrow format on its way: both sides
-             once more with its casts lifted, since rounding would differ in right layouts too
-    rank 0   where something still differs: the twin once more, its weights changed in their last
-             bits. What that changes by as much is rounding, blown up by the model: not proven
+    all      if a number differs and the model casts to a narrow dtype: both sides once more without
+             these casts, since rounding would differ in right layouts too
+    rank 0   if a number still differs: the twin once more, its weights changed in their last bits.
+             A difference of the same size is rounding that the model amplifies: not proven
     rank 0   finds the cause of a difference that stays; all get the same report
 
 Trajectories: plain SGD with momentum, whose every step must agree, and AdamW, which hides factors
@@ -72,7 +72,7 @@ OPTIMIZERS: dict[str, BuildOptimizer] = {
     SGD: lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
 }
-"""The trajectories of a full proof. Steps are small, so that no model blows rounding errors up."""
+"""Optimizers of a full proof. Steps are small, so that no model amplifies rounding much."""
 
 ERRORS = {
     name: kind
@@ -85,7 +85,7 @@ NOTHING_MOVED = "no step of the one process moved anything: no valid target, or 
 
 @dataclass
 class Battery:
-    """Proves one trial on any number of layouts; keeps the twin's records between them.
+    """Proofs of one trial on any number of layouts; keeps the twin's records between them.
 
     Attributes:
         trial: makes and trains the runs, the same on both sides.
@@ -94,10 +94,10 @@ class Battery:
         steps: of each run and trajectory.
         clip: largest gradient norm.
         budget_s: for the twin.
-        inside: asked for the cause before the product's own looks: our tests name the mistakes that
+        inside: causes that are tried before the product's own: our tests name the mistakes that
             they plant inside Shoal, which no user could mend.
-        by_blocks: with one block of each kind and the model's ends only (reduced_model.py).
-        folder: of files for what memory does not hold; None: the system's for temporary ones.
+        by_blocks: use one block of each kind and the model's ends only (reduced_model.py).
+        folder: of files for tensors that exceed memory; None: the system's for temporary ones.
     """
 
     trial: Trial
@@ -124,10 +124,10 @@ class Battery:
             policies: more arguments of `shoal.parallelize` on the layout's side: recompute, …
 
         Returns:
-            the report, equal on all ranks.
+            The report, equal on all ranks.
 
         Raises:
-            ShoalError: where training itself would be refused; never for a difference.
+            ShoalError: training itself would be refused; never for a difference.
         """
         began_s = time.perf_counter()
         trajectories: list[Report] = []
@@ -163,9 +163,10 @@ class Battery:
         }
 
     def twin(self, name: str, device: torch.device) -> Record:
-        """What one process computes on a trajectory; computed once.
+        """Return the record of one process on a trajectory; it is computed once.
 
-        Errors: CannotProve, CollectiveAlone, or whatever the trial raises.
+        Raises:
+            CannotProve, CollectiveAlone: the twin cannot run; or the exception of the trial.
         """
         return self._twin(_Ask(_one(device), "single", name))
 
@@ -196,9 +197,11 @@ class Battery:
         return self.twins[ask.key]
 
     def _judge(self, ask: _Ask, said: list[str]) -> tuple[Report, str]:
-        """(one trajectory's report, the layout's text); what was done for it goes to `said`.
+        """Return (one trajectory's report, the layout's text); add changes of the model to `said`.
 
-        Errors: CannotProve on every rank; ShoalError where training itself would be refused
+        Raises:
+            CannotProve: on every rank: the twin cannot run.
+            ShoalError: training itself would be refused.
         """
         self._ready(ask)
         lifted = replace(ask, lifted=True)
@@ -238,13 +241,13 @@ class Battery:
         return {**exact, "as_is": told["largest"]}, text
 
     def _ready(self, ask: _Ask) -> str:
-        """Make the twin's record on rank 0, others wait at the store, for it may take long.
+        """Make the twin's record on rank 0; the other ranks wait at the store.
 
         Returns:
-            which casts of the model's own were lifted, empty where none was.
+            Lines of the model's own casts that were lifted, empty where none was.
 
         Raises:
-            on every rank alike: CannotProve, or a user's error of the class that it had.
+            CannotProve: on every rank; or a user's error, of its own class.
         """
         why = ask.world.broadcast_json(ask.world.local_first(partial(self._try_twin, ask)))
         if why["error"]:
@@ -257,7 +260,7 @@ class Battery:
         return str(why["casts"])
 
     def _on_layout(self, ask: _Ask) -> tuple[Record, str, list[str]]:
-        """(what the layout computes, its text, what was done to the model); every rank calls."""
+        """Return (the layout's record, its text, changes of the model); every rank calls it."""
         side = self._side(ask)
         text: list[str] = []
         side.on_run = lambda label, run: text.append(run.plan.layout.text())
@@ -267,7 +270,7 @@ class Battery:
         return got, text[0], side.said
 
     def _side(self, ask: _Ask) -> Side:
-        part(NOWHERE)  # the steps before are over, and to build the next model may take longer
+        part(NOWHERE)  # earlier steps are over, and building the next model may take longer
         return Side(
             ask.world,
             ask.layout,
@@ -282,9 +285,10 @@ class Battery:
         )
 
     def _try_twin(self, ask: _Ask) -> dict[str, Any]:
-        """Make the twin's record on rank 0; why it cannot be had, and the class of a user's error.
+        """Make the twin's record on rank 0; return a failure's reason and a user error's class.
 
-        Told as a message, since every rank must go on, or fail, in the same way.
+        The failure is a message, not an exception, since every rank must go on, or fail, in the
+        same way.
         """
         world = ask.world
         answer = {"reason": "", "error": "", "notes": [], "casts": "", "format": False}
@@ -305,13 +309,13 @@ class Battery:
         return answer
 
     def _compared(self, ask: _Ask, got: Record) -> Report:
-        """`_compare` on rank 0, told to all."""
+        """Run `_compare` on rank 0, and broadcast the report."""
         found = ask.world.local_first(partial(self._compare, ask, got))
         told: Report = ask.world.broadcast_json(found)
         return told
 
     def _compare(self, ask: _Ask, got: Record) -> Report | None:
-        """Whether a trajectory is equal, and how far it is; no cause yet."""
+        """Return the report on a trajectory: equality and distances, without a cause."""
         if not ask.world.is_first:
             return None
         expected = self.twins[ask.key]
@@ -323,10 +327,10 @@ class Battery:
         return told
 
     def _explained(self, ask: _Ask, got: Record, told: Report) -> Report:
-        """The same report with the cause of what differs; the twin may be needed once more.
+        """Return the report with the cause of the difference; the twin may have to run again.
 
         Raises:
-            CannotProve where rounding alone takes this model as far.
+            CannotProve: rounding alone changes this model's numbers as much.
         """
         if told["equal"]:
             return told
@@ -340,14 +344,14 @@ class Battery:
         return {**told, "cause": ask.world.broadcast_json(clue)}
 
     def _rounding(self, ask: _Ask) -> Report | None:
-        """How far a change of weights in their last bits takes the twin; None if it breaks down."""
+        """Return the twin's change for weights changed in their last bits; None if it fails."""
         if not ask.world.is_first or self.precision != "fp64":
             return None
         other = replace(ask, jitter=True)
         bounds = bounds_for(self.precision, ask.name)
         try:
             one, two = self._twin(ask), self._twin(other)
-        except Exception:  # a difference that is proven must be told
+        except Exception:  # a proven difference must be reported
             return None
         return trajectory(ask.name, one, two, compare(one, two, bounds), bounds)
 
@@ -366,7 +370,7 @@ class Battery:
 
         Args:
             at: label and number of the step.
-            watch: given every run as it is made.
+            watch: called with every run as it is made.
         """
         label, step = at
         one = replace(ask, world=_one(ask.world.device), layout="single", policies={}, lifted=False)
@@ -382,7 +386,7 @@ class Battery:
 
 @dataclass(frozen=True)
 class _Ask:
-    """One trajectory on one layout.
+    """Task of the battery: one trajectory on one layout.
 
     Attributes:
         name: of the trajectory.
@@ -402,24 +406,24 @@ class _Ask:
 
     @property
     def key(self) -> str:
-        """The name of the twin's record."""
+        """Name of the twin's record."""
         cut = f", {self.blocks} blocks" if self.blocks else ""
         return f"{self.name}{', lifted' * self.lifted}{', jittered' * self.jitter}{cut}"
 
 
 def _one(device: torch.device) -> World:
-    """One process that knows of no others."""
+    """Return a world of one process."""
     return World(Place(), device, None)
 
 
 def _recorded(side: Side, lifted: bool, work: Callable[[], Record]) -> Record:
-    """A side's record, with the casts that were lifted; the models are let go."""
+    """Return a side's record, with the casts that were lifted; release the models."""
     lift = CastsLifted() if lifted else None
     try:
         with lift or nullcontext():
             found = work()
     finally:
         side.release()
-        gc.collect()  # a run and its hooks know each other; the other side needs the room
+        gc.collect()  # a run and its hooks refer to each other; the other side needs the memory
     found.casts = tuple(sorted(lift.lifted)) if lift else ()
     return found

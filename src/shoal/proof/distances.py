@@ -1,4 +1,4 @@
-"""How far a layout's tensors are from those of one process, tensor by tensor, as they come.
+"""Distances of a layout's tensors from those of one process, tensor by tensor.
 
 Differences are norms of differences over the norm of the whole: of the whole gradient for
 gradients, of all weights for weights. A number that is not finite on one side only is infinitely
@@ -20,7 +20,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass
 class Distances:
-    """Shares by name, infinite for what one side alone has.
+    """Distances by name, infinite for a tensor of one side alone.
 
     Attributes:
         rows: of every step's gradients, 0 where they are not judged, and whether both sides have
@@ -37,7 +37,7 @@ class Distances:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add_row(self, expected: Tensors, got: Named, judged: bool = True) -> None:
-        """Hold the gradients of one more step against one process's.
+        """Compare the gradients of one more step with one process's.
 
         Args:
             judged: False: it is enough that both sides have them.
@@ -49,7 +49,7 @@ class Distances:
         self.scales.append(scale)
 
     def end(self, weights: Tensors, buffers: Tensors, got: Named) -> None:
-        """Hold what a side ended with against where one process ended; what it has more is left."""
+        """Compare final tensors with one process's; ignore tensors that only `got` has."""
         others: dict[str, torch.Tensor] = {}
 
         def of_weights() -> Named:
@@ -68,7 +68,7 @@ class Distances:
 
 
 def _off(expected: Tensors, got: Named, judged: bool) -> tuple[dict[str, float], set[str], float]:
-    """(norm of the difference by name, in one process's order; names of `got`; norm of it all)."""
+    """Return (norm of each difference, in one process's order; names of `got`; total norm)."""
     sizes: dict[str, float] = {}
     norms: dict[str, float] = {}
     for name, theirs in got:
@@ -87,7 +87,7 @@ def _off(expected: Tensors, got: Named, judged: bool) -> tuple[dict[str, float],
 
 
 def away(ours: torch.Tensor, theirs: torch.Tensor | None) -> float:
-    """Norm of the difference; infinite where there is none to be had, or integers differ."""
+    """Return the norm of the difference; infinite where one is missing, or integers differ."""
     if theirs is None or ours.shape != theirs.shape:
         return math.inf
     theirs = theirs.to(ours.device)
@@ -97,13 +97,13 @@ def away(ours: torch.Tensor, theirs: torch.Tensor | None) -> float:
 
 
 def ratio(difference: float, whole: float) -> float:
-    """A difference as a share of the whole; infinite where it is not a number."""
+    """Return a difference as a share of the whole; infinite if it is not a number."""
     if difference == 0:
         return 0.0
     return difference / whole if whole > 0 and math.isfinite(difference) else math.inf
 
 
 def norm_over(tensors: Iterable[torch.Tensor]) -> float:
-    """Euclidean norm over all floating-point tensors, of which one is held at a time."""
+    """Return the Euclidean norm over all floating-point tensors, one in memory at a time."""
     norms = [torch.linalg.vector_norm(t.double()) for t in tensors if t.is_floating_point()]
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

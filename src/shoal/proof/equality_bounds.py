@@ -1,4 +1,4 @@
-"""How near is equal: design §6's definition for float64, and one for the formats that train.
+"""Bounds within which two sides count as equal: for float64 (design §6), fp32, bf16 and fp16.
 
 float64   loss, gradient norm and every gradient within 1e-12 of the whole gradient's norm at every
           step of an SGD trajectory, and at step 1 of any other; weights within 1e-12 of the whole
@@ -9,7 +9,7 @@ bf16      most 2⁻²⁴ of the sum, so step 1 agrees to 2⁻¹⁹ (32 additions
 fp16      are random, so far more fit). Products are rounded to bf16 or fp16, but equally on both
           sides while the weights are equal, and sums stay float32: a sum kept in bf16 errs by 2⁻⁹
           and is caught. From step 2 on weights differ in their last bits, which flips roundings of
-          the format itself; by then only what is wrong by far can be told: 8 × its epsilon.
+          the format itself; from then on only gross errors can be detected: 8 × its epsilon.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 AS_IS = 1e-6
-"""What a model's own casts to float32 may make of rounding: it rounds to 24 bits, some times."""
+"""Largest rounding by a model's own casts to float32: to 24 bits, several times."""
 
 SUM_EPSILON = 2.0**-19
 LATER_EPSILON = {"fp32": 8 * 2.0**-18, "bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11}
@@ -40,16 +40,16 @@ class Bounds:
     buffers: float
 
     def of_step(self, step: int) -> float:
-        """The bound on gradients at a step, counted from 1."""
+        """Return the bound on gradients at a step, counted from 1."""
         return self.first if step == 1 else self.later
 
     def is_judged(self, step: int) -> bool:
-        """Whether gradients at a step are held to a bound at all."""
+        """Return whether gradients at a step have a finite bound."""
         return self.of_step(step) < math.inf
 
 
 def bounds_for(precision: str, optimizer: str) -> Bounds:
-    """What equal means for a trajectory.
+    """Return the bounds of equality for a trajectory.
 
     Args:
         optimizer: "sgd" for plain SGD with momentum, any other name for everything else.
@@ -66,10 +66,10 @@ def bounds_for(precision: str, optimizer: str) -> Bounds:
 
 
 def within(optimizer: str) -> Bounds:
-    """How near both sides must be where a model casts to float32 on its way, its casts as they are.
+    """Return the bounds for a model that casts to float32 on its way, with its casts left in place.
 
     What AdamW makes of rounding noise where a gradient is 0 is no smaller than a step, so only
-    gradients are held to it there.
+    gradients are judged there.
 
     >>> within("sgd").weights, within("adamw").weights
     (1e-06, inf)

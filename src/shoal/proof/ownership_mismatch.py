@@ -1,9 +1,9 @@
-"""Which ranks disagree about a gradient of what both of them hold, in a model that is divided.
+"""Find ranks that hold the same part of a parameter and disagree about its gradient.
 
 Under tensor and pipeline parallelism several ranks may hold the same part of a parameter: norms
 that every tensor-parallel rank has whole, a tied weight that two stages use. Their gradients must
-be equal after the reduction. Where they are not, the sum over all of them tells the mistake: it is
-the right gradient if every rank kept its own share, and each was to be added to the others'.
+be equal after the reduction. If they are not, the sum over all of them identifies the mistake: it
+is the right gradient if every rank kept its own share instead of the sum.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shoal.parallel.compare_weights import tensor_digest
 from shoal.parallel.program import Program
 
 AXES = ("tp", "cp", "pp")
-"""Along which several ranks may hold the same part of one model."""
+"""Axes along which several ranks may hold the same part of one model."""
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A parameter of which holders of the same part have different gradients.
+    """A parameter whose holders of the same part have different gradients.
 
     Attributes:
         along: tp │ cp │ pp: the axis along which they disagree.
@@ -37,13 +37,13 @@ class Apart:
 
 
 def divided(program: Program) -> bool:
-    """Whether ranks share a model's work otherwise than by micro-batches."""
+    """Return whether ranks share a model's work otherwise than by micro-batches."""
     layout = program.plan.layout
     return layout.tp * layout.pp * layout.cp > 1
 
 
 def replicas_apart(program: Program) -> dict[str, Apart]:
-    """Parameters of which two holders of the same part have different gradients; all ranks call."""
+    """Return parameters whose holders of the same part have different gradients (collective)."""
     if not divided(program):
         return {}
     mine = {}
@@ -69,7 +69,7 @@ def replicas_apart(program: Program) -> dict[str, Apart]:
 def _apart_along(
     name: str, told: list[dict[str, list[str]]], program: Program
 ) -> tuple[str, tuple[int, ...]]:
-    """(axis, ranks that differ along it alone and hold other gradients); ("", ()) if all agree."""
+    """Return (axis, ranks that differ along it alone in their gradients); ("", ()) if all agree."""
     layout = program.plan.layout
     for axis in AXES:
         holders: dict[tuple[Any, ...], dict[str, list[int]]] = {}
@@ -86,7 +86,7 @@ def _apart_along(
 
 
 def _add_own(total: torch.Tensor, name: str, program: Program) -> None:
-    """Add this rank's part, if it is not one that data-parallel ranks have too."""
+    """Add this rank's part, unless another data-parallel rank adds the same one."""
     at, local = program.at, program.local.get(name)
     again = at["dp_replicate"] or (at["dp_shard"] and not program.plan.layout.zero)
     if local is None or local.parameter.grad is None or again:

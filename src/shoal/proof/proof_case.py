@@ -1,8 +1,8 @@
-"""What a run is made of, as far as a proof needs it: model, loss, data, layout, portions of a step.
+"""Ingredients of a run that a proof needs: model, loss, data, layout, sizes of a step.
 
-The proof trains on the first samples of the user's own data, so few that an epoch soon ends: its
-short last step, whose last micro-batch is short too and in which some ranks have nothing to do, is
-where layouts err.
+The proof trains on the first samples of the user's own data, so few that an epoch soon ends. Its
+last step is short, its last micro-batch is short too, and some ranks have nothing to do: layouts
+err there.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ PROVEN = tuple(
     for key in fields(Policies)
     if key.name not in {other.name for policy in OTHERS for other in fields(policy)} | {"call"}
 )
-"""Keys that the layout's side has from the plan, and one process has not."""
+"""Policies of the layout's side alone, from the plan."""
 
 
 @dataclass(frozen=True)
 class ProofCase:
-    """What a proof trains: a run's ingredients, and the plan that is to be proven.
+    """A run's ingredients, and the plan that is to be proven.
 
     Attributes:
-        build: gives the module, with the same weights at every call under one seed.
-        data, collate: the training dataset, or an iterable; how samples join.
+        build: returns the module, with the same weights at every call under one seed.
+        data, collate: the training dataset, or an iterable; the function that joins samples.
         layout: in words, as `shoal.parallelize` takes it.
         plan: batch, micro-batch and policies; its layout is not read.
-        full_steps: full steps in the epoch that the proof sees, before the short one.
+        full_steps: full steps in the proof's epoch, before the short one.
         ours: the module is one of Shoal's own, which may be built without numbers.
     """
 
@@ -80,18 +80,18 @@ class ProofCase:
 
     @property
     def policies(self) -> dict[str, Any]:
-        """Policies of the layout's side; one process goes without.
+        """Policies of the layout's side; the one process runs without them.
 
-        Not those that change numbers on purpose (compress, formats, compile's fused kernels), nor
-        those that a proof sets itself.
+        Policies that change numbers on purpose (compress, formats, compile's fused kernels) are
+        left out, and those that a proof sets itself.
         """
         return {key: getattr(self.plan, key) for key in PROVEN}
 
     def small(self, processes: int) -> ProofCase:
-        """The same with few small micro-batches per step, see `proof_batch`.
+        """Return the case with few small micro-batches per step, see `proof_batch`.
 
         Raises:
-            PlanError: where the layout is none of so many processes.
+            PlanError: the layout does not fit this number of processes.
         """
         layout = settle_layout(self.plan, self.layout, processes, None, this_machine()).layout
         batch, micro_batch = proof_batch(layout, self.plan.micro_batch)
@@ -100,11 +100,11 @@ class ProofCase:
 
     @property
     def samples(self) -> int:
-        """Samples of the epoch that a proof sees; fewer where the dataset is shorter."""
+        """Samples of the proof's epoch; fewer where the dataset is shorter."""
         return epoch_samples(self.plan.batch, self.plan.micro_batch, self.full_steps)
 
     def trial(self) -> Trial:
-        """Trains on the first samples of the data, epoch after epoch."""
+        """Return a trial that trains on the first samples of the data, epoch after epoch."""
         plan = self.plan
         few = head(self.data, plan.batch, plan.micro_batch, self.full_steps)
 
@@ -126,7 +126,7 @@ class ProofCase:
 
 
 def head(data: Any, batch: int, micro_batch: int, full_steps: int) -> Any:
-    """The first samples of a dataset or iterable: some full steps and a short one.
+    """Return the first samples of a dataset or iterable: some full steps and a short one.
 
     The short step has one full micro-batch and a half one (of two samples at least, since layers
     such as BatchNorm cannot train on one). Datasets that are shorter stay as they are.
@@ -144,13 +144,13 @@ def head(data: Any, batch: int, micro_batch: int, full_steps: int) -> Any:
 
 
 def epoch_samples(batch: int, micro_batch: int, full_steps: int) -> int:
-    """Samples of the full steps and of the short one, see `head`."""
+    """Return the samples of the full steps and of the short one, see `head`."""
     half = max(2, micro_batch // 2) if micro_batch > 2 else 0
     return full_steps * batch + micro_batch + half
 
 
 class Head:
-    """The first samples of a map-style dataset."""
+    """First samples of a map-style dataset."""
 
     def __init__(self, dataset: Any, samples: int) -> None:
         self.dataset = dataset
@@ -158,21 +158,21 @@ class Head:
         self.draws_nothing = draws_nothing(dataset)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of samples."""
         return self.samples
 
     def __getitem__(self, index: int) -> Any:
-        """The dataset's own sample."""
+        """Return the dataset's own sample."""
         return self.dataset[index]
 
 
 def case_of(
     config: Config, source: Source, plan: Plan | None = None, layout: Words | None = None
 ) -> ProofCase:
-    """Make the case that proves a configuration's layout.
+    """Return the case that proves a configuration's layout.
 
     Args:
-        plan, layout: as they are settled; default: as the configuration says.
+        plan, layout: after planning; default: as in the configuration.
     """
     settled = words_of(plan.layout) if plan is not None else asked_layout(config.layout)
     plan = plan or plan_of(config)

@@ -1,9 +1,9 @@
-"""Trains a trial on one side and keeps what must agree; a layout's is compared as it goes.
+"""Train a trial on one side and record the numbers that must agree; compare a layout's at once.
 
-One process comes first: rank 0 keeps its tensors, whole, on the shelf of its record. The layout's
-are gathered to rank 0 one by one, held against those, and let go. What a cause is found in is
-gathered once more and kept: gradients of the first step that is wrong, weights where anything is.
-Each rank's own view of its numbers and decisions is kept too, and a digest of all it holds that
+One process comes first: rank 0 stores its tensors, whole, in its record. The layout's are gathered
+to rank 0 one by one, compared with those, and freed. Tensors that a diagnosis needs are gathered
+once more and kept: gradients of the first step that is wrong, weights if any are.
+Each rank's own view of its numbers and decisions is kept too, and a digest of all tensors that
 should be equal everywhere: a rank that drifts alone is invisible from rank 0.
 """
 
@@ -38,7 +38,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Against:
-    """What a layout's side is held against: one process's record, None on ranks other than 0."""
+    """Reference of a layout's side: one process's record, None on ranks other than 0."""
 
     expected: Record | None
     bounds: Bounds
@@ -47,17 +47,17 @@ class Against:
 def record(
     side: Side, trial: Trial, folder: Path | None = None, against: Against | None = None
 ) -> Record:
-    """Train a trial on one side and keep what must agree; every rank of the side calls it.
+    """Train a trial on one side and record the numbers that must agree (collective).
 
     Args:
-        folder: of the files that hold tensors which are too many for memory.
-        against: compare as it goes, and keep what is wrong; None: keep all.
+        folder: of files for tensors that exceed memory.
+        against: compare step by step, and keep wrong tensors only; None: keep all.
 
     Returns:
-        the record; ranks other than 0 get one without tensors.
+        The record; ranks other than 0 get one without tensors.
 
     Raises:
-        whatever the trial or the training raises.
+        Exception: any of the trial's or the training's.
     """
     found = Record(clip=side.clip, shelf=Shelf(folder))
     notes = _Whole(found) if against is None else _Compared(found, against, side.world)
@@ -87,7 +87,7 @@ def record(
 
 @dataclass
 class _Whole:
-    """Keeps every tensor."""
+    """Recorder that keeps every tensor."""
 
     found: Record
 
@@ -107,7 +107,7 @@ class _Whole:
 
 
 class _Compared:
-    """Holds every tensor against one process's, and keeps what a cause is found in."""
+    """Recorder that compares every tensor with one process's, and keeps those for a diagnosis."""
 
     def __init__(self, found: Record, against: Against, world: World) -> None:
         self.found, self.world, self.bounds = found, world, against.bounds
@@ -149,25 +149,25 @@ class _Compared:
         return gradient_differs(self.expected, self.found, number, self.bounds)
 
     def _tell(self, on_first: bool) -> bool:
-        """What rank 0 found, on every rank."""
+        """Broadcast rank 0's finding."""
         return bool(self.world.broadcast_json(on_first))
 
 
 def _gradients(label: str, result: StepResult, program: Program) -> Named:
-    """The gradients of a step on rank 0, as the optimizer saw them: none where it was skipped."""
+    """Return a step's gradients on rank 0, as the optimizer saw them: none if it was skipped."""
     each, used = each_gradient(program)
     mine = ((n, tensor) for n, tensor in each if n in used and not result.skipped)
     return _full(label, mine)
 
 
 def _weights(runs: Mapping[str, Run]) -> Named:
-    """Parameters and buffers of all runs, on rank 0."""
+    """Return parameters and buffers of all runs, on rank 0."""
     for label, run in runs.items():
         yield from _full(label, each_weight(run.program))
 
 
 def _keep_end(found: Record, runs: Mapping[str, Run]) -> None:
-    """Keep where a side ended."""
+    """Store the final weights and buffers of a side."""
     weights, buffers = found.shelf.keep(()), found.shelf.keep(())
     parameters = {*found.trainable, *found.frozen}
     for name, tensor in _weights(runs):
@@ -176,12 +176,12 @@ def _keep_end(found: Record, runs: Mapping[str, Run]) -> None:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both have the same bits."""
+    """Return whether both have the same bits."""
     return one.dtype == other.dtype and torch.equal(one.cpu(), other)
 
 
 def replicated_digests(program: Program) -> dict[str, list[str]]:
-    """[which part, SHA-256] of what this rank holds: equal parts must be equal on all ranks."""
+    """Return [part, SHA-256] of this rank's tensors: equal parts must be equal on all ranks."""
     tensors = [*program.module.named_parameters(), *program.module.named_buffers()]
     found = {}
     for name, tensor in tensors:
@@ -200,7 +200,7 @@ def _labelled(label: str, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _full(label: str, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """The same with the names that a record has for them."""
+    """Yield the same values under the names that a record has for them."""
     return ((f"{label}/{name}" if label else name, value) for name, value in named)
 
 
@@ -222,7 +222,7 @@ def _describe(found: Record, label: str, run: Run) -> None:
 
 
 def _differing(world: World, digests: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-    """Names of which two ranks hold the same part with other bits: groups of ranks that agree."""
+    """Return names whose same part differs in bits between ranks: groups of ranks that agree."""
     total = hashlib.sha256(repr(list(digests.items())).encode()).hexdigest()
     if len(set(world.gather_json(total))) == 1:
         return {}

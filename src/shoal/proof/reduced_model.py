@@ -1,9 +1,9 @@
-"""A model cut down to one block of each kind and its ends, where the whole is too large to prove.
+"""Reduce a model to one block of each kind and its ends, for models too large to prove whole.
 
-Of every list of blocks the first ones stay, until one of each kind is among them: each of those
-gets in its forward pass what the whole model gives it, and so does what comes before. What comes
-behind (norm, head, loss) is computed by the whole model's own code and weights, from another
-block's output, and gradients reach the blocks through fewer of their like.
+Of every list of blocks the first ones stay, until one of each kind is among them. Each of those
+gets the same input in its forward pass as in the whole model, and so does every earlier layer.
+Later layers (norm, head, loss) run the whole model's own code and weights, on another block's
+output, and gradients reach the blocks through fewer blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class Cut:
-    """A list of blocks: its name in the model, how many blocks stay, and how many there were."""
+    """Shortened list of blocks: its name in the model, blocks that stay, blocks before."""
 
     name: str
     kept: int
@@ -29,7 +29,7 @@ class Cut:
 
 
 def cut_blocks(module: nn.Module, least: int = 1) -> list[Cut]:
-    """Take blocks out of a model, in place, until one of each kind is left; gives what was cut.
+    """Remove blocks from a model, in place, until one of each kind is left; return the cuts.
 
     Args:
         least: blocks that stay in a list, such as one for each stage of a pipeline.
@@ -49,14 +49,14 @@ def cut_blocks(module: nn.Module, least: int = 1) -> list[Cut]:
 
 
 def is_under(name: str, cut: Cut) -> bool:
-    """Whether a module lies in a list that was cut."""
+    """Return whether a module is in a list that was cut."""
     return name.startswith(f"{cut.name}.")
 
 
 def block_kind(block: nn.Module) -> Any:
-    """What two blocks that compute alike have in common: layers, shapes, words and switches.
+    """Return a key that is equal for blocks of one kind: layers, shapes, words and switches.
 
-    Blocks of one class may differ in a word (`attention_type`) or in whether something is set.
+    Blocks of one class may differ in a word (`attention_type`) or in whether an attribute is None.
     """
     settings = tuple(
         (name, key, value if isinstance(value, bool | str) else value is None)
@@ -68,7 +68,7 @@ def block_kind(block: nn.Module) -> Any:
 
 
 def cuts_text(cuts: list[Cut]) -> str:
-    """What of a model was seen and what not: one line.
+    """Return one line on the proven and the removed parts of a model.
 
     >>> cuts_text([Cut("blocks", 1, 24, 1)])[:60]
     'by blocks: the first 1 of 24 in blocks (1 kind) and both end'
@@ -87,7 +87,7 @@ def cuts_text(cuts: list[Cut]) -> str:
 
 
 def least_blocks(layout: Any) -> int:
-    """Blocks that a layout needs in a list: two, by which it is known to be one, or as pp's pieces.
+    """Return the blocks that a list must keep: two, to be recognised as one, or pp's pieces.
 
     >>> least_blocks("ddp"), least_blocks({"pp": 2, "chunks": 2})
     (2, 4)

@@ -1,8 +1,8 @@
-"""Can one process train this model beside the others? What it needs, and the words where it cannot.
+"""Resources that the one-process reference needs, and the messages if they are lacking.
 
 The proof needs a twin: weights, gradients and optimizer state in float64, in one process, and room
-on a disk for its gradients of every step. Where memory, disk or time forbid it, or an operation has
-no float64 kernel, nothing is proven and nothing is refused: the reason is told.
+on a disk for its gradients of every step. If memory, disk or time forbid it, or an operation has
+no float64 kernel, nothing is proven and nothing is refused: the reason is printed.
 """
 
 from __future__ import annotations
@@ -30,19 +30,23 @@ STATES = 5
 temporary."""
 
 GATHERED = 4
-"""Of the largest tensor: gathered, one process's beside it, and their difference."""
+"""Copies of the largest tensor: gathered, one process's beside it, and their difference."""
 
 
 class CannotProve(Exception):
-    """The twin cannot run; the text is the reason, and no fault of the layout."""
+    """Exception: the twin cannot run; the text is the reason, and no fault of the layout."""
 
 
 class NoFloat64(CannotProve):
-    """The model does not run in float64: it may in another format."""
+    """CannotProve: the model does not run in float64; it may in another format."""
 
 
 def check_room(run: Run, room: Room) -> None:
-    """Called with the twin's run as it is made. Errors: CannotProve when there is too little."""
+    """Refuse the twin if memory or disk are too small; called with its run as it is made.
+
+    Raises:
+        CannotProve: there is too little.
+    """
     sizes = [p.numel() * p.element_size() for p in run.program.parameters.values()]
     if lacking := room.lacking(sizes):
         raise CannotProve(lacking)
@@ -50,7 +54,7 @@ def check_room(run: Run, room: Room) -> None:
 
 @dataclass(frozen=True)
 class Room:
-    """What a proof needs of the machine that rank 0 runs on.
+    """Resources of rank 0's machine that a proof shares.
 
     Attributes:
         beside: processes of the layout there.
@@ -66,13 +70,13 @@ class Room:
 
     @staticmethod
     def of(world: World, layout: str | Mapping[str, Any], steps: int, folder: Path | None) -> Room:
-        """What a proof of a layout needs."""
+        """Return the room for the proof of a layout."""
         return Room(world.local_size, ranks_sharing(layout, world.size), steps, folder)
 
     def lacking(self, sizes: Sequence[int]) -> str:
-        """What is too little for parameters of so many bytes each, as a reason; "" if it suffices.
+        """Return the reason if memory or disk are too small for parameters of these bytes; else "".
 
-        Memory    the twin's states or, once it is let go, those of the layout's processes here; the
+        Memory    the twin's states or, once it is freed, those of the layout's processes here; the
                   largest tensor gathered on top
         Disk      the twin's gradients of every step, its weights before and after
         """
@@ -97,7 +101,7 @@ class Room:
 
 
 def ranks_sharing(layout: str | Mapping[str, Any], processes: int) -> int:
-    """How many ranks divide one copy of weights, gradients and states; 1 where that is not known.
+    """Return how many ranks divide one copy of weights, gradients and states; 1 if unknown.
 
     >>> ranks_sharing("fsdp", 4), ranks_sharing("ddp", 4), ranks_sharing({"tp": 2, "pp": 2}, 4)
     (4, 1, 4)
@@ -109,7 +113,7 @@ def ranks_sharing(layout: str | Mapping[str, Any], processes: int) -> int:
 
 
 class Clock:
-    """Stops a twin that would take too long, as soon as that can be told."""
+    """Time limit of a twin: it stops as soon as its whole time can be predicted."""
 
     def __init__(self, budget_s: float | None, steps: int) -> None:
         self.budget_s = budget_s
@@ -118,7 +122,11 @@ class Clock:
         self.taken = 0
 
     def step(self) -> None:
-        """After every step. Errors: CannotProve if all steps will exceed the budget."""
+        """Count a step.
+
+        Raises:
+            CannotProve: all steps together will exceed the budget.
+        """
         self.taken += 1
         expected_s = (time.perf_counter() - self.began_s) / self.taken * self.steps
         if self.budget_s is not None and expected_s > self.budget_s:
@@ -129,7 +137,11 @@ class Clock:
 
 
 def on_all(world: World, work: Callable[[], T]) -> T:
-    """Do what may fail on every rank. Errors: CannotProve on all of them if it did on one."""
+    """Run `work` on every rank.
+
+    Raises:
+        CannotProve: on all ranks if `work` raised it on one.
+    """
     try:
         result, failed = work(), ""
     except Exception as failure:
@@ -141,7 +153,7 @@ def on_all(world: World, work: Callable[[], T]) -> T:
 
 
 def reason(failure: Exception) -> str:
-    """Why the twin broke down, as one line."""
+    """Return the reason why the twin failed, as one line."""
     if isinstance(failure, CannotProve):
         return str(failure)
     waits = collective(failure)
@@ -158,13 +170,13 @@ def reason(failure: Exception) -> str:
 
 
 def of_format(failure: Exception) -> bool:
-    """Whether another number format may help."""
+    """Return whether another number format may help."""
     other = CannotProve | torch.OutOfMemoryError | MemoryError
     return not isinstance(failure, other) and collective(failure) is None
 
 
 def collective(failure: BaseException | None) -> CollectiveAlone | None:
-    """The collective at which it broke down, whatever a library made of that."""
+    """Return the collective at which the twin failed, also from inside a library's exception."""
     while failure is not None and not isinstance(failure, CollectiveAlone):
         failure = failure.__cause__ or failure.__context__
     return failure

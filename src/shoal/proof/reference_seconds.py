@@ -1,10 +1,10 @@
-"""How long one process would take: known in a second, before it begins.
+"""Predict the seconds of the one-process reference, before it begins.
 
     seconds = FLOP of one sample, forward and backward, in shapes alone · samples
               ÷ (SHARE · float64 rate of a matrix product, timed here and now)
 
-Training reached 0.33 to 0.46 of that rate here, hence SHARE; building the model comes on top. So
-what is given up before it costs anything would have been given up halfway, at a few times the cost.
+Training reached 0.33 to 0.46 of that rate here, hence SHARE; building the model comes on top. So a
+proof that is refused in advance would have been given up halfway, at a few times the cost.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from shoal.trainer.step.call_contract import batch_length, call_model, split_bat
 from shoal.wire.phases import phase
 
 SIDE, DEVICE_SIDE = 384, 2048
-"""Of the square product that is timed, on a CPU and on a device: some ten milliseconds of work."""
+"""Side of the square product that is timed, on a CPU and on a device: some ten milliseconds."""
 
 ROUNDS = 3
 
 SHARE = 0.5
-"""Of a product's rate, what training reaches; rather more than was measured."""
+"""Share of a product's rate that training reaches; rather more than was measured."""
 
 
 @phase("estimate")
 def expected_seconds(module: nn.Module, case: ProofCase, device: torch.device) -> float:
-    """Seconds of training `case`'s few samples in one process.
+    """Return the seconds to train `case`'s few samples in one process.
 
     Args:
-        module: as `case.build` gives it; it is not run.
+        module: as `case.build` returns it; it is not run.
 
     Returns:
-        0 where the module cannot be traced by shapes, or no sample can be looked at.
+        0 if the module cannot be traced by shapes, or no sample can be read.
     """
     try:
         few = first_samples(case.data, case.collate, case.plan.micro_batch)
@@ -60,7 +60,7 @@ def expected_seconds(module: nn.Module, case: ProofCase, device: torch.device) -
 
 
 def _rate(device: torch.device) -> float:
-    """FLOP/s of the best of a few float64 products."""
+    """Return the FLOP/s of the best of a few float64 products."""
     side = DEVICE_SIDE if is_accelerator(device) else SIDE
     left, right = (torch.rand(side, side, dtype=torch.float64, device=device) for _ in range(2))
     best_s = float("inf")

@@ -1,4 +1,4 @@
-"""What a proof tells, as JSON: a verdict, and per trajectory how far both sides are apart."""
+"""JSON report of a proof: a verdict, and per trajectory the distance of the two sides."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shoal.proof.verdict import Comparison
 
 Report = dict[str, Any]
 """JSON: verdict (equal, different, not proven), reason, cause, layout, processes, precision,
-steps, seconds, versions, by_blocks (one block of each kind and the ends), said (what was done to
-the model for the proof's sake), and per trajectory its bounds, rows and parameters; `as_is` are its
+steps, seconds, versions, by_blocks (one block of each kind and the ends), said (changes of
+the model for the proof), and per trajectory its bounds, rows and parameters; `as_is` are its
 largest differences before casts were lifted."""
 
 
 SMOOTH = ("loss", "gradient", "gradient norm", "weights", "buffer")
-"""What rounding can change; counts, decisions and what is used it cannot."""
+"""Differences that rounding can cause; it cannot change counts, decisions or used parameters."""
 
 ROUNDINGS = 16
 """How much farther than one change of all weights in their last bits rounding may take a layout: it
@@ -33,7 +33,7 @@ def trajectory(
     comparison: Comparison,
     bounds: Bounds,
 ) -> Report:
-    """The JSON of one trajectory, no cause in it yet; numbers that are not finite become null."""
+    """Return one trajectory's JSON, without a cause; numbers that are not finite become null."""
     first = comparison.first
     return {
         "optimizer": name,
@@ -71,10 +71,10 @@ def _finite(value: float) -> float | None:
 
 
 def judged(trajectories: list[Report], why: str) -> Report:
-    """The verdict, with its reason or its cause.
+    """Return the verdict, with its reason or its cause.
 
     Args:
-        why: nothing is proven, "" if something is.
+        why: the reason why nothing is proven, "" otherwise.
     """
     wrong = [t for t in trajectories if not t["equal"]]
     return {
@@ -85,13 +85,13 @@ def judged(trajectories: list[Report], why: str) -> Report:
 
 
 def far(told: Report) -> str:
-    """The largest difference of a trajectory's losses, norms and gradients."""
+    """Return the largest difference of a trajectory's losses, norms and gradients."""
     largest = [told["largest"][what] for what in ("loss", "gradient_norm", "gradient")]
     return "infinitely far" if None in largest else f"{max(largest):.0e}"
 
 
 def first_text(first: Mapping[str, Any]) -> str:
-    """The first difference that is over its bound.
+    """Return the first difference over its bound, as text.
 
     >>> first_text({"what": "buffer", "name": "norm.running_mean", "size": 4e-10, "bound": 1e-10})
     'buffer norm.running_mean is 4e-10 off, bound 1e-10'
@@ -102,7 +102,7 @@ def first_text(first: Mapping[str, Any]) -> str:
 
 
 def no_farther(told: Report, rounding: Report) -> bool:
-    """Whether a trajectory is nowhere farther from its twin than rounding takes that itself."""
+    """Return whether no number of a trajectory differs more than rounding alone makes it differ."""
     pairs = [(told["largest"][what], rounding["largest"][what]) for what in told["largest"]]
     return all(
         a is not None and (b is None or a <= max(ROUNDINGS * b, told["bounds"]["first"]))
@@ -111,7 +111,7 @@ def no_farther(told: Report, rounding: Report) -> bool:
 
 
 def in_float32(report: Report) -> str:
-    """What a report in float32 tells of a model that has no float64."""
+    """Return the line on a float32 report about a model that cannot run in float64."""
     if report["verdict"] == "not proven":
         return f"nor in float32: {report['reason']}"
     if report["verdict"] == "different":

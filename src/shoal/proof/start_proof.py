@@ -1,12 +1,13 @@
-"""Two small steps on the layout and in one process, before a training run on several processes.
+"""Prove two small steps of the layout against one process, before training on several processes.
 
-    until it ended      a run's folder says that its proof began and how it ended (proof.json): one
-                        that was killed, or hung until it was, is begun again by the next attempt,
-                        `MOST_BEGUN` times; a run that goes on from a checkpoint had its proof
+    until it ended      the run's folder records the proof's begin and end (proof.json). The next
+                        attempt repeats a proof that was killed or hung, `MOST_BEGUN` times; a run
+                        that resumes from a checkpoint had its proof
     once                per model (its code, names, shapes), loss, layout, processes and versions,
                         Shoal's own source among them; "equal" is kept in the cache folder
-    in the workers      which have met already; nothing is started
-    refuses             on a proven difference only; what cannot be proven is said and let through
+    in the workers      which are connected already; no process is started
+    refuses             on a proven difference only; a run that cannot be proven goes on, with a
+    line
 
 Source: design §5; nobody else ships it, so the cost must stay at seconds: `BUDGET_S` bounds it.
 """
@@ -49,7 +50,7 @@ from shoal.trainer.parallelize import build_module
 from shoal.wire.phases import phase
 
 BUDGET_S = 30.0
-"""For the one process; what needs longer is proven by `shoal prove`, not before each run."""
+"""Seconds for the one process; a longer proof is for `shoal prove`, not before each run."""
 
 STEPS = 2
 PLAIN = (bool, int, float, str)
@@ -57,13 +58,13 @@ NAME = "proof.json"
 
 RESTARTS = ("SHOAL_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 MOST_BEGUN = 2
-"""Attempts that a proof may cost a run: one that ends none of them is told, and training begins."""
+"""Attempts at a proof: if none of them ends, a line reports it and training begins."""
 
 
 def prove_run(
     config: Config, source: Source, world: World, folder: Path, plan: Plan, said: Words | None
 ) -> str:
-    """Prove that a run's layout computes what one process computes, if `train.prove` asks for it.
+    """Prove that a run's layout computes the same as one process, if `train.prove` asks for it.
 
     Every rank calls it, before the run begins.
 
@@ -72,10 +73,10 @@ def prove_run(
         folder: the run's own: keeps proof.json; with a checkpoint in it nothing is proven.
 
     Returns:
-        a line for the user, also where it could not be proven; "" where nothing was done.
+        A line for the user, also if it could not be proven; "" if no proof ran.
 
     Raises:
-        TrainingError: where the two differ.
+        TrainingError: the two differ.
     """
     if config.train.prove == "off" or world.size == 1:
         return ""
@@ -92,10 +93,10 @@ def prove_before(
         folder: the run's own folder: with a checkpoint in it there is nothing fresh to prove.
 
     Returns:
-        the line that the user should read; empty where nothing was done.
+        The line for the user; empty if no proof ran.
 
     Raises:
-        TrainingError: with the first difference and its likely cause if they differ.
+        TrainingError: the two differ; with the first difference and its likely cause.
     """
     if world.size == 1:
         return ""
@@ -137,11 +138,11 @@ def prove_before(
 
 
 def _begun(attempts: Attempts, restarted: bool, world: World) -> int | None:
-    """Attempts that did not end, on every rank; None where nothing is left to prove.
+    """Return on every rank the attempts that did not end; None if nothing is left to prove.
 
     Raises:
-        TrainingError: where one before this restart found a difference: a launcher that restarts
-            whatever ends must not get past it.
+        TrainingError: an attempt before this restart found a difference: an automatic restart must
+            not get past it.
     """
     told = [attempts.begun(restarted), attempts.refused(restarted)] if world.is_first else None
     begun, refused = world.broadcast_json(told)
@@ -163,10 +164,10 @@ class Attempts:
     of: str
 
     def begun(self, restarted: bool) -> int | None:
-        """Attempts that did not end; None where nothing is left to prove.
+        """Return the attempts that did not end; None if nothing is left to prove.
 
         Args:
-            restarted: by a launcher, with the same code; else whatever was proven may have changed.
+            restarted: by a launcher, with the same code; else the proven code may have changed.
         """
         if find(self.folder / "checkpoints"):
             return None
@@ -177,16 +178,16 @@ class Attempts:
             return 0
 
     def refused(self, restarted: bool) -> str:
-        """The line of a proof that found a difference before this restart; "" without one."""
+        """Return the line of a proof that found a difference before this restart; "" without."""
         return str(self._told(restarted).get("refused", ""))
 
     def _told(self, restarted: bool) -> dict[str, Any]:
-        """What an attempt with the same configuration left."""
+        """Return the record of an attempt with the same configuration."""
         told = read_object(self.folder / NAME) if restarted else {}
         return told if told.get("of") == self.of else {}
 
     def write(self, begun: int, verdict: str, refused: str = "") -> None:
-        """Keep how far the proof is; on a full disk the next attempt proves again."""
+        """Record the proof's state; on a full disk the next attempt proves again."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             told = {"of": self.of, "begun": begun, "verdict": verdict, "refused": refused}
@@ -201,9 +202,9 @@ def _text(path: Path) -> str:
 
 
 def _look(case: ProofCase, world: World) -> tuple[str, Any, float]:
-    """(key of this proof, what is kept under it, seconds that one process would take).
+    """Return (key of this proof, its kept verdict, seconds that one process would take).
 
-    The key is empty where a model cannot be built by one process alone.
+    The key is empty if one process alone cannot build the model.
     """
     module = _structure(case)
     if module is None:
@@ -219,9 +220,9 @@ def _look(case: ProofCase, world: World) -> tuple[str, Any, float]:
 
 
 def _structure(case: ProofCase) -> nn.Module | None:
-    """The module, whose numbers do not matter here: ours is built without any.
+    """Return the module; one of Shoal's own is built without numbers, which do not matter here.
 
-    None where a model cannot be built by one process alone.
+    None if one process alone cannot build the model.
     """
     try:
         with alone(), torch.device("meta") if case.ours else nullcontext():
@@ -233,7 +234,7 @@ def _structure(case: ProofCase) -> nn.Module | None:
 
 
 def too_long(expected_s: float, folder: Path) -> str:
-    """What is said where one process would take longer than it may: one line."""
+    """Return the line for a reference that would take longer than its budget."""
     return (
         f"proof: not proven: time: {STEPS} steps in one process would take about "
         f"{seconds_text(expected_s)}, {seconds_text(BUDGET_S)} are allowed; training goes on; "
@@ -244,12 +245,12 @@ def too_long(expected_s: float, folder: Path) -> str:
 def quick_battery(
     case: ProofCase, processes: int, folder: Path, budget_s: float | None = None
 ) -> Battery:
-    """Two steps of SGD on small micro-batches, the second step a short one.
+    """Return a battery of two steps of SGD on small micro-batches, the second step a short one.
 
     Args:
         processes: of the layout.
-        folder: for what memory does not hold.
-        budget_s: for the one process; None where the proof is all that was asked for.
+        folder: for tensors that exceed memory.
+        budget_s: for the one process; None if the user asked for the proof alone.
     """
     return Battery(
         case.small(processes).trial(),
@@ -262,7 +263,7 @@ def quick_battery(
 
 
 def line(report: Report) -> str:
-    """What a proof before a run says: one line."""
+    """Return the line on a proof before a run."""
     if report["verdict"] == "not proven":
         return f"proof: not proven: {report['reason']}; training goes on"
     (trajectory,) = report["trajectories"]
@@ -275,12 +276,12 @@ def line(report: Report) -> str:
 
 
 def said(report: Report) -> str:
-    """What was done to the model for the proof's sake, as the end of a line."""
+    """Return the changes of the model for the proof, as the end of a line."""
     return "".join(f"; {text}" for text in report["said"])
 
 
 def refusal(report: Report) -> str:
-    """Why training is refused: layout, first difference, likely cause, what to do."""
+    """Return the reason of a refusal: layout, first difference, likely cause, remedy."""
     return (
         f"proof: {report['layout']} on {report['processes']} processes does not compute what one "
         f"process computes: {report['cause']['text']}{said(report)}. `shoal prove` shows every "
@@ -289,7 +290,7 @@ def refusal(report: Report) -> str:
 
 
 def proof_key(case: ProofCase, module: nn.Module, world: World) -> str:
-    """A hash of all that a quick proof of `case`, which builds `module`, depends on."""
+    """Return a hash of all that a quick proof of `case`, which builds `module`, depends on."""
     layout = case.layout
     return content_key(
         model_parts(module),
@@ -307,7 +308,7 @@ def proof_key(case: ProofCase, module: nn.Module, world: World) -> str:
 
 
 def model_parts(module: nn.Module) -> list[Any]:
-    """Names, shapes and settings of a module, and a hash of the code of every class in it."""
+    """Return names, shapes and settings of a module, and a hash of the code of its classes."""
     tensors = [
         [name, list(p.shape), p.requires_grad]
         for name, p in module.named_parameters(remove_duplicate=False)
@@ -322,7 +323,7 @@ def model_parts(module: nn.Module) -> list[Any]:
 
 
 def own_source() -> str:
-    """A hash of Shoal's own source: an edited layout is another layout."""
+    """Return a hash of Shoal's own source: an edited layout is another layout."""
     found = hashlib.sha256()
     for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
         found.update(path.read_bytes())
@@ -330,12 +331,12 @@ def own_source() -> str:
 
 
 def source_of(thing: Any) -> str:
-    """A hash of the source around a class or function; its name where there is none to be read.
+    """Return a hash of the source around a class or function; its name if no source can be read.
 
-    The whole module counts, since what a class calls usually lies beside it.
+    The whole module counts, since it usually holds the functions that a class calls.
     """
     module = getattr(thing, "__module__", "") or ""
-    if module.partition(".")[0] == "torch":  # the version says it
+    if module.partition(".")[0] == "torch":  # the version identifies it
         return module
     name = f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
     try:

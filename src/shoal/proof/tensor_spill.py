@@ -1,7 +1,7 @@
-"""Where a record keeps its tensors: in memory while they are few, then in a file, read one by one.
+"""Tensors of a record: in memory up to a limit, then in a file, read one by one.
 
 A proof of N parameters in float64 keeps 8·N bytes per step; a file of them is read parameter by
-parameter, so that memory holds one at a time. The file has no name: it is gone with its record.
+parameter, so that memory holds one at a time. The file has no name: it is deleted with its record.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import cast
 import torch
 
 IN_MEMORY_BYTES = 64 * 2**20
-"""Up to here a record's tensors stay in memory: files of small models would cost more than them."""
+"""Bytes of a record that stay in memory: files of small models would cost more."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies in the file."""
+    """Position of a tensor in the file."""
 
     offset: int
     shape: torch.Size
@@ -32,7 +32,7 @@ class _Place:
 
 @dataclass
 class Shelf:
-    """Keeps tensors, each as it was when it was put there.
+    """Store of tensors, copied when they are put.
 
     Attributes:
         folder: of the file; None: the system's for temporary ones.
@@ -45,14 +45,14 @@ class Shelf:
     file: BufferedRandom | None = field(default=None, repr=False)
 
     def keep(self, named: Iterable[tuple[str, torch.Tensor]]) -> Kept:
-        """Copy tensors, one by one as they come; gives them by name, read when asked for."""
+        """Copy tensors, one by one; return them by name, read on demand."""
         kept = Kept(self)
         for name, tensor in named:
             kept.put(name, tensor)
         return kept
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
-        """Copy a tensor; gives what `read` takes."""
+        """Copy a tensor; return the handle that `read` takes."""
         size_bytes = tensor.numel() * tensor.element_size()
         if self.file is None and self.held_bytes + size_bytes <= IN_MEMORY_BYTES:
             self.held_bytes += size_bytes
@@ -64,7 +64,7 @@ class Shelf:
         return place
 
     def read(self, place: torch.Tensor | _Place) -> torch.Tensor:
-        """Give a tensor that was put; one from the file is the caller's own."""
+        """Return a stored tensor; one from the file is the caller's own."""
         if isinstance(place, torch.Tensor):
             return place
         file = cast(BufferedRandom, self.file)
@@ -75,19 +75,19 @@ class Shelf:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The numbers of a contiguous tensor on the CPU, as they lie in memory."""
+    """Return the bytes of a contiguous tensor on the CPU, not copied."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass
 class Kept(Mapping[str, torch.Tensor]):
-    """Tensors of a shelf by name, read when asked for."""
+    """Tensors of a store by name, read on demand."""
 
     shelf: Shelf
     places: dict[str, torch.Tensor | _Place] = field(default_factory=dict)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy one more."""
+        """Copy one more tensor."""
         self.places[name] = self.shelf.put(tensor.detach())
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Kept(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Chosen(Mapping[str, torch.Tensor]):
-    """Tensors by name, some from elsewhere: `of[name]` unless `instead` has it.
+    """Tensors by name, some replaced: `of[name]` unless `instead` has it.
 
     Attributes:
         names: in their order.
@@ -130,7 +130,7 @@ class Chosen(Mapping[str, torch.Tensor]):
 
 @dataclass(frozen=True)
 class Scaled(Mapping[str, torch.Tensor]):
-    """`of` in float64 times a factor; what `like` alone has is zeros of its shape."""
+    """Tensors of `of` in float64 times a factor; zeros of its shape where only `like` has one."""
 
     of: Tensors
     factor: float

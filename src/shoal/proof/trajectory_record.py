@@ -1,4 +1,4 @@
-"""What one side computed: losses, norms, the gradients of every step, and where it ended."""
+"""Record of one side: losses, norms, the gradients of every step, and the final weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.trainer.step.optimizer_step import StepResult
 
 @dataclass(frozen=True)
 class Row:
-    """One step of one run: what `run.step` told. Numbers that are not finite are None."""
+    """One step of one run: the result of `run.step`. Numbers that are not finite are None."""
 
     label: str
     step: int
@@ -26,14 +26,14 @@ class Row:
 
     @staticmethod
     def of(label: str, result: StepResult) -> Row:
-        """The row of a step's result."""
+        """Return the row of a step's result."""
         loss, norm = (v if math.isfinite(v) else None for v in (result.loss, result.grad_norm))
         return Row(label, result.step, loss, norm, float(result.targets), result.skipped)
 
 
 @dataclass
 class Record:
-    """Everything that must agree; names of a labelled run are `label/name`.
+    """All numbers that must agree; names of a labelled run are `label/name`.
 
     Attributes:
         rows: every step of every run, in the order in which they were taken.
@@ -42,20 +42,20 @@ class Record:
         start, weights: parameters (start: buffers too) before the first and after the last step; of
             a layout whose every number is right: none after it.
         buffers: after the last step, as weights.
-        far: of a layout: how far its tensors are from those of one process.
-        rank_rows: rows as each rank saw them.
+        far: of a layout: distances of its tensors from those of one process.
+        rank_rows: rows of each rank.
         drift: tensors that differ between ranks: groups of ranks that agree.
         trainable: their names, in the module's order.
         frozen: those that must not move.
         tied: second name → first name.
-        buckets: names that travel together, in order.
+        buckets: names that are reduced together, in order.
         clip: largest gradient norm.
         layout: of the side.
         held: placement of every trainable parameter, where ranks share one model's work.
-        experts: parameters that are stacks of experts, where those are dealt out.
+        experts: parameters that are stacks of experts, where those are distributed over ranks.
         apart: for each row as in gradients, parameters whose holders have different ones.
         casts: lines of code whose casts to a narrower format were lifted.
-        shelf: where the tensors are.
+        shelf: where the tensors are stored.
     """
 
     rows: list[Row] = field(default_factory=list)

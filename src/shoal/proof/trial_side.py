@@ -1,10 +1,10 @@
 """One side of the comparison: the processes and the layout on which a trial trains.
 
-A trial is a function that makes one run or several (a GAN) with `side.parallelize` and trains them,
-giving back each run's label and result right after its every step. It is called twice, once per
+A trial is a function that makes one run or several (a GAN) with `side.parallelize` and trains them.
+It yields each run's label and result right after its every step. It is called twice, once per
 side, and must do the same both times: nothing in it may look at ranks.
 
-Every parameter gets a small noise, keyed by its name, before training: biases that start at 0, norm
+Before training, every parameter gets a small noise, keyed by its name. Biases that start at 0, norm
 gains at 1 and symmetric weights would hide gradients that are 0 or equal by accident.
 """
 
@@ -40,12 +40,12 @@ NOISE_SHARE, NOISE_FLOOR = 0.05, 0.01
 in float64 takes four times as long, and every rank of a small model draws all of them."""
 
 NOISE_ELEMENTS = 2**16
-"""Drawn at once: less than what the light build puts into a mapped file."""
+"""Elements of noise drawn at once: below the size from which tensors are built in a mapped file."""
 
 
 @dataclass
 class Side:
-    """Where and how a trial runs.
+    """Processes, layout and policies of one side of a trial.
 
     Attributes:
         world, layout: the processes and the layout, as `shoal.parallelize` takes them.
@@ -55,10 +55,10 @@ class Side:
         policies: more of `shoal.parallelize`'s arguments (defer_sync, recompute, …).
         on_run: called with every run as it is made, before its first step.
         runs: filled by `parallelize`: label → run.
-        jitter: every weight is changed in its last bits: what the model makes of that is rounding,
+        jitter: every weight is changed in its last bits: the resulting difference is rounding,
             and no mistake of a layout.
         blocks: blocks of a kind that a cut model keeps at least; 0: models stay whole.
-        said: what was done to the models for the proof's sake.
+        said: changes of the models for the proof.
     """
 
     world: World
@@ -87,17 +87,17 @@ class Side:
         call: str = "single",
         sample: Any = None,
     ) -> Run:
-        """A run of this side over a freshly built, perturbed module.
+        """Make a run of this side over a freshly built, perturbed module.
 
         Without a micro-batch all layouts and the one process have an eighth of the batch.
 
         Args:
-            build: gives a new module with the same weights at every call (it is called under
+            build: returns a new module with the same weights at every call (it is called under
                 `torch.manual_seed`).
             label: names the run where a trial has several.
 
         Raises:
-            as `shoal.parallelize`.
+            ShoalError: as `shoal.parallelize`.
         """
 
         def made() -> nn.Module:
@@ -138,11 +138,11 @@ class Side:
         return run
 
     def finished(self) -> bool:
-        """Every run has taken its steps."""
+        """Return whether every run has taken its steps."""
         return all(run.step_count >= self.steps for run in self.runs.values())
 
     def release(self) -> None:
-        """Take away what was hung on the modules; the world stays, since others use it."""
+        """Remove hooks from the modules; keep the world, since others use it."""
         for run in self.runs.values():
             for undo in run.program.on_close:
                 undo()
@@ -156,13 +156,13 @@ Trial = Callable[[Side], Iterable[tuple[str, StepResult]]]
 
 
 def plain_experts(module: nn.Module, undo: list[Callable[[], None]]) -> list[str]:
-    """Let transformers' layers of experts compute them one by one: grouped products lack float64.
+    """Let transformers' expert layers compute one expert at a time: grouped products lack float64.
 
     Args:
-        undo: gets what puts the model's configuration back, which other models may share.
+        undo: gets a function that restores the model's configuration, which other models may share.
 
     Returns:
-        what was done, as lines for the verdict.
+        The changes, as lines for the verdict.
     """
     kind, plain = "_experts_implementation", "eager"
     configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
@@ -174,7 +174,7 @@ def plain_experts(module: nn.Module, undo: list[Callable[[], None]]) -> list[str
 
 
 def perturb(module: nn.Module, label: str = "") -> nn.Module:
-    """Add keyed noise to every parameter, the frozen ones too, in place; gives the module back.
+    """Add keyed noise to every parameter, the frozen ones too, in place; return the module.
 
     Tied parameters get it once. The noise depends on the parameter's name and shape alone, hence
     not on layout, rank or order.
@@ -197,7 +197,7 @@ def perturb(module: nn.Module, label: str = "") -> nn.Module:
 
 
 def jittered(module: nn.Module) -> nn.Module:
-    """Change every number of every parameter by `JITTER`, up and down; gives the float64 module.
+    """Change every number of every parameter by `JITTER`, up and down; return the float64 module.
 
     >>> module = nn.Linear(2, 1, bias=False)
     >>> before = module.weight.detach().double()
@@ -215,7 +215,7 @@ def jittered(module: nn.Module) -> nn.Module:
 
 
 def once(tensor: torch.Tensor) -> torch.Tensor:
-    """The view of an expanded tensor in which every stored number comes once.
+    """Return the view of an expanded tensor in which every stored number appears once.
 
     >>> once(torch.zeros(3, 1).expand(3, 5)).shape
     torch.Size([3, 1])

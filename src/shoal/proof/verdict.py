@@ -1,4 +1,4 @@
-"""Two records side by side: is every number equal, and if not, which is the first that differs?
+"""Compare two records: is every number equal, and if not, which is the first that differs?
 
 Differences are norms of differences over the norm of the whole: of the whole gradient for losses,
 gradient norms and gradients, of all weights for weights. A number that is not finite on one side
@@ -17,12 +17,12 @@ from shoal.proof.equality_bounds import Bounds
 from shoal.proof.trajectory_record import Record, Row
 
 GRADIENTS = ("gradient", "used", "gradient norm")
-"""What of a comparison tells of a wrong gradient."""
+"""Differences that mean a wrong gradient."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not equal.
+    """One number or tensor that is not equal.
 
     Attributes:
         what: "targets", "loss", "used", "gradient", "gradient norm", "skipped", "weights",
@@ -41,11 +41,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parameter:
-    """How far one parameter's gradients and final weights are from those of one process.
+    """Distance of one parameter's gradients and final weights from those of one process.
 
     Attributes:
         gradient: largest difference over all judged steps, as a share of the whole gradient's norm.
-        step: where that was, from 1.
+        step: of that difference, from 1.
         weights: share of the whole weights' norm.
     """
 
@@ -59,7 +59,7 @@ class Parameter:
 
 @dataclass
 class Comparison:
-    """The outcome for one trajectory: every parameter, and all differences in order of time."""
+    """Outcome for one trajectory: every parameter, and all differences in order of time."""
 
     parameters: list[Parameter] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
@@ -68,17 +68,17 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Nothing differs by more than its bound."""
+        """Return whether no number differs by more than its bound."""
         return not self.differences
 
     @property
     def first(self) -> Difference | None:
-        """The earliest difference."""
+        """Earliest difference, or None."""
         return self.differences[0] if self.differences else None
 
 
 def compare(expected: Record, got: Record, bounds: Bounds) -> Comparison:
-    """Hold what a layout computed against what one process computed."""
+    """Compare a layout's record with one process's."""
     found, far = Comparison(), got.far or distances(expected, got)
     worst: dict[str, tuple[float, int]] = {}
     if len(expected.rows) != len(got.rows):
@@ -98,7 +98,7 @@ def compare(expected: Record, got: Record, bounds: Bounds) -> Comparison:
 
 
 def distances(expected: Record, got: Record) -> Distances:
-    """How far a record that was kept whole is from another one."""
+    """Return the distances of a record with whole tensors from another one."""
     found = Distances()
     for ours, theirs in zip(expected.gradients, got.gradients, strict=False):
         found.add_row(ours, theirs.items())
@@ -108,7 +108,7 @@ def distances(expected: Record, got: Record) -> Distances:
 
 
 def gradient_differs(expected: Record, got: Record, number: int, bounds: Bounds) -> bool:
-    """Whether row `number` of a layout, just compared, has a wrong gradient or gradient norm."""
+    """Return whether row `number`, just compared, has a wrong gradient or gradient norm."""
     found, far = Comparison(), got.far or Distances()
     ours, theirs = expected.rows[number], got.rows[number]
     _compare_row(found, number, ours, theirs, far.scales[number], bounds.of_step(ours.step))
@@ -117,7 +117,7 @@ def gradient_differs(expected: Record, got: Record, number: int, bounds: Bounds)
 
 
 def apart(ours: Row, theirs: Row, bound: float) -> bool:
-    """Whether two ranks tell one step differently."""
+    """Return whether two ranks report one step differently."""
     if (ours.step, ours.targets, ours.skipped) != (theirs.step, theirs.targets, theirs.skipped):
         return True
     pairs = ((ours.loss, theirs.loss), (ours.grad_norm, theirs.grad_norm))
@@ -173,7 +173,7 @@ def _compare_gradients(
 
 
 def _compare_ranks(found: Comparison, got: Record, bounds: Bounds) -> None:
-    """Decisions and numbers that ranks disagree about, and tensors in which they ended apart."""
+    """Add decisions and numbers that ranks disagree about, and final tensors that differ."""
     for number, rows in enumerate(zip(*got.rank_rows, strict=False)):
         if any(apart(row, rows[0], bounds.first) for row in rows):
             found.differences.append(Difference("ranks", rows[0].label, math.inf, 0.0, number))

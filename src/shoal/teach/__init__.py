@@ -1,1 +1,1 @@
-"""For learners: step-throughs, puzzles, calculators, their screens; nothing below imports it."""
+"""Teaching material: step-throughs, puzzles, calculators and their screens; a top layer."""

@@ -1,11 +1,11 @@
-"""The calculators of `shoal simulate`: a word, `key=value` options, one screen or JSON.
+"""The calculators of `shoal simulate`: a name, `key=value` options, one screen or JSON.
 
     shoal simulate goodput gpus=16384 mtbf_hours=3.1 stall_s=60 restart_s=600
 
 The options of a calculator are the parameters of its screen function; their defaults show the kind:
-a count (16384, 16k, 7b), a number, a word, or several counts (2,4,8). A section of run.toml among
-them takes that section's keys, as section.key=value. Every calculator also takes `svg=FILE`, which
-keeps its plot. An unknown key or a bad value is one line that names the nearest.
+a count (16384, 16k, 7b), a number, a word, or several counts (2,4,8). A parameter that is a section
+of run.toml takes that section's keys, as section.key=value. Every calculator also takes `svg=FILE`,
+which saves its plot. An unknown key or a bad value raises one line that names the nearest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shoal.teach.screens import distant, drawn, links, reliability, speed
 WIDTH = 100
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 LARGEST = 1e18
-"""Of a number that is given: beyond it nothing that is trained has a meaning."""
+"""Largest accepted number: no training reaches it."""
 MAY_BE_ZERO = frozenset({
     "alpha_us", "apply_ms", "inside_alpha_us", "interval_s", "latency_ms", "node_share", "outer_s",
     "overlap", "overlap_steps", "repair_hours", "restart_s", "seed", "serial", "slow_share",
@@ -54,7 +54,7 @@ SCREENS: dict[str, tuple[str, Callable[..., Screen]]] = {
     "diloco": ("bytes of averaging weights every H steps", distant.diloco_screen),
     "islands": ("slow links: time, utilisation, the smallest period", distant.islands_screen),
 }
-"""Word → what it answers, and its screen function."""
+"""Name → the question that it answers, and its screen function."""
 
 
 def calculate(
@@ -67,14 +67,14 @@ def calculate(
     """Print one calculator's screen, or its figures as JSON, to standard output.
 
     Args:
-        word: of SCREENS.
+        word: name of a calculator in SCREENS.
         arguments: `key=value` texts.
-        options: the same, as a mapping, which wins. The key `svg` is a file, to which the plot is
-            written too.
+        options: the same as a mapping, which wins. Its key `svg` is a file for the plot.
 
     Raises:
-        PlanError: unknown word or key, a value of the wrong kind or out of range; ConfigError: a
-            key or value of a section of run.toml; OSError: svg cannot be written.
+        PlanError: unknown word or key, a value of the wrong kind or out of range.
+        ConfigError: a key or value of a section of run.toml is wrong.
+        OSError: svg cannot be written.
     """
     _, function = SCREENS[known_word(word)]
     texts = {**_split(word, arguments), **{k: str(v) for k, v in (options or {}).items()}}
@@ -102,7 +102,10 @@ def calculate(
 
 
 def known_word(word: str) -> str:
-    """The word, if it is a calculator's. Errors: PlanError with the nearest.
+    """Return the word if it names a calculator.
+
+    Raises:
+        PlanError: the word is unknown; the message names the nearest.
 
     >>> known_word("goodput")
     'goodput'
@@ -117,9 +120,10 @@ def known_word(word: str) -> str:
 
 
 def parse(word: str, function: Callable[..., Screen], texts: Mapping[str, str]) -> dict[str, Any]:
-    """All options of a calculator as values: those given, and the defaults of the others.
+    """Parse all options of a calculator, with the defaults of those that are absent.
 
-    Errors: PlanError for an unknown key or a value of the wrong kind, with the nearest right one.
+    Raises:
+        PlanError: an unknown key or a value of the wrong kind; the message names the nearest.
 
     >>> parse("bubble", links.bubble_screen, {"ranks": "16"})["ranks"]
     16
@@ -149,12 +153,12 @@ def _nearest_option(key: str, options: Sequence[str], sections: Mapping[str, Any
 
 
 def is_section(value: object) -> bool:
-    """Whether a parameter of a screen function is a section of run.toml."""
+    """Return whether a parameter of a screen function is a section of run.toml."""
     return dataclasses.is_dataclass(value)
 
 
 def _section(name: str, default: Any, texts: Mapping[str, str]) -> Any:
-    """A section as the user changed it, read as `shoal train` reads it."""
+    """Parse a section with the user's keys, as `shoal train` parses it."""
     plain = type(default)()
     own = [
         f"{name}.{key}={value}"
@@ -186,7 +190,7 @@ def _example(word: str) -> str:
 
 
 def _value(key: str, text: str, default: object) -> object:
-    """The text as what the default is: several counts, a count, a number or a word."""
+    """Parse a text as the kind of its default: several counts, a count, a number or a word."""
     if isinstance(default, tuple):
         return tuple(sorted({_count(key, one, default[0]) for one in text.split(",")}))
     if isinstance(default, int):
@@ -220,7 +224,7 @@ def _count(key: str, text: str, default: object) -> int:
 
 
 def _speaks(encoding: str) -> bool:
-    """Whether the terminal can write the signs of a plot."""
+    """Return whether the terminal's encoding has the characters of a plot."""
     try:
         "●○◆◇▲△┊└┤█√τα".encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -237,7 +241,7 @@ def _command(
 CALCULATORS: dict[str, tuple[str, Callable[..., None]]] = {
     word: (what, functools.partial(_command, word)) for word, (what, _) in SCREENS.items()
 }
-"""For the table of `shoal simulate`: word → help line, and a function that prints the answer.
+"""Entries of `shoal simulate`: name → help line, and a function that prints the answer.
 
 It takes a list of `key=value` texts, or the same as keyword arguments, and `json=True`.
 """

@@ -1,4 +1,4 @@
-"""How long an operation takes: three tables for the event engine, one for each kind of question.
+"""Cost tables of the event engine: the duration of each operation.
 
     PuzzleCosts      the LLM-Training-Puzzles: forward = backward = number of batches, update 0.5,
                      collectives 0.3 of any size, pass and receive 0.2 each, loss 0; unit: steps
@@ -26,7 +26,7 @@ PUZZLE_STEPS = {
 
 @dataclass(frozen=True)
 class PuzzleCosts:
-    """The puzzles' rules; `amount` of forward and backward is their number of batches.
+    """Durations by the puzzles' rules; `amount` of forward and backward is their number of batches.
 
     >>> table = PuzzleCosts()
     >>> table.seconds(Op("compute", "backward", amount=4)), table.seconds(Op("send", "send"))
@@ -34,17 +34,17 @@ class PuzzleCosts:
     """
 
     def seconds(self, op: Op) -> float:
-        """Steps of the puzzles' clock."""
+        """Return the steps of the puzzles' clock."""
         return op.amount if op.what in ("forward", "backward") else PUZZLE_STEPS[op.what]
 
     def travel_s(self, op: Op) -> float:
-        """A message can be received as soon as its send has ended."""
+        """Return 0: a message can be received as soon as its send has ended."""
         return 0.0
 
 
 @dataclass(frozen=True)
 class AnalyticalCosts:
-    """Work at a rate, messages over a link.
+    """Durations from work at a rate, and from messages over a link.
 
     Attributes:
         unit_s: by kind of operation: seconds per unit of `amount` (for pipelines the seconds of one
@@ -64,7 +64,7 @@ class AnalyticalCosts:
     def of_stage(
         cls, forward_s: float, input_s: float, weight_s: float, link: Link | None = None
     ) -> AnalyticalCosts:
-        """For a pipeline: seconds per rank and micro-batch, all chunks together."""
+        """Return the costs of a pipeline: seconds per rank and micro-batch, all chunks together."""
         unit_s = {
             "forward": forward_s, "backward": input_s + weight_s, "input": input_s,
             "weight": weight_s,
@@ -72,7 +72,7 @@ class AnalyticalCosts:
         return cls(unit_s, link)
 
     def seconds(self, op: Op) -> float:
-        """Seconds on the lane; a send costs its rank nothing, its message travels by itself."""
+        """Return the seconds on the lane; a send is free, as its message travels alone."""
         if op.kind in ("send", "receive"):
             return 0.0
         if op.kind == "collective" and op.what not in self.unit_s:
@@ -82,7 +82,7 @@ class AnalyticalCosts:
         return self.unit_s[op.what] * op.amount
 
     def travel_s(self, op: Op) -> float:
-        """Latency + bytes / bandwidth."""
+        """Return latency + bytes / bandwidth."""
         return self.link.latency_s + op.amount / self.link.bytes_per_s if self.link else 0.0
 
     def _collective_s(self, op: Op) -> float:

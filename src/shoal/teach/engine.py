@@ -1,14 +1,14 @@
-"""Plays a short program per rank against a table of costs and writes down who did what when.
+"""Event engine: run a short program per rank against a cost table and record a timeline.
 
 A program is a list of operations: compute, collective, send, receive, allocate, free. Those of one
 lane of a rank run one after the other; lanes (compute, link) run side by side, and one waits for
-another where an operation `needs` it by name. Each operation starts when everything before it is
-there, so that its start is a maximum of ends and no clock has to tick:
+another if an operation `needs` it by name. Each operation starts once its predecessors are done, so
+its start is a maximum of ends and no clock has to tick:
 
     start = max(end before on this lane, ends of `needs`, message there, last member to join)
 
-The cost table says how long it takes (teach/costs.py). Time is O(operations), memory's history
-O(n log n) per rank. What cannot start in the end is a deadlock: PlanError says who waits for whom.
+The cost table gives the duration (teach/costs.py). Time is O(operations), memory's history O(n log
+n) per rank. Operations that can never start are a deadlock: PlanError names the waiting ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Op:
 
     Attributes:
         kind: compute, collective, send, receive, allocate or free.
-        what: kind of the span that is drawn: forward, all-reduce, …
+        what: kind of the drawn span: forward, all-reduce, …
         label: text inside it.
-        key: names the message, the meeting of a collective, or the thing allocated.
+        key: names the message, the collective call, or the allocated tensor.
         ranks: members of the collective.
         peer: other end of a message.
-        amount: what the cost table multiplies: bytes, batches, shares; allocate: bytes.
-        part: allocate: what the bytes are.
+        amount: the factor for the cost table: bytes, batches, shares; allocate: bytes.
+        part: allocate: category of the bytes.
         lane: where it runs.
         name, needs: own name, and names of operations of this rank that must have ended.
     """
@@ -55,13 +55,13 @@ class Op:
 
 
 class Costs(Protocol):
-    """A table of costs, in the timeline's unit of time."""
+    """Interface of a cost table, in the timeline's unit of time."""
 
     def seconds(self, op: Op) -> float:
-        """How long the operation occupies its lane."""
+        """Return the duration for which the operation occupies its lane."""
 
     def travel_s(self, op: Op) -> float:
-        """How long after a send has ended its message can be received."""
+        """Return the delay from the end of a send until its message can be received."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _Lane:
 
 
 class _Run:
-    """One play: what was sent, who has met, what is done."""
+    """State of one run of the engine: sent messages, joined collectives, finished operations."""
 
     def __init__(self, programs: Sequence[Sequence[Op]], costs: Costs):
         self.costs = costs
@@ -109,7 +109,7 @@ class _Run:
             raise PlanError(self.deadlock(stuck))
 
     def missing(self, lane: _Lane, op: Op) -> Hashable:
-        """What the operation still waits for, None if nothing."""
+        """Return the event for which the operation still waits, None if none."""
         for name in op.needs:
             if (lane.rank, name) not in self.ends:
                 return ("done", lane.rank, name)
@@ -124,7 +124,7 @@ class _Run:
         return start
 
     def do(self, lane: _Lane, index: int, op: Op) -> list[_Lane]:
-        """One operation that waits for nobody; gives the lanes that it wakes."""
+        """Run one operation that waits for nothing; return the lanes that it wakes."""
         start = self.start(lane, op)
         woken: list[_Lane] = []
         if op.kind in ("allocate", "free"):
@@ -148,7 +148,7 @@ class _Run:
         return woken
 
     def meet(self, lane: _Lane, op: Op) -> list[_Lane]:
-        """A member arrives; the last one lets all of them go."""
+        """Join a collective; the last member releases all of them."""
         there = self.met.setdefault(op.key, {})
         if lane.rank not in op.ranks or lane.rank in there:
             wrong = "joins twice" if lane.rank in there else "is a collective of other ranks"
@@ -180,7 +180,7 @@ class _Run:
             woken += self.waiting.pop(("done", lane.rank, op.name), [])
 
     def deadlock(self, stuck: list[_Lane]) -> str:
-        """The waits from the first stuck lane round to where they close, as one line."""
+        """Return the cycle of waits from the first stuck lane, as one line."""
         by_rank: dict[int, _Lane] = {}
         for lane in stuck:
             by_rank.setdefault(lane.rank, lane)
@@ -196,7 +196,7 @@ class _Run:
         return "deadlock: " + "; ".join(parts)
 
     def reason(self, lane: _Lane, op: Op) -> tuple[str, int]:
-        """What the stuck operation waits for, and of which rank."""
+        """Return the event and the rank for which the stuck operation waits."""
         missing = self.missing(lane, op)
         if isinstance(missing, tuple) and missing[0] == "done":
             return f"{missing[2]} of its own", -1
@@ -209,7 +209,7 @@ class _Run:
 
 
 def _say(op: Op) -> str:
-    """An operation in an error message."""
+    """Format an operation for an error message."""
     return f"{op.what} {op.label or op.key or ''}".rstrip()
 
 
@@ -220,14 +220,16 @@ def run_ops(
     unit: str = "s",
     sample: str = "all",
 ) -> Timeline:
-    """Play the programs of all ranks.
+    """Run the programs of all ranks and return their timeline.
 
     Args:
-        sample: when memory is looked at: "all" after every change, which is the peak with outputs;
-            "start" only where a timed operation starts, the rule of the training puzzles.
+        sample: instants at which memory is sampled: "all" after every change, which is the peak
+            with outputs; "start" only when a timed operation starts, the rule of the training
+            puzzles.
 
     Raises:
-        PlanError: deadlock (who waits for whom), a message sent twice, a free of nothing.
+        PlanError: a deadlock (names the waiting ranks), a message sent twice, a free without an
+            allocation.
 
     >>> from shoal.teach.costs import PuzzleCosts
     >>> ops = [Op("send", "send", key="x", peer=1)], [Op("receive", "receive", key="x", peer=0)]
@@ -251,7 +253,7 @@ def run_ops(
 
 
 def _history(rank: int, changes: list[tuple[float, int, Op]], sample: str) -> list[Held]:
-    """What a rank holds over time; things are freed by the key under which they were allocated."""
+    """Return a rank's held memory over time; a free names the key of its allocation."""
     things: dict[Hashable, Op] = {}
     parts: dict[str, float] = {}
     history: list[Held] = []

@@ -1,19 +1,20 @@
-"""A long run on many devices: failures, restarts, checkpoints and spare nodes, drawn and computed.
+"""Simulated and closed-form goodput of a long run: failures, restarts, checkpoints, spare nodes.
 
-The drawn run is a queue of two kinds of events, "a device fails" and "a node is repaired"; between
-two of them everything is arithmetic, so a run of 100 000 devices costs what its failures cost.
+The simulated run is a queue of two kinds of events, "a device fails" and "a node is repaired".
+Between two of them everything is arithmetic, so the cost of a run of 100 000 devices grows only
+with its failures.
 
     failures     every device at rate 1/M₁, so the run at n/M₁; restarts can be hit as well
-    a failure    loses the work since the last checkpoint that is safe on disk, then R to be back
-    checkpoint   after every τ of work: C seconds of standing still, safe D seconds later
+    a failure    loses the work since the last checkpoint that is safe on disk, then R of restart
+    checkpoint   after every τ of work: C seconds of stall, safe D seconds later
     spare nodes  a share of the failures takes its node away for T of repair; with more than
-                 `spares` nodes away the run stands until one is back
+                 `spares` nodes away the run waits until one is back
 
-The same in closed form, exact for exponential failures: goodput of calculators/goodput.py, times
-1 − B, where B = Erlang's B for s + 1 servers and T·(nodes lost per second): nodes under repair are
-callers, the run stops taking failures when s + 1 are away. B holds for any distribution of T.
-`shape` below 1 makes failures come in bursts (Weibull; 0.7–0.8 is usual in logs of large machines):
-there only the drawn run is right, which is why it is here.
+The closed form is exact for exponential failures: goodput of calculators/goodput.py, times 1 − B. B
+is Erlang's B for s + 1 servers and load T·(nodes lost per second): nodes under repair are calls in
+progress, and the run stops when s + 1 are away. B holds for any distribution of T. `shape` below 1
+makes failures come in bursts (Weibull; 0.7–0.8 is usual in logs of large machines); only the
+simulation is right there.
 Sources: calculators/goodput.py; Erlang 1917; Schroeder and Gibson 2006 (shape of failure logs).
 """
 
@@ -33,20 +34,20 @@ MOST_FAILURES = 2_000_000
 
 @dataclass(frozen=True)
 class FailureCase:
-    """A run and what befalls it; times in seconds.
+    """A run and its failure rates; times in seconds.
 
     Attributes:
         interval_s: τ, work between checkpoints.
         stall_s: C.
         write_s: D ≤ τ.
         restart_s: R.
-        spares: nodes that stand by.
+        spares: nodes on standby.
         repair_s: T; 0: a failed node is back when the run is.
-        node_share: of the failures, those that take a node away.
-        shape: of the times between failures.
+        node_share: share of the failures that take a node away.
+        shape: Weibull shape of the times between failures.
 
     Raises:
-        PlanError: on making one that has no meaning.
+        PlanError: a value is out of range.
     """
 
     devices: int
@@ -61,7 +62,7 @@ class FailureCase:
     shape: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning."""
+        """Refuse values that are out of range."""
         goodput(self.interval_s, self.stall_s, self.restart_s, self.mean_s, self.write_s)
         if self.spares < 0 or self.repair_s < 0:
             raise PlanError(
@@ -77,20 +78,20 @@ class FailureCase:
 
     @property
     def mean_s(self) -> float:
-        """Mean time between failures of the whole run."""
+        """Return the mean time between failures of the whole run."""
         return mtbf_s(self.devices, self.device_mtbf_s)
 
 
 @dataclass(frozen=True)
 class FailureOutcome:
-    """Where the time of a run went, in seconds; the parts add up to `duration_s`.
+    """Time of a run by use, in seconds; the parts add up to `duration_s`.
 
     Attributes:
         work_s: progress that was saved.
         checkpoint_s: stalls of checkpoints that counted.
-        repeated_s: work and stalls in vain.
-        restart_s: being down.
-        waiting_s: for want of a node.
+        repeated_s: lost work and stalls.
+        restart_s: restarts.
+        waiting_s: waiting for a node.
     """
 
     duration_s: float
@@ -104,16 +105,16 @@ class FailureOutcome:
 
     @property
     def goodput(self) -> float:
-        """Share of the time that is saved progress."""
+        """Return the share of the time that is saved progress."""
         return self.work_s / self.duration_s
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """From one failure to the next: waiting until `up_s`, restarting until `run_s`, then running.
+    """Interval between two failures: waiting until `up_s`, restarting until `run_s`, then running.
 
     Attributes:
-        checkpoints: that became safe in it.
+        checkpoints: number that became safe in it.
     """
 
     start_s: float
@@ -124,7 +125,7 @@ class Stretch:
 
 
 def erlang_b(servers: int, load: float) -> float:
-    """Share of the time in which all servers are busy, for `load` calls per holding time.
+    """Return the share of time in which all servers are busy, for `load` calls per holding time.
 
     >>> round(erlang_b(2, 1.0), 4), erlang_b(3, 0.0)
     (0.2, 0.0)
@@ -136,14 +137,14 @@ def erlang_b(servers: int, load: float) -> float:
 
 
 def waiting_share(case: FailureCase) -> float:
-    """Share of the time in which the run stands because too few nodes are left."""
+    """Return the share of the time in which the run waits because too few nodes are left."""
     if not case.repair_s:
         return 0.0
     return erlang_b(case.spares + 1, case.node_share * case.repair_s / case.mean_s)
 
 
 def expected_goodput(case: FailureCase) -> float:
-    """Share of the time that is saved progress, in closed form (shape 1).
+    """Return the share of the time that is saved progress, in closed form (shape 1).
 
     Llama-3 405B: 16 384 GPUs, 3.1 hours between failures; 60 s of stall every 19 minutes, 10
     minutes to restart, no shortage of nodes.
@@ -157,7 +158,7 @@ def expected_goodput(case: FailureCase) -> float:
 
 
 def spares_for(case: FailureCase, share: float = 0.01) -> int:
-    """Fewest spare nodes with which at most `share` of the time is lost for want of a node.
+    """Return the fewest spare nodes with at most `share` of the time lost to missing nodes.
 
     >>> spares_for(FailureCase(16384, 3.1 * 3600 * 16384, 1140, 60, 600, repair_s=86400.0))
     14
@@ -173,9 +174,10 @@ def spares_for(case: FailureCase, share: float = 0.01) -> int:
 
 
 def simulate_failures(case: FailureCase, duration_s: float, seed: int = 0) -> FailureOutcome:
-    """Draw one run of `duration_s` and add up where its time went.
+    """Simulate one run of `duration_s` and add up its time by use.
 
-    Errors: PlanError for no duration, or one with millions of failures.
+    Raises:
+        PlanError: no duration, or one with millions of failures.
 
     >>> case = FailureCase(16384, 3.1 * 3600 * 16384, 1140, 60, 600)
     >>> run = simulate_failures(case, 54 * 86400.0, seed=1)
@@ -198,7 +200,7 @@ def simulate_failures(case: FailureCase, duration_s: float, seed: int = 0) -> Fa
 
 
 def stretches(case: FailureCase, duration_s: float, seed: int = 0) -> Iterator[Stretch]:
-    """The run as pieces between failures, in order, cut at `duration_s`."""
+    """Yield the intervals of the run between failures, in order, cut at `duration_s`."""
     if not 0 < duration_s <= MOST_FAILURES * case.mean_s:
         raise PlanError(
             f"duration_s = {duration_s:g}: more than 0 and at most {MOST_FAILURES:,} mean times "
@@ -221,7 +223,7 @@ def stretches(case: FailureCase, duration_s: float, seed: int = 0) -> Iterator[S
 
 
 def _enough_nodes(back: list[float], now: float, spares: int) -> float:
-    """When the run has its nodes again; `back` is the queue of repairs that are not over."""
+    """Return the time from which the run has enough nodes; `back`: queue of open repairs."""
     while back and back[0] <= now:
         heapq.heappop(back)
     while len(back) > spares:

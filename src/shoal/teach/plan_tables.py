@@ -1,4 +1,4 @@
-"""`shoal plan --table memory|speedup`: the field's two copied tables, with full accounting."""
+"""`shoal plan --table memory|speedup`: two widely copied tables, recomputed in full."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ SPEED_MODEL = "gpt-3-1.3b"
 
 
 def print_table(table: str, models: str, gpus: str, machines: str, as_json: bool) -> None:
-    """Print the field's table `memory` or `speedup`, recomputed, as text or JSON.
+    """Print the widely copied table `memory` or `speedup`, recomputed, as text or JSON.
 
     Args:
-        models: names with commas, as "7b,llama-3-70b"; of these `speedup` takes the first alone.
+        models: names with commas, as "7b,llama-3-70b"; `speedup` uses only the first.
         gpus: counts with commas, as "2,4,8".
         machines: as `shoal plan --on`; "": 8xA100-80GB.
 
     Raises:
-        PlanError: for another table, an unknown model or machine, or a count that is none.
+        PlanError: another table, an unknown model or machine, or a count that is none.
     """
     if table not in TABLES:
         raise PlanError(one_of("--table", table, TABLES))
@@ -55,7 +55,7 @@ def print_table(table: str, models: str, gpus: str, machines: str, as_json: bool
 
 
 def memory_lines(rows: list[MemoryRow]) -> list[str]:
-    """The memory table as text."""
+    """Return the memory table as text."""
     lines = [
         "memory per GPU, GB (10⁹ bytes): Adam, bf16 over fp32 masters, fp32 gradients;",
         f"peak: sequence {MEMORY_SEQUENCE}, 1 sample per micro-batch, nothing recomputed,",
@@ -78,7 +78,7 @@ def memory_lines(rows: list[MemoryRow]) -> list[str]:
 
 
 def speed_lines(rows: list[SpeedRow], counts: list[int], model: str, machines: str) -> list[str]:
-    """The speed-up table as text."""
+    """Return the speed-up table as text."""
     lines = [
         f"throughput over one GPU, predicted: {model}, sequence {SPEED_SEQUENCE}, "
         f"{SPEED_MICRO_BATCH} samples per GPU and step, bf16,",

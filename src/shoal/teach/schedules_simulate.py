@@ -1,4 +1,4 @@
-"""Times a pipeline's action lists: the lists become operations, the engine plays them.
+"""Time a pipeline's action lists: the lists become operations that the event engine runs.
 
 Actions run in the order of the list; between stages on different ranks the output (forward) or its
 gradient (backward) travels as a message that blocks nobody but its receiver. F allocates the
@@ -30,21 +30,23 @@ def simulate(
     blocks: bool = True,
     norm_bytes: float = 8.0,
 ) -> Timeline:
-    """One step of a pipeline.
+    """Simulate one step of a pipeline and return its timeline.
 
     Args:
         message_bytes: of one micro-batch between two stages.
         activation_bytes: that one rank keeps per micro-batch, all its chunks together; 0: not
             drawn.
-        stage_scale: work of each stage over the mean stage's; (): all equal.
+        stage_scale: work of each stage relative to the mean stage; (): all equal.
         barrier: draw the optimizer's barrier and update too (`costs` must know "update").
         blocks: run the schedule's pairs as one block, see check_schedule.check.
 
-    Raises:
-        PlanError: for a list that is no step, with its place.
+    Returns:
+        a timeline; its facts: makespan (first start to last end), bubble (largest last end − first
+            start − work over ranks), its share, most in flight; with `barrier` the makespan with
+            the barrier too.
 
-    facts: makespan (first start to last end), bubble (largest last end − first start − work over
-    ranks), its share, most in flight; with `barrier` the makespan with the barrier too.
+    Raises:
+        PlanError: a list that is no step; the message names the place.
 
     >>> from shoal.teach.costs import AnalyticalCosts
     >>> from shoal.planning.pipeline_schedules import make_schedule
@@ -65,7 +67,7 @@ def simulate(
             if position in pairs:
                 held = parts
                 continue
-            for part in range(3):  # of a pair: both receive, both work, both send
+            for part in range(3):  # both operations of a pair: both receive, both work, both send
                 program += (held[part] if held else []) + parts[part]
             held = []
         programs.append(program)
@@ -99,7 +101,7 @@ def _action(
     message_bytes: float,
     activation_bytes: float,
 ) -> list[list[Op]]:
-    """Receive what it needs; do it, keep or free activations; send what it gives."""
+    """Return an action's operations: receive inputs; compute, keep or free activations; send."""
     receive: list[Op] = []
     send: list[Op] = []
     need = needs(schedule, act)
@@ -121,7 +123,7 @@ def _action(
 
 
 def _taker(schedule: Schedule, act: Action) -> int | None:
-    """The rank whose stage needs what this action gives; None for the ends of the chain and W."""
+    """Return the rank whose stage needs an action's result; None at chain ends and for W."""
     place = act.stage % schedule.pieces
     if act.kind == "F" and place < schedule.pieces - 1:
         return schedule.stage_rank[act.stage + 1]
@@ -131,7 +133,7 @@ def _taker(schedule: Schedule, act: Action) -> int | None:
 
 
 def bubble_of(line: Timeline) -> float:
-    """Largest (last end − first start − work) over ranks, of forwards and backwards alone."""
+    """Return the largest (last end − first start − work) over ranks, of forwards and backwards."""
     by_rank: dict[int, list[Span]] = {}
     for span in line.spans:
         if span.kind in WHAT.values():

@@ -1,4 +1,4 @@
-"""Makes, writes and prints what `shoal simulate` shows; loaded only when something is shown.
+"""Make, write and print the contents of `shoal simulate`; loaded only when something is shown.
 
 The record that `--json` prints is described in docs/simulate.md.
 """
@@ -24,11 +24,11 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Shown:
-    """What `shoal simulate` has to show: any of a step-through, timelines and text.
+    """Contents of one `shoal simulate` screen: any of a step-through, timelines and text.
 
     Attributes:
         timelines: drawn on one scale.
-        lines: of text, below them.
+        lines: lines of text, below them.
         data: further keys of the record that `--json` prints.
     """
 
@@ -39,7 +39,7 @@ class Shown:
 
 
 def collective(asked: Asked) -> Shown:
-    """ring, halving, tree, broadcast, all-gather, reduce-scatter."""
+    """Make ring, halving, tree, broadcast, all-gather, reduce-scatter."""
     from shoal.teach.walks import collectives_walk
 
     make = getattr(collectives_walk, asked.what.replace("-", "_"))
@@ -48,7 +48,7 @@ def collective(asked: Asked) -> Shown:
 
 
 def fsdp(asked: Asked) -> Shown:
-    """FSDP's gather, compute, free."""
+    """Make FSDP's gather, compute, free."""
     from shoal.teach.walks import fsdp_walk as made
 
     walk = made.fsdp(
@@ -61,14 +61,14 @@ def fsdp(asked: Asked) -> Shown:
 
 
 def zero(asked: Asked) -> Shown:
-    """ZeRO's stages."""
+    """Make ZeRO's stages."""
     from shoal.teach.walks.zero_walk import zero as made
 
     return Shown(walk=made(asked.number("--ranks", 4)))
 
 
 def pipeline(asked: Asked) -> Shown:
-    """One schedule."""
+    """Make the timeline of one pipeline schedule."""
     from shoal.teach.walks.pipelines_walk import pipeline as made
 
     with _words_of_options():
@@ -76,7 +76,7 @@ def pipeline(asked: Asked) -> Shown:
 
 
 def afab(asked: Asked) -> Shown:
-    """All-forward-all-backward beside 1F1B."""
+    """Make all-forward-all-backward beside 1F1B."""
     from shoal.teach.walks.pipelines_walk import afab_beside_1f1b
 
     with _words_of_options():
@@ -86,14 +86,14 @@ def afab(asked: Asked) -> Shown:
 
 @contextmanager
 def _words_of_options() -> Iterator[None]:
-    """Schedules name the keys of run.toml; here the user typed options."""
+    """Rewrite errors about keys of run.toml to the options that the user typed."""
     try:
         yield
     except PlanError as failure:
         text = str(failure).replace("layout.schedule = ", "shoal simulate ")
         text = text.replace("layout.schedule=", "shoal simulate ")
         text = text.replace("layout.pp = ", "--ranks ").replace("layout.pp=", "--ranks ")
-        # the number of micro-batches is bare there: run.toml has no key for it
+        # the number of micro-batches has no name there: run.toml has no key for it
         text = re.sub(r"(--ranks \d+) and (\d+)", r"\1 and --micro-batches \2", text)
         text = re.sub(
             r"(--ranks \d+), got (\d+); try: ",
@@ -117,7 +117,7 @@ def _numbers(asked: Asked) -> Any:
 
 
 def puzzle(asked: Asked) -> Shown:
-    """One puzzle: the author's program and ours, on one scale."""
+    """Make one puzzle: the author's program and Shoal's, on one scale."""
     from shoal.teach.puzzles import PUZZLES, puzzle_timeline
 
     last = len(PUZZLES) - 1
@@ -141,7 +141,7 @@ def puzzle(asked: Asked) -> Shown:
 
 
 def puzzles(asked: Asked) -> Shown:
-    """The table of all eight."""
+    """Make the table of all eight puzzles."""
     from shoal.teach.puzzles import PUZZLES, score
 
     head = f"{'':<3}{'puzzle':<30}{'ranks':>5}  {'target':>16}  {'author':>16}  {'ours':>16}"
@@ -170,15 +170,17 @@ def puzzles(asked: Asked) -> Shown:
 
 
 def all_timelines(shown: Shown) -> list[Timeline]:
-    """The step-through's own timeline, then the others."""
+    """Return the step-through's own timeline, then the others."""
     own = [shown.walk.timeline] if shown.walk and shown.walk.timeline else []
     return [*own, *shown.timelines]
 
 
 def write(shown: Shown, what: str, svg: Path | None, trace: Path | None) -> list[tuple[Path, str]]:
-    """Write the files that were asked for; gives each with a word on how to open it.
+    """Write the requested files; return each with a hint on how to open it.
 
-    Errors: ConfigError where there is nothing to draw; OSError where a file cannot be written
+    Raises:
+        ConfigError: there is nothing to draw.
+        OSError: a file cannot be written.
     """
     kept: list[tuple[Path, str]] = []
     timelines = all_timelines(shown)
@@ -218,7 +220,7 @@ def draw(shown: Shown, stream: TextIO) -> None:
 
 
 def record(shown: Shown, what: str) -> dict[str, Any]:
-    """Everything as plain data."""
+    """Return everything as plain data."""
     walk = None
     if shown.walk is not None:
         walk = dataclasses.asdict(dataclasses.replace(shown.walk, timeline=None))

@@ -1,4 +1,4 @@
-"""What `shoal simulate` can show: one entry each, with the options that it reads.
+"""Table of `shoal simulate`: one entry per subject, with the options that it reads.
 
 To add one: write a function `Asked -> Shown` in `simulate_shows.py` (or a calculator's screen) and
 a line here. Nothing heavy is imported by this table.
@@ -15,8 +15,8 @@ class Asked:
 
     Attributes:
         what: a key of WHATS.
-        words: those that the user typed behind it.
-        options: those that the user gave: flag, as "--ranks" → number.
+        words: the further words on the command line.
+        options: the user's options: flag, as "--ranks" → number.
     """
 
     what: str
@@ -24,20 +24,20 @@ class Asked:
     options: dict[str, float]
 
     def number(self, name: str, otherwise: int) -> int:
-        """A whole-number option."""
+        """Return a whole-number option."""
         return int(self.options.get(name, otherwise))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that `shoal simulate` can show.
+    """One subject of `shoal simulate`.
 
     Attributes:
         group: heading of the list under which it stands.
         text: one line about it.
-        function: name of what makes it, in `simulate_shows`; CALCULATOR: `teach.calculate` answers.
+        function: its function's name in `simulate_shows`; CALCULATOR: `teach.calculate` answers.
         takes: options that it reads.
-        words: how the list shows further words; "" for none.
+        words: further words, as the list shows them; "" for none.
     """
 
     group: str
@@ -48,7 +48,7 @@ class Entry:
 
 
 CALCULATOR = "calculator"
-"""Function of the entries that `teach/calculate.py` answers; their one line stands there."""
+"""Function of the entries that `teach/calculate.py` answers; their help line stands there."""
 
 _MOVE, _CUT = "Step by step: moving data", "Step by step: cutting up what is held"
 _PIPE, _PUZZLE = "Over time: pipelines", "Over time: LLM-Training-Puzzles"

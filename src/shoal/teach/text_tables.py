@@ -1,13 +1,14 @@
-"""The two tables that study notes copy from each other, with full accounting.
+"""Two widely copied tables of memory and speed-up, with full accounting.
 
-Memory: bytes per GPU of single/ddp, ZeRO-1, -2, -3. The copied one counts fp32 weights alone and
-names no number of GPUs; here states are counted (weights, gradients, optimizer) and, beside them,
-the whole peak of a micro-batch. Speed: throughput on n GPUs over one, each GPU with the same number
-of samples; the copied one names no hardware and no model, and no single serial share fits its rows.
+Memory: bytes per GPU of single/ddp, ZeRO-1, -2, -3. The copied table counts fp32 weights alone and
+names no number of GPUs. Here all states are counted (weights, gradients, optimizer) and, beside
+them, the whole peak of a micro-batch. Speed: throughput on n GPUs over one, each GPU with the same
+number of samples. The copied table names no hardware and no model, and no single serial share fits
+its rows.
 
-Both come from the functions that rank layouts; only nn.DataParallel, which no layout here is, has
-its own line of arithmetic: weights broadcast from one device, outputs gathered and gradients
-reduced on it, nothing of it behind compute, and the optimizer on that device alone.
+Both come from the functions that rank layouts. Only nn.DataParallel, which is no layout of Shoal,
+has its own line of arithmetic: one device broadcasts the weights, gathers the outputs, reduces the
+gradients and runs the optimizer alone, without any overlap with compute.
 Source of the copied figures: planning notes of the field, without source of their own.
 """
 
@@ -43,10 +44,10 @@ MEMORY_SEQUENCE, SPEED_SEQUENCE, SPEED_MICRO_BATCH = 4096, 2048, 4
 
 
 def shape_names(text: str) -> list[str]:
-    """Published names of a list such as "7b,13b,llama-3-70b".
+    """Return the published names of a list such as "7b,13b,llama-3-70b".
 
     Raises:
-        PlanError: for an unknown one, with the nearest.
+        PlanError: an unknown name; the message names the nearest.
 
     >>> shape_names("7b, llama-3-70b")
     ['llama-2-7b', 'llama-3-70b']
@@ -62,10 +63,10 @@ def shape_names(text: str) -> list[str]:
 
 
 def gpu_counts(text: str) -> list[int]:
-    """Numbers of GPUs of a list such as "2,4,8".
+    """Return the numbers of GPUs of a list such as "2,4,8".
 
     Raises:
-        PlanError: for what is no whole number of at least 1.
+        PlanError: an entry is no whole number of at least 1.
     """
     counts = []
     for word in text.split(","):
@@ -77,7 +78,7 @@ def gpu_counts(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One model on one number of GPUs: bytes per GPU by layout; copied: as notes have it."""
+    """One model on one number of GPUs: bytes per GPU by layout; copied: the copied figures."""
 
     model: str
     parameters: int
@@ -88,7 +89,7 @@ class MemoryRow:
 
 
 def memory_table(models: list[str], counts: list[int], cluster: Cluster) -> list[MemoryRow]:
-    """Bytes per GPU, training with Adam in bf16 over fp32 masters, micro-batch 1.
+    """Return bytes per GPU, training with Adam in bf16 over fp32 masters, micro-batch 1.
 
     >>> from shoal.forecast.machines.cluster_syntax import parse_machines
     >>> row = memory_table(["llama-2-7b"], [8], parse_machines("8xA100-80GB"))[0]
@@ -111,7 +112,7 @@ def memory_table(models: list[str], counts: list[int], cluster: Cluster) -> list
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """One way of splitting: number of GPUs → throughput over one GPU's; None where it cannot."""
+    """One layout: number of GPUs → throughput over one GPU's; None if it cannot run."""
 
     name: str
     speedups: dict[int, float | None]
@@ -119,7 +120,7 @@ class SpeedRow:
 
 
 def speedup_table(name: str, counts: list[int], cluster: Cluster) -> list[SpeedRow]:
-    """Throughput on n GPUs over one: DP (one process), DDP, FSDP; a micro-batch of 4 samples each.
+    """Return throughput on n GPUs over one for DP, DDP and FSDP, in micro-batches of 4 samples.
 
     Args:
         cluster: the kind of machine: its devices and links; as many nodes of it as n needs.
@@ -137,7 +138,7 @@ def speedup_table(name: str, counts: list[int], cluster: Cluster) -> list[SpeedR
 
 
 def _data_parallel_s(model: ModelFacts, cluster: Cluster, gpus: int) -> float:
-    """What nn.DataParallel adds to one GPU's step: all of it passes through device 0."""
+    """Return the seconds that nn.DataParallel adds to a step, as device 0 handles all traffic."""
     if gpus == 1:
         return 0.0
     head = model.units[-1]

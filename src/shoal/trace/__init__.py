@@ -1,1 +1,1 @@
-"""The record of a model: its blocks, calls, draws and costs, found without computing it whole."""
+"""Record of a model (blocks, calls, random draws, costs), traced without computing it whole."""

@@ -1,4 +1,4 @@
-"""Private names of torch that this room uses; tested on 2.13."""
+"""Private names of torch that this package uses; tested on 2.13."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = [
 
 @contextmanager
 def without_new_groups(refuse: Callable[[str], None]) -> Iterator[None]:
-    """While it lasts `refuse("new_group")` is called where a process group would be made.
+    """Call `refuse("new_group")` instead of making a process group, while the context is open.
 
-    All ways to make one end in one function of torch's; to patch its public names would miss those
-    who imported them before.
+    All ways to make a group end in one private function of torch. A patch of its public names would
+    miss code that imported them before.
     """
     before = distributed_c10d._new_group_with_tag
 

@@ -1,1 +1,1 @@
-"""The loop: the only room that joins the crafts below it."""
+"""Training loops: the only package that combines the packages below it."""

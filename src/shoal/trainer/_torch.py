@@ -1,4 +1,4 @@
-"""Private names of torch that this room uses; tested on 2.11 and 2.13."""
+"""Private names of torch that this package uses; tested on 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
 
 
 def gradient_hooks(tensor: torch.Tensor) -> int:
-    """Count the hooks of `register_hook`; those that run after accumulation are not among them."""
+    """Count a tensor's `register_hook` hooks; hooks that run after accumulation are not counted."""
     return len(tensor._backward_hooks or ())
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> OrderedDict[int, Any]:
-    """Return the hooks that run before a step, by id, in their order; the dict itself."""
+    """Return the optimizer's own dict of step pre-hooks, by id, in calling order."""
     hooks: Any = optimizer._optimizer_step_pre_hooks
     return cast(OrderedDict[int, Any], hooks)
 
@@ -41,21 +41,21 @@ CLIPPING = {
 """torch's clipping functions, and the name of their second argument."""
 
 NORM_ALONE = 1e6
-"""From this limit on `clip_grad_norm_` is called for the norm that it returns, to log it."""
+"""A call of `clip_grad_norm_` with at least this limit only wants the norm that it returns."""
 
 
 def ask_before_clipping(
     watched: Collection[Any], ask: Callable[[str, Sequence[Any]], bool]
 ) -> None:
-    """Have torch's clipping functions ask before they act, from now on, by whatever name they go.
+    """Make torch's gradient clipping functions call `ask` before they change gradients.
 
-    Scripts have imported them already, so it is what they call inside that is replaced; where a
-    torch has none of that, nobody is asked.
+    Scripts may have imported the functions under other names. So this replaces the function that
+    they call internally; a torch version without one stays unchanged.
 
     Args:
-        watched: empty while nobody has to be asked.
-        ask: called with the function's name and a call's parameters, no name where the limit is
-            one that nothing reaches; may raise. Returns whether the gradients stay as they are.
+        watched: empty while no call has to be checked.
+        ask: called with the function's name and the parameters of the call; the name is "" if no
+            gradient can reach the limit. May raise. Returns whether the gradients stay unchanged.
     """
     for name, limit in CLIPPING.items():
         function: Any = getattr(nn.utils, name)
@@ -87,22 +87,22 @@ def _asking(
 
 
 def _norm_of(parameters: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Return what `clip_grad_norm_` does; what is given a norm already returns nothing."""
+    """Return the norm that `clip_grad_norm_` returns; None for a function that takes a norm."""
     if "total_norm" in kwargs or (args and isinstance(args[0], torch.Tensor)):
         return None
     gradients = [p.grad for p in parameters if p.grad is not None]
-    with torch._C.DisableTorchFunction():  # whoever looks at reductions of user code has asked us
+    with torch._C.DisableTorchFunction():  # not a reduction of user code
         return nn.utils.get_total_norm(gradients, *args, **kwargs)
 
 
 def absent_gradient(like: torch.Tensor, refusal: Callable[[str], Exception]) -> torch.Tensor:
-    """Make what stands in `.grad` for a gradient that is kept elsewhere.
+    """Return a placeholder for `.grad` of a parameter whose gradient is stored in another buffer.
 
-    It reads as zeros and has no memory. Whoever writes into it would change nothing.
+    It reads as zeros and has no memory. A write into it would change nothing, so it raises.
 
     Args:
-        like: a tensor of its shape, format and device.
-        refusal: makes the error that a write raises, by the name of torch's operation.
+        like: a tensor with the placeholder's shape, dtype and device.
+        refusal: builds the error that a write raises, from the name of torch's operation.
     """
     made: Any = torch.Tensor._make_wrapper_subclass(
         _Absent, like.shape, dtype=like.dtype, device=like.device
@@ -112,10 +112,10 @@ def absent_gradient(like: torch.Tensor, refusal: Callable[[str], Exception]) -> 
 
 
 class _Absent(torch.Tensor):
-    """Of `absent_gradient`; its views are such tensors too."""
+    """Placeholder tensor of `absent_gradient`; its views are placeholders too."""
 
     refusal: Callable[[str], Exception]
-    stands_for = "a gradient that is kept elsewhere"  # by which others know that it has no memory
+    stands_for = "a gradient that is kept elsewhere"  # other modules read this: it has no memory
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has a static method
@@ -135,11 +135,11 @@ class _Absent(torch.Tensor):
         return result
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Zeros, as every other reading."""
+        """Return zeros, like every other read of the placeholder."""
         return _zeros(self).cpu().numpy()
 
     def tolist(self) -> Any:
-        """The same in lists."""
+        """Return zeros as nested lists."""
         return _zeros(self).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Puts adapters of peft on a model, as [tune] says, and keeps what peft wants to open them again.
+"""Add peft adapters to a model as [tune] says, and write the files that peft needs to load them.
 
 Formula   LoRA: y = W x + (alpha / rank) · B (A dropout(x)), with B = 0 at the start; DoRA: the rows
           of W + (alpha / rank) · B A to a length that is trained
@@ -24,17 +24,19 @@ from shoal.checkpoint.format.hub_folder import ADAPTER_CONFIG, HUB
 from shoal.config.sections import TuneSection
 
 SOLE = "default"
-"""What peft calls the one adapter of a model, unless it is told otherwise."""
+"""peft's default name for the only adapter of a model."""
 
 
 def adapt(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
-    """Freeze a model and put adapters on it; torch's default generator draws them.
+    """Freeze a model and add adapters, initialised from torch's default generator.
 
     Args:
-        base: where the model's weights lie, for whoever opens the adapter.
+        model: the base model.
+        tune: the [tune] section of run.toml.
+        base: path or name of the base weights, written into the adapter's config.
 
     Raises:
-        ConfigError: for targets that the model has not, or cannot have an adapter.
+        ConfigError: a target matches no layer of the model, or its layer cannot have an adapter.
     """
     import peft  # an extra, and slow
 
@@ -58,7 +60,7 @@ def adapt(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
         base_model_name_or_path=base,
     )
     try:
-        with warnings.catch_warnings():  # of names that are put back below, and of their own words
+        with warnings.catch_warnings():  # the name is restored below
             warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path`")
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
             adapted: nn.Module = peft.get_peft_model(model, said)
@@ -68,12 +70,12 @@ def adapt(model: nn.Module, tune: TuneSection, base: str) -> nn.Module:
             f"tune.adapter = {tune.adapter}: peft refuses {type(model).__name__}: {line}; try: "
             f"tune.targets with names of linear layers"
         ) from failure
-    said.base_model_name_or_path = base  # peft writes what the model says of itself over it
+    said.base_model_name_or_path = base  # peft overwrites it with the model's own name
     return adapted
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is a model with adapters of peft."""
+    """Return whether a module is a peft model with adapters."""
     if "peft" not in sys.modules:
         return False
     from peft import PeftModel
@@ -82,16 +84,17 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def keep_adapter(module: Any, names: Iterable[str], folder: Path | None) -> dict[str, str]:
-    """Write adapter_config.json to `folder/hub`; gives a name in peft's files → name in the module.
+    """Write adapter_config.json to `folder/hub`; return peft's tensor name → name in the module.
 
     Args:
-        names: of all parameters, whoever holds them.
-        folder: None on processes that write nothing.
+        module: the peft model.
+        names: of all parameters, on whichever rank they are.
+        folder: None on ranks that write no files.
     """
     from peft import get_peft_model_state_dict
 
     adapter = module.active_adapter if isinstance(module.active_adapter, str) else SOLE
-    # peft sorts names out with tensors behind them; these hold nothing, and tell the names again.
+    # peft selects by tensor: empty meta tensors let us map its selection back to names.
     known = {name: torch.empty(0, device="meta") for name in names}
     told = {id(tensor): name for name, tensor in known.items()}
     chosen = get_peft_model_state_dict(
@@ -100,12 +103,12 @@ def keep_adapter(module: Any, names: Iterable[str], folder: Path | None) -> dict
     if folder is not None:
         said = {**module.peft_config[adapter].to_dict(), "inference_mode": True}
         text = json.dumps(said, indent=2, sort_keys=True, default=_plain) + "\n"
-        with contextlib.suppress(OSError):  # the run is worth more than this
+        with contextlib.suppress(OSError):  # a failed write must not end the run
             (folder / HUB).mkdir(exist_ok=True)
             write_whole(folder / HUB / ADAPTER_CONFIG, text)
     return {short: told[id(tensor)] for short, tensor in chosen.items()}
 
 
 def _plain(value: Any) -> Any:
-    """What JSON lacks: sets as sorted lists, all else by its text."""
+    """Return a JSON value for an object that JSON lacks: a sorted list for a set, else its text."""
     return sorted(value) if isinstance(value, set) else str(value)

@@ -1,10 +1,10 @@
-"""Refuses arguments of `shoal.parallelize` that mean nothing, each in one line.
+"""Validate the arguments of `shoal.parallelize`; each error is one line with a suggestion.
 
-    a name that there is none of     lr=…            → the argument, or the place, that is meant
+    an unknown name                  lr=…            → the argument, or the call, that takes it
     a word outside a list            precision="fp8" → the nearest word
-    a number that no run could have  clip=-1         → the nearest one
+    a number out of range            clip=-1         → the nearest valid one
 
-run.toml's keys of the same names are checked where they are read (config/load.py), by their lists.
+config/load.py checks the keys of the same names in run.toml, by their lists.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shoal.base.layouts.policies import POLICIES, OptimizerPolicy, check_value, 
 from shoal.base.plans.plan import Plan
 
 DEFAULT_BATCH = 32
-"""Samples per step where nobody says how many."""
+"""Samples per step if no argument sets them."""
 
 COUNTS: Mapping[str, int] = {"batch": DEFAULT_BATCH, "micro_batch": 4}
-"""Whole numbers that may be None, and what is proposed in the place of one that means nothing."""
+"""Integers that may be None, and the value that an error suggests instead of an invalid one."""
 
 OF_THE_OPTIMIZER = "torch.optim.AdamW(model.parameters(), lr=…) as the optimizer"
 
@@ -39,7 +39,7 @@ ELSEWHERE = {
     **dict.fromkeys(("mixed_precision", "dtype", "fp16", "bf16"), "precision"),
     "strategy": "layout",
 }
-"""Names that other libraries have for arguments, or for what is said elsewhere."""
+"""Names that other libraries use for these arguments, or for settings that another call takes."""
 
 
 OF_A_LOADER = {
@@ -50,17 +50,26 @@ OF_A_LOADER = {
                     "the seed of shoal.parallelize"),
     "drop_last": "nothing is dropped: the last step is smaller, and weighed by its count",
 }  # fmt: skip
-"""What a DataLoader takes, and where it is said here."""
+"""Arguments of a DataLoader, and how the user sets each of them in Shoal."""
 
 
 NO_ARGUMENT = ("self", "unknown", "policies")
-"""Of a signature: what nobody gives by name."""
+"""Parameters of a signature that no caller passes by name."""
 
 
 def refuse_unknown(
     function: Callable[..., Any], unknown: Iterable[str], elsewhere: Mapping[str, str]
 ) -> None:
-    """Errors: ConfigError for an argument that there is none of, with the nearest."""
+    """Raise ConfigError for an unknown keyword argument, with the nearest known one.
+
+    Args:
+        function: the function or `Run` method that was called.
+        unknown: names of the unknown arguments.
+        elsewhere: name in other libraries → the argument or call that Shoal has for it.
+
+    Raises:
+        ConfigError: `unknown` is not empty.
+    """
     names = [name for name in inspect.signature(function).parameters if name not in NO_ARGUMENT]
     if function.__name__ in ("parallelize", "plan"):
         where, names = f"shoal.{function.__name__}", list(dict.fromkeys([*names, *POLICIES]))
@@ -73,10 +82,13 @@ def refuse_unknown(
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Errors: ConfigError for a word or a number that means nothing, with the nearest.
+    """Raise ConfigError for an invalid argument of `parallelize`, with the nearest valid one.
 
     Args:
-        given: the arguments of `parallelize` by name; those of which nothing is known here pass.
+        given: the arguments of `parallelize` by name; unknown names are ignored here.
+
+    Raises:
+        ConfigError: a word or a number is invalid.
     """
     check_layout(given["layout"])
     if given["loss"] is not None and not callable(given["loss"]):
@@ -92,9 +104,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def plan_of_words(precision: str, policies: Mapping[str, Any]) -> Plan:
-    """The plan that arguments name, without its layout.
+    """Build the plan of keyword arguments, without its layout.
 
-    Errors: ConfigError for a value that means nothing
+    Raises:
+        ConfigError: a value is invalid.
     """
     names = {} if "compute" in policies else {"compute": "precision"}
     told = {"compute": precision, **policies}
@@ -104,10 +117,14 @@ def plan_of_words(precision: str, policies: Mapping[str, Any]) -> Plan:
 
 
 def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
-    """Errors: ConfigError for a value of a policy that means nothing, with the nearest.
+    """Raise ConfigError for an invalid policy value, with the nearest valid one.
 
     Args:
-        names: key → the argument by which it was given, where that is called otherwise.
+        plan: the plan to check.
+        names: key → the argument that set it, where their names differ.
+
+    Raises:
+        ConfigError: a value is out of its range or has another type.
     """
     for key, declared in POLICIES.items():
         name, value = names.get(key, key), getattr(plan, key)
@@ -123,13 +140,13 @@ def check_policies(plan: Plan, names: Mapping[str, str]) -> None:
 
 
 def check_whole(name: str, value: Any, least: int, usual: int) -> None:
-    """Errors: ConfigError for what is no whole number of at least `least`."""
+    """Raise ConfigError unless a value is an integer of at least `least`."""
     if not _is(value, numbers.Integral) or value < least:
         _refuse(name, value, f"a whole number of at least {least}", usual)
 
 
 def check_layout(layout: Any) -> None:
-    """Errors: ConfigError for what is neither a name nor degrees."""
+    """Raise ConfigError unless a layout is a strategy name or a mapping of degrees."""
     if not isinstance(layout, str | Mapping):
         near = '"auto"' if layout is None else '{"tp": 2}'
         _refuse("layout", layout, "the name of a layout, or its degrees,", near)

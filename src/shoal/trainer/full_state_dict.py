@@ -1,9 +1,9 @@
-"""The whole model as a plain state dict, whatever a layout or a format made of it.
+"""Full state dict of the model in the user's parameter names, for any layout and precision.
 
 Under bf16 and fp16 the module computes with narrow copies of some weights, and the optimizer steps
-fp32 masters beside it. `module.state_dict()` therefore gives the masters where this rank has them
-whole (single, ddp), and loading puts values into them. Where a rank holds parts (zero1 and zero2 in
-bf16, fsdp, tp, pp) it is refused in one line that names `run.state_dict()`, which asks all ranks.
+fp32 masters outside the module. So `module.state_dict()` returns the masters where this rank has
+them whole (single, ddp), and loading copies values into them. Where a rank holds parts (zero1 and
+zero2 in bf16, fsdp, tp, pp), it raises an error that names `run.state_dict()`, a call of all ranks.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ if TYPE_CHECKING:
 
 
 GIVE_COPIES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that give the narrow copies which forward passes read, where masters are in parts: loops
-of libraries whose modules hold nothing else save these."""
+"""Modules whose state dict has the narrow copies that forward passes read, if masters are sharded.
+Training loops of libraries whose modules hold nothing else save these.
+"""
 
 
 def check_averaged(average: WeightAverage | None) -> None:
-    """Errors: ConfigError where weights are not averaged, or no step was made yet."""
+    """Raise ConfigError if the run averages no weights, or has made no step yet."""
     if average is None or not average.updates:
         why = "no step was made yet" if average else "try: parallelize(…, average=0.999)"
         raise ConfigError(f"run.state_dict: there is no average of the weights; {why}")
 
 
 def full_state(program: Program) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer, whole, on the CPU of every rank; all ranks call it.
+    """Gather every parameter and persistent buffer to the CPU of every rank; all ranks call it.
 
     Returns:
-        names and order of the user's module; a tied weight is one tensor under its names;
-        parameters in the format that is stepped, fp32 where forward passes read narrow copies.
+        Names and order of the user's module. A tied weight is one tensor under all its names.
+        Parameters have the dtype that is stepped: fp32 where forward passes read narrow copies.
     """
     from shoal.parallel.build.full_state import assembled, held
 
@@ -52,7 +53,7 @@ def full_state(program: Program) -> dict[str, torch.Tensor]:
 
 
 def give_masters(program: Program) -> Program:
-    """Make `module.state_dict()` and `load_state_dict` true to the weights that are stepped."""
+    """Register hooks so that `module.state_dict()` and `load_state_dict` use the master weights."""
     undo: list[Callable[[], None]] = []
     layout = program.plan.layout
     for path, module in program.module.named_modules():
@@ -67,12 +68,12 @@ def give_masters(program: Program) -> Program:
         own = _Weights(module, parts, layout.text(), program.plan.compute)
         hooks = _hang(own)
         if layout.zero < 3 and not program.cuts and program.pipe.size == 1:
-            undo += [hook.remove for hook in hooks]  # closing leaves the module whole
+            undo += [hook.remove for hook in hooks]  # here the module is whole after close
     return replace(program, on_close=(*program.on_close, *undo))
 
 
 def _hang(own: _Weights) -> list[Any]:
-    """Hooks on the module; plain functions, which a deep copy of the model does not copy."""
+    """Register state-dict hooks; they are plain functions, which a deep copy of the model omits."""
 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
         own.give(module, state, prefix)
@@ -87,7 +88,7 @@ def _hang(own: _Weights) -> list[Any]:
 
 
 def _whole(part: Part | None) -> torch.Tensor | None:
-    """The tensor of a part that is everything."""
+    """Return the tensor of a part that covers the whole parameter, else None."""
     if part is None:
         return None
     tensor, shard = part
@@ -96,10 +97,13 @@ def _whole(part: Part | None) -> torch.Tensor | None:
 
 
 class _Weights:
-    """The weights that one module holds itself, other than as they are stepped.
+    """Weights of one module whose stepped masters differ from the tensors in the module.
 
     Args:
-        parts: by their names in the module: the master, or None where this rank has only a part.
+        module: the module that holds the weights.
+        parts: name in the module → the master, or None where this rank has only a part.
+        layout: the layout's text, for errors.
+        precision: the compute precision, for errors.
     """
 
     def __init__(
@@ -113,7 +117,11 @@ class _Weights:
         self.where = f"layout {layout}" + (f" in {precision}" if precision != "fp32" else "")
 
     def give(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """After `module.state_dict()`: masters in the place of narrow copies."""
+        """Replace narrow copies by masters after `module.state_dict()`.
+
+        Raises:
+            ConfigError: this rank holds only a part of a weight.
+        """
         for name, master in self.parts.items():
             kept = state.get(prefix + name)
             # A copy of the module has weights of its own; with keep_vars parameters are wanted.
@@ -130,7 +138,11 @@ class _Weights:
 
     @torch.no_grad()
     def take(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-        """Before `module.load_state_dict(…)`: masters take the values in their own format."""
+        """Copy values into the masters, in the masters' dtype, before `module.load_state_dict(…)`.
+
+        Raises:
+            ConfigError: this rank holds only a part of a weight.
+        """
         for name, master in self.parts.items():
             given = state.get(prefix + name)
             if module is not self.module or not isinstance(given, torch.Tensor):

@@ -1,8 +1,8 @@
-"""The main job: what one process of `shoal train` does from its start to its end.
+"""Main job: the work of one process of `shoal train` from start to end.
 
-It reads the resolved run.toml of the run folder, joins the others, opens the data, builds the
-model, goes on from the newest checkpoint if there is one, and steps until the end, a signal, or a
-failure. What it has to say goes into the run folder as events and metrics; others draw it.
+It reads the resolved run.toml of the run folder, joins the other processes, opens the data, builds
+the model and resumes from the newest checkpoint if there is one. It steps until the end, a signal
+or a failure. It writes events and metrics into the run folder; other processes display them.
 """
 
 from __future__ import annotations
@@ -61,14 +61,16 @@ from shoal.wire import phases
 from shoal.wire.phases import phase
 
 Prove = Callable[[Config, Source, World, Path, Plan, Words | None], str]
-"""Proves (configuration, data, world, run folder, plan, its layout in words where that is open)
-before the run is built; gives the line for the user, empty where nothing was done."""
+"""Function that runs the proof of (configuration, data, world, run folder, plan, layout in words if
+the layout is open) before the run is built; returns a line for the user, "" if it did nothing.
+"""
 
 
 def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
-    """Train the run whose resolved configuration is `folder/run.toml`; gives the exit code.
+    """Train the run whose resolved configuration is `folder/run.toml`; return the exit code.
 
-    Errors: any ShoalError; the caller turns it into one line and an exit code.
+    Raises:
+        ShoalError: any of its classes; the caller turns it into one line and an exit code.
     """
     config = load(folder / "run.toml").config
     world = world or start_world()
@@ -76,7 +78,7 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
         return _served(config, folder, world, prove)
     run, source, total_steps, joined = _prepare(config, folder, world, prove)
     put_back = ask_on_signals(run.request_stop)
-    phases.part(phases.NOWHERE)  # a proof's steps are over, and the first batch may take long
+    phases.part(phases.NOWHERE)  # the proof's steps are over; the first batch may be slow
     if phases.page is not None and world.group is not None:
         from shoal.fabric.collectives.collective_log import Fingerprints
 
@@ -87,7 +89,7 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
                 return train_rounds(run, joined, source, config, total_steps)
             return _steps(run, source, config, total_steps)
     except TrainingError:
-        with contextlib.suppress(ShoalError):  # all ranks are well: what is being written is kept
+        with contextlib.suppress(ShoalError):  # all ranks work: finish the save in flight
             run.saving.settle()
         raise
     finally:
@@ -98,11 +100,11 @@ def train(folder: Path, prove: Prove, *, world: World | None = None) -> int:
 def _prepare(
     config: Config, folder: Path, world: World, prove: Prove
 ) -> tuple[Run, Source, int, Joined | None]:
-    """Everything before the first step: data, model, plan, state, and the other islands."""
+    """Prepare all that the first step needs: data, model, plan, state, and the other islands."""
     source = _opened(config, world)
-    if world.size <= usable_cores():  # else the ranks' rates are whoever's turn it was
+    if world.size <= usable_cores():  # else scheduling decides the rates
         measure_machine(world, cache_folder(), quick(world.device))
-    # A layout that is left open is ranked by them, the run is foreseen by them: found once.
+    # Ranking of an open layout and the run's forecast both use these facts: computed once.
     facts: FindFacts = cache(partial(facts_of, config, source))
     plan, said = choose(config, facts, world, folder, is_open_size=is_left_open(folder))
     make, call = partial(build_model, config, source), plan.call
@@ -122,11 +124,11 @@ def _prepare(
         hook = import_object("train.on", path)
         run.hear(hook(folder) if isinstance(hook, type) else hook)
     run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
-    run.extra_record.pop("settings", None)  # which are all in there
+    run.extra_record.pop("settings", None)  # "configuration" has all of them
     if source.tokenizer is not None and world.keeps:
         keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
     joined = None
-    # It is known before a checkpoint's data is compared with it.
+    # The loader exists before a checkpoint's data is compared with it.
     run.loader(source.train, workers=config.data.workers, collate=source.collate)
     if config.islands.on:
         joined = join(run, config.islands)
@@ -152,7 +154,7 @@ def _prepare(
 
 
 def _opened(config: Config, world: World) -> Source:
-    """What comes first: refusals that a second is enough for, then the data."""
+    """Check what can be refused within a second, then open the data."""
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -161,7 +163,7 @@ def _opened(config: Config, world: World) -> Source:
 
 
 def _served(config: Config, folder: Path, world: World, prove: Prove) -> int:
-    """Train under a parameter server that does not wait, whose sums are proven as if it waited."""
+    """Train under an asynchronous parameter server; the proof runs with a synchronous one."""
     from shoal.base.layouts.parameter_servers import with_servers
     from shoal.trainer.servers.worker_loop import train_served
 
@@ -175,7 +177,7 @@ def _served(config: Config, folder: Path, world: World, prove: Prove) -> int:
 
 
 def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
-    """Step to the end; save and validate on the way. Gives the exit code."""
+    """Step to the end, with saves and validation on the way; return the exit code."""
     every = config.checkpoint.every or max(1, total_steps // 5)
     loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
     validate = validator(run, source, config)
@@ -217,7 +219,7 @@ def _steps(run: Run, source: Source, config: Config, total_steps: int) -> int:
 
 
 def _stop(run: Run, saved: Path | None = None) -> int:
-    """Save, unless this step was saved already, and leave; gives the exit code."""
+    """Save unless this step is saved already, and close the run; return the exit code."""
     saved = save_if_deleted(run, saved or run.save())
     run.recorder.log_memory_peaks()
     if run.world.keeps:

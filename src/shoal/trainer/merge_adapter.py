@@ -1,7 +1,7 @@
-"""Merges a checkpoint's adapters into the layers they stand on, by peft's own arithmetic.
+"""Merge a checkpoint's adapters into the layers of their base model, with peft's own arithmetic.
 
-The whole model is in memory, once. Wanted in the run's hub/: config.json and adapter_config.json,
-which every save of a model of transformers with adapters leaves there.
+The whole model is in memory, once. The run's hub/ must hold config.json and adapter_config.json,
+which every save of a transformers model with adapters writes there.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from shoal.wire.phases import Phase, phase
 
 @dataclass(frozen=True)
 class Merged(Outgoing):
-    """Tensors that leave a checkpoint with its adapters merged, in the base model's names."""
+    """Tensors to export from a checkpoint with its adapters merged, in the base model's names."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def entries(self) -> list[Entry]:
-        """Key, dtype and shape of every tensor."""
+        """Return key, dtype and shape of every tensor."""
         found = ((n, self.tensors[full]) for n, full in self.names.items())
         return [Entry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in found]
 
     def reader(self, told: Phase) -> Callable[[str], memoryview]:
-        """A function from a name to the tensor's bytes."""
+        """Return a function from a tensor's name to its bytes."""
 
         def data_of(short: str) -> memoryview:
             told.step()
@@ -47,13 +47,14 @@ class Merged(Outgoing):
 
 @torch.no_grad()
 def merged(path: Path, *, average: bool = False) -> Merged | None:
-    """Merge the adapters of a checkpoint; None for a model without any.
+    """Merge the adapters of a checkpoint; return None for a model without adapters.
 
     Args:
-        average: averaged weights, as `outgoing` takes it.
+        path: the checkpoint's folder.
+        average: use the averaged weights, as in `outgoing`.
 
     Raises:
-        CheckpointError: for a model that is none of transformers beneath its adapters.
+        CheckpointError: the base model below the adapters is no transformers model.
     """
     found = outgoing(path, average=average)
     if ADAPTER not in found.manifest.record:
@@ -97,7 +98,7 @@ def merged(path: Path, *, average: bool = False) -> Merged | None:
 
 
 def _format(found: Outgoing) -> torch.dtype:
-    """The format of the weights that the checkpoint holds most of."""
+    """Return the dtype that most weights of the checkpoint have."""
     kinds = [entry.dtype for entry in found.entries]
     dtype: torch.dtype = getattr(torch, max(set(kinds), key=kinds.count))
     return dtype

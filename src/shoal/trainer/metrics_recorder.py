@@ -1,8 +1,8 @@
-"""Writes what each step did: one JSON line in metrics.jsonl, by rank 0 (`World.keeps`).
+"""Write one JSON line per step to metrics.jsonl, by rank 0 (`World.keeps`).
 
 Keys every line has: step loss grad_norm lr tokens step_s tokens_per_s mfu peak_memory_bytes
-comm_bytes comm_exposed_s data_wait_s; besides, bytes by kind of collective, the peak of every rank,
-the stream positions [from, to) that the step consumed, and whether it was skipped.
+comm_bytes comm_exposed_s data_wait_s. A line also has bytes by kind of collective, the peak of
+every rank, the stream positions [from, to) that the step consumed, and whether it was skipped.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:  # few runs record their steps
 
 
 class Recorder:
-    """The run folder as one process sees it; without a folder nothing is written.
+    """Writer of one process's metrics and events into the run folder, if there is one.
 
     Attributes:
         flops_per_sample, machine_flops_per_s: set once known; MFU is null until then.
-        wanted: what hooks asked for, "stop" or "save", until it is done.
-        saves_apart: why hooks cannot ask for a save, told once; "": they can.
-        trace: records some steps, operation by operation.
-        passed: told once when steps pass the machine's rate; what it says is a notice.
+        wanted: requests of callbacks, "stop" or "save", until they are done.
+        saves_apart: why callbacks cannot request a save, reported once; "": they can.
+        trace: profiler of some steps.
+        passed: called once if a step is faster than the machine's rate; its text is a notice.
 
     Raises:
-        ConfigError: when the folder cannot be made.
+        ConfigError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path | None, world: World) -> None:
@@ -63,9 +63,10 @@ class Recorder:
         self.trace: StepTrace | None = None
 
     def hear(self, hook: Callable[[dict[str, Any]], Any]) -> None:
-        """Call a hook with every record from now on; what it gives is in `wanted`, if it is a word.
+        """Register a callback for every record; its "stop" or "save" is added to `wanted`.
 
-        Errors: ConfigError for another word than stop and save.
+        Raises:
+            ConfigError: the callback returned another word than stop and save.
         """
 
         def listen(record: dict[str, Any]) -> None:
@@ -77,7 +78,7 @@ class Recorder:
                 )
             if word == "save" and self.saves_apart:
                 if not self._told_apart:
-                    self._told_apart = True  # before the hook hears the line itself
+                    self._told_apart = True  # before the callback gets this notice itself
                     self.notice(self.saves_apart)
             elif isinstance(word, str):
                 self.wanted.add(word)
@@ -85,43 +86,43 @@ class Recorder:
         self.events.listeners.append(listen)
 
     def validated(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell what an evaluation in a loop of the user's own found, by rank 0."""
+        """Emit the results of an evaluation in the user's own loop, by rank 0."""
         if self.world.keeps:
             numbers = {"loss": values["loss"], "targets": values["targets"]}
             named = {name: value for name, value in values.items() if name not in numbers}
             self.events.emit("validated", step=step, **numbers, metrics=named)
 
     def notice(self, text: str) -> None:
-        """One line for the user, by rank 0: an event, and through `logging`, for scripts."""
+        """Emit one line for the user by rank 0: as an event, and through `logging` for scripts."""
         if self.world.keeps:
             self.events.emit("notice", text=text)
         self.warn(text)
 
     def tell(self, notices: list[str]) -> None:
-        """Give a list's lines to the user, and empty it."""
+        """Emit all lines of a list as notices, and empty the list."""
         while notices:
             self.notice(notices.pop(0))
 
     def here(self, text: str) -> None:
-        """One line on what happened to this rank: an event, and through `logging`."""
+        """Emit one line about this rank: as an event, and through `logging`."""
         text = f"rank {self.world.rank}: {text}" if self.world.size > 1 else text
         self.events.emit("notice", text=text)
         logging.getLogger("shoal").warning("shoal: %s", text)
 
     def warn(self, text: str) -> None:
-        """What an event tells already, for scripts that show none, by rank 0 through `logging`."""
+        """Log a line by rank 0 through `logging`, for scripts that display no events."""
         if self.world.is_first:
             logging.getLogger("shoal").warning("shoal: %s", text)
 
     def begin(self, step: int) -> float:
-        """A step begins. Gives seconds since the last one ended: the loader's and the user's."""
+        """Start the record of a step; return the seconds since the last step ended."""
         if self.trace is not None:
             self.trace.before(step)
         phases.part(phases.PASSES)
         return time.perf_counter() - self.waiting_since_s
 
     def log_memory_peaks(self) -> None:
-        """Tell the most memory that each rank held, once; every rank calls it."""
+        """Emit the peak memory of each rank, once; every rank calls it."""
         if self.folder is None or self.peaks_logged:
             return
         self.peaks_logged = True
@@ -130,12 +131,12 @@ class Recorder:
             self.events.emit("memory_peaks", peak_memory_bytes_by_rank=peaks)
 
     def restart_clock(self) -> None:
-        """Time from here on belongs to the next step: call after validating or saving."""
+        """Restart the clock of the next step; call it after validating or saving."""
         self.waiting_since_s = time.perf_counter()
         self.world.traffic.take()
 
     def step(self, row: dict[str, Any], *, samples: int) -> dict[str, Any]:
-        """Complete and write one step's row; gives the row.
+        """Complete and write the row of one step; return the row.
 
         Args:
             row: step, loss, grad_norm, lr, tokens, data_wait_s and extras.
@@ -175,13 +176,13 @@ class Recorder:
         return row
 
     def remake_folder(self) -> bool:
-        """Look at the run folder before something is written there.
+        """Make the run folder anew if it was deleted; call it before a write into it.
 
         Returns:
-            Whether it was deleted, and is made anew.
+            Whether the folder was deleted and made anew.
 
         Raises:
-            OSError: it was deleted, and cannot be made.
+            OSError: the folder was deleted, and cannot be made.
         """
         if self.folder is not None and self.owner is not None and self.world.keeps:
             self.replaced = self.replaced or self.owner.state() == "replaced"
@@ -191,7 +192,7 @@ class Recorder:
         return False
 
     def _mfu(self, samples: int, step_s: float) -> float | None:
-        """The share of the machine's rate that a step used; None where that cannot be right."""
+        """Return the share of the machine's rate that a step used; None if it cannot be right."""
         if not (self.flops_per_sample and self.machine_flops_per_s and step_s > 0):
             return None
         share = self.flops_per_sample * samples / step_s / self.machine_flops_per_s
@@ -203,14 +204,14 @@ class Recorder:
         return None
 
     def went_back(self, step: int) -> None:
-        """The next step follows this one: lines of later steps go when it is there, no sooner.
+        """Note that the next step follows `step`; drop later lines only once that step is recorded.
 
-        Who only looks at an older checkpoint keeps what was written since.
+        So a caller that only reads an older checkpoint keeps the lines written since.
         """
         self._went_back_to = step
 
     def cut(self, step: int) -> None:
-        """Drop the lines of steps that will be run again, and a half-written last line."""
+        """Drop the lines of steps that will be repeated, and a half-written last line."""
         self._went_back_to = None
         if self.folder is None or not self.world.keeps:
             return
@@ -223,5 +224,5 @@ class Recorder:
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no NaN: such numbers become null."""
+    """Return a row with null for NaN and infinite numbers, which JSON lacks."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

@@ -1,8 +1,8 @@
-"""Does a model keep the documents of a packed row apart? Asked of the model itself, before it runs.
+"""Check that a model separates the documents of a packed row, by running it before training.
 
 A model that takes `position_ids` may still let documents see each other (a convolution, a state
-that runs along the row, a mask made without them). So a row of two short documents is run, and the
-second must give what it gives alone: in a row with another first document, and in a row of its own.
+that runs along the row, a mask made without them). So the check runs rows of two short documents.
+The second document must have the same logits as alone, and must not depend on the first document.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from shoal.data.loading.sample_seeds import kept_draws
 from shoal.models.loss import find_logits
 
 TOKENS = 16
-"""Of each of the two documents, at most."""
+"""Largest number of tokens of each of the two documents."""
 
 ROUNDING = 1e-4
-"""Share of the largest logit by which rows of unlike lengths may differ in fp32."""
+"""Share of the largest logit by which rows of different lengths may differ in fp32."""
 
 SEEN = 1e-5
-"""The same where only tokens differ that must not be seen; experts may group others anew."""
+"""The same limit where only tokens of the other document differ; experts may regroup the others."""
 
 
 def check_packing(model: nn.Module, name: str, sequence: int) -> None:
-    """Refuse a model that mixes the documents of a packed row of `sequence` tokens, naming it.
+    """Raise ConfigError for a model that mixes the documents of a packed row of `sequence` tokens.
 
-    Looked at: whether `forward` takes input_ids and position_ids; on the CPU one small row.
+    Checked: `forward` takes input_ids and position_ids; on the CPU, the logits of small rows.
 
     Raises:
-        ConfigError.
+        ConfigError: the model mixes documents, or cannot run a packed row.
     """
     taken = inspect.signature(model.forward).parameters
     by_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
@@ -55,7 +55,7 @@ def check_packing(model: nn.Module, name: str, sequence: int) -> None:
 
 
 def _logits(model: nn.Module, name: str, *documents: torch.Tensor) -> torch.Tensor:
-    """Logits [1, tokens, vocabulary] of one row of documents, in eval mode; the model is kept."""
+    """Return logits [1, tokens, vocabulary] of one row of documents, in eval mode."""
     training = model.training
     ids = torch.cat(documents, 1)
     places = torch.arange(documents[0].shape[1]).repeat(len(documents))[None]

@@ -1,7 +1,7 @@
-"""From a plain module to a run: decide the layout, build the plan, compose the program.
+"""Turn a plain module into a run: decide the layout, build the plan, compose the program.
 
 The same function serves the main job and the user's own loop, alone, under torchrun and under
-Slurm: which processes there are is found in the environment.
+Slurm: the environment says which processes there are.
 """
 
 from __future__ import annotations
@@ -82,50 +82,52 @@ def parallelize(
     world: World | None = None,
     **policies: Any,
 ) -> Run:
-    """Make a module train on every process that was started, computing what one process computes.
+    """Prepare a model for training on all started processes; the result equals one process's.
 
     Args:
-        model: an nn.Module, whose weights are kept as they are, or a function without arguments
-            that builds one (it is called under `torch.manual_seed(seed)`); what is wrapped in
-            DistributedDataParallel or DataParallel is taken out of it.
+        model: an nn.Module, whose weights are kept, or a function without arguments that builds one
+            (called under `torch.manual_seed(seed)`). A module inside DistributedDataParallel or
+            DataParallel is taken out of it.
         optimizer: any torch.optim optimizer over the model's parameters, or `params -> optimizer`.
         loss: loss(outputs, targets) → (sum, count) or unreduced values; default: cross-entropy on
-            integer targets, ignoring −100. (sum, count, {"ce": ce_sum, …}) tells its parts, as
+            integer targets, ignoring −100. (sum, count, {"ce": ce_sum, …}) reports its parts, as
             metrics.
-        layout: "auto" (what the planner finds best, where a `sample` is given and this machine was
-            measured; else a rule by size), a strategy ("single", "dp", "ddp", "zero1", "zero2",
-            "fsdp", "hsdp", "tp", "pp", "cp", "3d", a pipeline's schedule), or degrees, say {"tp":
-            2, "dp_shard": 2}, with whatever else [layout] may say: zero, schedule, chunks, strict,
-            split, blocks, …
-        plan: all that is said by words here, as one `shoal.Plan`, in their place.
+        layout: "auto", a strategy, or degrees. "auto" is the planner's best layout if a `sample` is
+            given and this machine was measured, else a rule by size. Strategies: "single", "dp",
+            "ddp", "zero1", "zero2", "fsdp", "hsdp", "tp", "pp", "cp", "3d", a pipeline schedule.
+            Degrees, say {"tp": 2, "dp_shard": 2}, may hold any other key of [layout]: zero,
+            schedule, chunks, strict, split, blocks, …
+        plan: one `shoal.Plan` in the place of all these words.
         batch: samples per optimizer step over all ranks, for `run.loader`; default: 32, or 8
             micro-batches if only `micro_batch` is given.
         micro_batch: samples per forward pass on one rank; default: a rank's whole share of `batch`,
-            in a pipeline two passes for each stage; a batch of your own is cut only if this is
+            in a pipeline two passes for each stage. A batch of your own is split only if this is
             given.
         precision: auto, fp64, fp32, bf16, fp16: `compute` of [precision].
-        schedule: a learning-rate schedule over `total_steps`; without it, lr is yours.
-        sample: tp, pp, cp: a batch of a few samples, or a function that gives one; what the model
-            does with it tells how its layers can be split and where it can be cut. fsdp: which
-            blocks are called more than once.
-        metrics: name → function(outputs, targets), which gives what a loss does; each step's means
-            over all ranks are in its result.
-        folder: where events, metrics and checkpoints go.
-        tokenizer: what encoded the data, of `tokenizers` or transformers
-            (`open_data(…).tokenizer`): every save keeps it in folder/hub, for `shoal checkpoint
+        schedule: a learning-rate schedule over `total_steps`; without it, you set the lr.
+        total_steps: optimizer steps of the whole run, for `schedule`.
+        sample: a batch of a few samples, or a function that returns one. Under tp, pp and cp the
+            model runs it, which shows how its layers can be split and where it can be cut. Under
+            fsdp it shows which blocks are called more than once.
+        metrics: name → function(outputs, targets) with the same returns as a loss; each step's
+            result has the means over all ranks.
+        folder: folder for events, metrics and checkpoints.
+        tokenizer: encoder of the data, of `tokenizers` or transformers
+            (`open_data(…).tokenizer`). Every save keeps it in folder/hub, for `shoal checkpoint
             export` and `sample`.
-        world: the processes, if `World`s are made by hand (tests); default: found by itself.
+        world: the processes, if tests make a `World` by hand; default: found in the environment.
         policies: every further key of a `shoal.Plan`, with its values in run.toml (docs of each:
             docs/configuration.md): reduce, loss_scale, clip (here 0: none), average, seed, call,
             defer_sync, recompute, offload, compile, compress, skip_limit, keep, …
 
     Returns:
-        a `Run`.
+        A `Run`.
 
     Raises:
-        PlanError: layout and processes do not fit, ranks built different models, the optimizer
-            holds foreign parameters · CheckpointError: another process has the folder ·
-            ConfigError: anything else that is not legal.
+        PlanError: layout and processes do not fit, ranks built different models, or the optimizer
+            holds parameters of another model.
+        CheckpointError: another process uses the folder.
+        ConfigError: any other invalid argument.
 
     References:
         design §5; the loss rule is design §6.
@@ -181,18 +183,21 @@ def start_run(
     world: World | None = None,
     ranks_layouts: bool = False,
 ) -> Run:
-    """Start a run under a plan, on every rank: what `parallelize` and `shoal train` both call.
+    """Start a run under a plan, on every rank; both `parallelize` and `shoal train` call it.
 
     Args:
-        plan: settled, or with open fields where `said` is given.
+        model, optimizer, loss: as in `parallelize`.
+        plan: settled, or with open fields if `said` is given.
         said: the layout in words, from which the plan is settled; None: it is settled.
-        given: of "batch" and "micro_batch" those that the user fixed: the run holds batches of the
-            user's own to them, and cuts them; settling the plan does not look at it.
-        ranks_layouts: the planner chooses a layout that is left open, by what it sees in `sample`;
-            False, one process, or a machine that was never measured: by size.
+        given: which of "batch" and "micro_batch" the user set. The run checks the user's own
+            batches against them, and splits these batches; settling the plan ignores it.
+        length: length of the run, and its learning-rate schedule.
+        sample, folder, world: as in `parallelize`.
+        ranks_layouts: the planner chooses an open layout by `sample`. False, one process, or a
+            machine that was never measured: the layout is chosen by size.
 
     Raises:
-        as `parallelize`.
+        ShoalError: as in `parallelize`.
     """
     loss = loss or default_loss()
     own, world = world is None, world or start_world()
@@ -218,13 +223,13 @@ def start_run(
         asked = sample if ranks_layouts else None
         plan, share = _chosen(module, bound, loss, plan, said, world, folder, sample=asked)
     hooks = hooked(parameters)
-    if not module.training:  # from_pretrained gives models in evaluation mode
+    if not module.training:  # from_pretrained returns models in evaluation mode
         module.train()
     look = look_at(sample, plan, world)
     program = prepare(module, plan, world)
     program, derived = place(program, record(program, look), look.samples if look else 0)
     del look  # its samples are on the device
-    trim_heap()  # passes over the whole model, and layers in float64, leave more than is kept
+    trim_heap()  # passes over the whole model, and layers in float64, left free heap
     program = materialise(program, derived)
     _settle(module, plan.layout)
     buckets = plan_buckets(program.plan.placements, program.plan.layout, world.rank)
@@ -234,7 +239,7 @@ def start_run(
     notices += check_hooks(hooks, program)
     program.notices.extend(notices + lines + [line for line in (untried(),) if line])
     hand_over(bound, parameters, program)
-    del parameters, hooks  # under zero 3 whole ones, and with the last of them their files go
+    del parameters, hooks  # under zero 3 the last reference to whole parameters deletes their files
     program = enter_run(module, program)
     program = hand_to_policies(program, bound)
     recorder = Recorder(folder, world)
@@ -266,14 +271,15 @@ def _chosen(
     *,
     sample: Any,
 ) -> tuple[Plan, Callable[[], ShareFits] | None]:
-    """Settle a plan whose layout is said in words, and how its batch is cut.
+    """Settle a plan whose layout is in words, and choose its micro-batch.
 
     Args:
-        sample: as of `start_run`, where the planner may choose the layout by it.
+        sample: as in `start_run`; None: the planner does not choose the layout.
 
     Returns:
-        the plan, and who looks at its micro-batch with the first loader: None where the user said
-        it, an earlier start in the folder chose it, or it is an eighth at most.
+        The plan, and a function that returns the check of its micro-batch for the first loader. It
+        is None if the user set the micro-batch, an earlier start in the folder chose it, or it is
+        an eighth of the batch at most.
     """
     chosen, kept = None, 0
     if sample is not None and world.size > 1 and leaves_open(plan, said):
@@ -299,18 +305,18 @@ def _chosen(
     if plan.layout.zero < 3 and not plan.layout.is_derived:
         return plan, look
     share = look()
-    share.keep_twin()  # the module will hold parts
+    share.keep_twin()  # copy now: the module will be sharded
     return plan, lambda: share
 
 
 def _sized(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> Plan:
-    """Fill in a plan's batch, where it has none, and the number of trainable elements."""
+    """Fill in a missing batch size of a plan, and the number of trainable elements."""
     batch = plan.batch or (8 * plan.micro_batch if plan.micro_batch else DEFAULT_BATCH)
     return replace(plan, batch=batch, parameters=sum(p.numel() for p in parameters.values()))
 
 
 def _auxiliary_losses(module: nn.Module, loss: Loss) -> list[str]:
-    """Return a line for auxiliary losses of transformers' models that `loss` leaves out."""
+    """Return a notice about auxiliary losses of a transformers model that `loss` leaves out."""
     if "transformers" not in sys.modules:
         return []
     from shoal.trainer.guards.reports.model_notices import auxiliary_loss_lines
@@ -321,7 +327,7 @@ def _auxiliary_losses(module: nn.Module, loss: Loss) -> list[str]:
 def _unheld(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> tuple[Collection[str], Collection[str]]:
-    """Names of weights that the optimizer does not hold, and those that seem to be forgotten."""
+    """Return names of trainable weights outside the optimizer, and of those that look forgotten."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     unheld = {name for name, p in parameters.items() if id(p) not in held}
     if not unheld:
@@ -332,10 +338,12 @@ def _unheld(
 
 
 def _keep_in(folder: Path, run: Run, *, is_chosen: bool) -> None:
-    """Take a run's folder, and what a checkpoint tells besides of what is run.
+    """Attach the run to its folder: lease, folder guard, crash report, facts for checkpoints.
 
     Args:
-        is_chosen: the micro-batch is no word of the user's.
+        folder: the run folder.
+        run: the run.
+        is_chosen: Shoal chose the micro-batch, not the user.
     """
     from shoal.trainer.process.crash_report import last_word
     from shoal.trainer.run_folder.folder_lease import own
@@ -361,15 +369,15 @@ def _keep_in(folder: Path, run: Run, *, is_chosen: bool) -> None:
 def _built(
     model: nn.Module | Callable[[], nn.Module], plan: Plan, said: Words | None, world: World
 ) -> tuple[nn.Module, list[str]]:
-    """Build the module in its format: (module, lines for the user).
+    """Build the module in its compute format; return (module, lines for the user).
 
-    Its builder runs once per machine where ranks will hold parts of the model only.
+    If ranks will hold only parts of the model, its builder runs once per machine.
     """
 
     lines: list[str] = []
 
     def build() -> nn.Module:
-        if torch.get_default_device().type == "meta":  # another rank gives it its weights
+        if torch.get_default_device().type == "meta":  # another rank sends its weights
             from shoal.parallel.build.pretrained import pretrained_shapes
 
             with pretrained_shapes():
@@ -390,7 +398,7 @@ def _built(
     from shoal.parallel.build.shared_build import build_once
 
     module, more = build_once(world, build)
-    if "transformers" not in sys.modules:  # nobody else says which files a model came from
+    if "transformers" not in sys.modules:  # only transformers records a model's files
         return module, lines + more
     from shoal.parallel.build.pretrained import checkpoint_of, said_of_files
 
@@ -398,9 +406,9 @@ def _built(
 
 
 def _settle(module: nn.Module, layout: Layout) -> None:
-    """Give what is left of a lightly built module to the process's own memory.
+    """Move the rest of a memory-mapped module to the process's own memory.
 
-    Under zero 3 parameters stay in their files until their rows are taken.
+    Under zero 3 parameters stay in their files until the rank reads its rows.
     """
     if layout.tp * layout.pp * layout.ep > 1 or layout.zero == 3:
         from shoal.parallel.build.mmap_init import settle
@@ -411,7 +419,7 @@ def _settle(module: nn.Module, layout: Layout) -> None:
 
 
 def _compared(plan: Plan, said: Words | None, length: Length) -> dict[str, Any]:
-    """What must be the same on every rank, by the names of arguments; objects come later."""
+    """Return the values, by argument name, that must be equal on all ranks; objects come later."""
     told = {"precision": plan.compute, "batch": plan.batch, "micro_batch": plan.micro_batch}
     told |= {key: getattr(plan, key) for key in POLICIES if key != "compute"}
     layout = plan.layout.text() if said is None else said
@@ -419,7 +427,7 @@ def _compared(plan: Plan, said: Words | None, length: Length) -> dict[str, Any]:
 
 
 def _agree(world: World, said: Mapping[str, Any]) -> None:
-    """Errors: ConfigError, the same on all ranks, for an argument that differs between ranks."""
+    """Raise ConfigError, the same on all ranks, for an argument that differs between ranks."""
     unlike = world.differing({name: str(value) for name, value in said.items()})
     if unlike is None:
         return
@@ -434,15 +442,16 @@ def _agree(world: World, said: Mapping[str, Any]) -> None:
 
 @phase("build")
 def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Give the module, or call its builder under a seed; generators are put back afterwards.
+    """Return the module, or call its builder under a seed; restore the generators afterwards.
 
     Raises:
-        ConfigError: where a builder gives no module; UserError for what it raises.
+        ConfigError: the builder returned no module.
+        UserError: the builder raised an exception.
     """
     if isinstance(model, nn.Module):
         return model
     with kept_draws():  # the builder's seed must not become the user's
-        seed_draws(seed, "model")  # for those that draw from numpy or random
+        seed_draws(seed, "model")  # for builders that draw from numpy or random
         torch.manual_seed(seed)
         try:
             built = model()
@@ -450,7 +459,7 @@ def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mo
             raise
         except Exception as error:
             from shoal.base.text.user_frames import (
-                user_place,  # a builder that goes well does without
+                user_place,  # imported only for an error
             )
 
             where = user_place(error.__traceback__)
@@ -466,7 +475,7 @@ def build_module(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mo
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's class and the numbers of its groups."""
+    """Return the optimizer's class and the numbers of its groups, as text."""
     groups = [
         {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple)}
         for group in optimizer.param_groups
@@ -475,7 +484,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _place_of(function: Any) -> str:
-    """A function's name, file and line; of what is none, its class."""
+    """Return a function's name, file and line; for another object, its class."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function) if callable(function) else function
@@ -486,7 +495,7 @@ def _place_of(function: Any) -> str:
 
 
 def narrow_weights(parameters: Mapping[str, nn.Parameter], compute: str) -> list[str]:
-    """A line on weights that are too narrow to be stepped."""
+    """Return a notice about weights whose dtype is too narrow for updates, if there are any."""
     narrow = [n for n, p in parameters.items() if p.dtype in (torch.float16, torch.bfloat16)]
     if not narrow:
         return []

@@ -1,8 +1,7 @@
-"""Gives the optimizer what this rank steps: whole parameters, or its part of each.
+"""Rebind the optimizer to the tensors that this rank steps: whole parameters, or its part of each.
 
-Whether a part may be stepped alone is found out before anything is cut
-(`optim/optimizer_support.py`). zero1 and zero2 deal whole parameters to owners where the answer is
-no; fsdp cuts every parameter, so there it is a refusal.
+`optim/optimizer_support.py` decides beforehand whether a part may be stepped alone. If not, zero1
+and zero2 assign whole parameters to owner ranks; fsdp shards every parameter, so it raises.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from shoal.parallel.program import Program
 
 
 def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, list[str]]:
-    """The plan with its buckets cut as this optimizer allows, and lines to tell the user.
+    """Return the plan with its buckets sharded as this optimizer allows, and lines for the user.
 
-    Errors: PlanError for an optimizer whose state cannot be split as the layout does.
+    Raises:
+        PlanError: the optimizer's state cannot be split as the layout requires.
     """
     plan = program.plan
     stage = plan.layout.zero
@@ -57,7 +57,7 @@ def cut_for(optimizer: torch.optim.Optimizer, program: Program) -> tuple[Plan, l
 
 
 def _check_division(program: Program, allowed: Slicing) -> None:
-    """Errors: PlanError where tp or pp leaves a rank less than this optimizer has to see."""
+    """Raise PlanError if tp, pp, ep or servers shard weights that this optimizer needs whole."""
     layout = program.plan.layout
     axes = {cut.axis for cut in program.cuts.values()}
     if "ep" in axes and allowed.rows:
@@ -84,7 +84,7 @@ def _check_division(program: Program, allowed: Slicing) -> None:
 def hand_over(
     optimizer: torch.optim.Optimizer, originals: Mapping[str, nn.Parameter], program: Program
 ) -> None:
-    """Put this rank's parts in the optimizer's groups in the place of `originals`."""
+    """Replace `originals` in the optimizer's groups by this rank's parts."""
     local = program.local
     if all(name in local and local[name].parameter is p for name, p in originals.items()):
         return
@@ -99,12 +99,12 @@ def hand_over(
         p: local[name].parameter if name in local else None for name, p in originals.items()
     }
     for group in optimizer.param_groups:
-        # Never stepped; under fsdp they are not the module's any more.
+        # The optimizer never steps them; under fsdp the module no longer has them.
         pieces.update({p: None for p in group["params"] if not p.requires_grad})
     localize(optimizer, pieces, cut)
 
 
 def part_of(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """The elements of a whole tensor that a shard describes, flat."""
+    """Return the elements of a whole tensor that a shard describes, flat."""
     boxes = [tensor[tuple(slice(start, stop) for start, stop in box)] for box in shard.slices]
     return torch.cat([box.reshape(-1) for box in boxes])

@@ -1,9 +1,9 @@
-"""Restore the weights of a checkpoint and nothing else of it: a warm start, or a look at it.
+"""Restore only the weights of a checkpoint, for a warm start or an inspection.
 
-    parameters, persistent buffers     taken, each rank its own part, whatever layout wrote them
+    parameters, persistent buffers     loaded, each rank its own part, whatever layout wrote them
     optimizer, counters, loaders       stay as they are in the run
 
-`Run.restore` takes everything; loops of other libraries also ask for the weights alone
+`Run.restore` loads everything. Training loops of other libraries also need the weights alone
 (`load_module_only` of DeepSpeed's engine).
 """
 
@@ -35,10 +35,10 @@ def restore_weights(
     Every rank must call it.
 
     Args:
-        run: the run; a step under way is dropped.
+        run: the run; it drops a step that has begun and has no update yet.
         folder: holds `checkpoints/step-N`.
-        step: the step whose checkpoint is wanted, and no other.
-        strict: refuse names that only one of model and checkpoint has; False: leave these alone.
+        step: load the checkpoint of this step only.
+        strict: refuse names that only one of model and checkpoint has; False: ignore these names.
 
     Returns:
         The checkpoint's record; None if there is no checkpoint.
@@ -91,7 +91,7 @@ def _check_names(manifest: Manifest, stored: set[str], known: set[str]) -> None:
 
 
 def _check_forms(manifest: Manifest, here: Mapping[str, Part]) -> None:
-    """Compare shapes and formats.
+    """Compare the shapes and dtypes of a checkpoint with those of the model.
 
     Raises:
         CheckpointError: a tensor differs.

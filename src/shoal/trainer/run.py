@@ -1,7 +1,7 @@
-"""A run: the user's model, optimizer and loss, made ready for every process that was started.
+"""A run: the user's model, optimizer and loss, prepared for all processes of the job.
 
 `parallelize` builds the plan and the program; `Run.step` is one optimizer step. The main job of
-`shoal train` is a client of this file like any other loop.
+`shoal train` uses this file like any other loop.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ if TYPE_CHECKING:  # what not every run needs is imported where it is
 
 
 class Run(StepRunner):
-    """One model in training, with its optimizer and its worlds; a process may have several.
+    """One model in training, with its optimizer and its process groups; a process may have several.
+
+    `shoal.parallelize` makes it. `step_count` is the number of optimizer steps taken so far,
+    skipped ones included.
+
+    Args:
+        given: which of `batch` and `micro_batch` the user set; the run checks the user's own
+            batches against them.
 
     Attributes:
         model: the module, on its device.
         world: the processes.
-        plan: what was decided.
+        plan: the settled plan.
         beside: further tensors that checkpoints keep.
-        extra: what the last `save` kept as such, or the checkpoint that the run went on from.
-
-    step_count  optimizer steps taken so far, skipped ones included
-
-    Made by `shoal.parallelize`; `given`: portions of the batch that the user fixed, `batch` and
-    `micro_batch`, to which batches of one's own are held.
+        extra: what the last `save` stored as `extra`, or the restored checkpoint.
     """
 
     def __init__(
@@ -74,102 +76,109 @@ class Run(StepRunner):
         self._restored: set[Path] = set()
 
     def hear(self, *hooks: Callable[[dict[str, Any]], Any]) -> None:
-        """Call hooks with every event and every step's row from now on, in this process.
+        """Register callbacks for every event and every step's row from now on, in this process.
 
         Args:
-            hooks: "stop" and "save", if one returns it, are done after the next step on all ranks.
+            hooks: if one returns "stop" or "save", all ranks do it after the next step.
         """
         for hook in hooks:
             self.recorder.hear(hook)
 
     @property
     def model(self) -> nn.Module:
-        """The module that trains."""
+        """Return the module that trains."""
         return self.program.module
 
     @property
     def world(self) -> World:
-        """The processes of this run."""
+        """Return the processes of this run."""
         return self.program.world
 
     @property
     def rank(self) -> int:
-        """This process's number among those of the run; `world.size` is how many there are."""
+        """Return this process's rank in the run, of `world.size` ranks."""
         return self.world.rank
 
     @property
     def plan(self) -> Plan:
-        """The layout, the batch arithmetic and the gradient buckets."""
+        """Return the plan: the layout, the batch arithmetic and the gradient buckets."""
         return self.program.plan
 
     def loader(
         self, dataset: Any, *, workers: int = 0, collate: Any = None, **unknown: Any
     ) -> Loader | IterableLoader:
-        """Batches of a dataset in this run's order, each rank getting its own micro-batches.
+        """Return a loader over a dataset in this run's order; each rank gets its own micro-batches.
+
+        After `restore`, the first loader resumes where the checkpoint was written. The same
+        dataset, or a new one of the same samples, continues with the stream's next epoch. Other
+        arguments of a DataLoader raise an error that says where Shoal takes them.
 
         Args:
             dataset: map-style (`__getitem__`, `__len__`) or an iterable with `state_dict()`, the
                 same on every rank.
+            workers: processes that read samples; 0: this process.
+            collate: joins samples to a batch.
 
         Returns:
-            an iterable over the steps of one epoch; iterating again is the next epoch.
+            An iterable over the steps of one epoch; iterating again is the next epoch.
 
-        After `restore`, the first loader goes on where the checkpoint was taken. The same dataset,
-        or a new one of the same samples, gives the stream's next epoch. What a DataLoader takes
-        besides is refused, with where to say it.
+        Raises:
+            ConfigError: an unknown argument.
         """
         refuse_unknown(self.loader, unknown, OF_A_LOADER)
         return self.feed.open(dataset, workers, collate)
 
     @property
     def epoch(self) -> int:
-        """How many epochs are over; counted by `epochs`, else by the first loader."""
+        """Return the number of finished epochs; counted by `epochs`, else by the first loader."""
         return self.epochs_done.current
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that are left of `count`, from 0; fewer after a `restore`.
+        """Yield the numbers of the remaining epochs of `count`, from 0; fewer after a `restore`.
 
-        A turn of the loop is an epoch; what was saved in the middle of one goes on there.
+        One iteration of the loop is an epoch. A checkpoint from the middle of an epoch resumes
+        there.
         """
         return self.epochs_done.turns(count, lambda: self.stopping)
 
     @together("run.step")
     def step(self, batch: Any) -> StepResult:
-        """Forward, backward, clip and update for one optimizer step.
+        """Run forward, backward, clipping and update of one optimizer step.
 
         Args:
             batch: a batch of `run.loader`, or this rank's own share of the step's samples, (inputs,
                 targets) or one dict.
 
         Raises:
-            ConfigError: for a loss that returns a mean; TrainingError after too many non-finite
-                steps in a row.
+            ConfigError: the loss returns a mean.
+            TrainingError: too many non-finite steps in a row.
         """
         self.run_passes(batch)
         return self.update_weights()
 
     def steps(self, data: Any, *, workers: int = 0, collate: Any = None) -> Iterator[StepResult]:
-        """`step` over one epoch of a dataset, split over ranks here, or over this rank's batches.
+        """Run `step` over one epoch of a dataset, split over ranks, or of this rank's batches.
 
         Raises:
-            also ConfigError for a DataLoader that gives every rank the whole dataset.
+            ConfigError: as in `step`; or a DataLoader shows every rank the whole dataset.
+            TrainingError: as in `step`.
         """
         for batch in self.feed.training(data, workers, collate):
             yield self.step(batch)
 
     def print(self, *values: object) -> None:
-        """A line on standard output, from rank 0 alone."""
+        """Print a line on standard output, from rank 0 alone."""
         if self.world.is_first:
             write_output(" ".join(map(str, values)))
 
     @together("run.forward_backward")
     def forward_backward(self, batch: Any) -> None:
-        """The first half of `step`: gradients of the loss sum, summed over ranks, in `.grad`."""
+        """Run the first half of `step`: the loss sum's gradients, summed over ranks, in `.grad`."""
         self.run_passes(batch)
         self.guards.writes.after()
 
     def micro_batches(self, batch: Any) -> Iterator[OwnMicroBatch]:
-        """The micro-batches of one optimizer step, for a loop that runs the model itself.
+        """Yield the micro-batches of one optimizer step, for a loop that runs the model itself.
 
             for micro in run.micro_batches(batch):
                 outputs = run.model(micro.inputs)
@@ -180,7 +189,7 @@ class Run(StepRunner):
             batch: as `step` takes it.
 
         Raises:
-            ConfigError: under layouts that run passes in an order of their own (pp).
+            ConfigError: the layout runs passes in an order of its own (pp).
         """
         from shoal.trainer.passes.written_out_passes import OwnPasses
 
@@ -204,23 +213,24 @@ class Run(StepRunner):
     def backward(
         self, loss: torch.Tensor, count: Any = None, *, retain_graph: bool = False
     ) -> None:
-        """Differentiate a loss of the micro-batch at hand; its gradients are added to the step's.
+        """Run the backward pass of a loss of the current micro-batch, and accumulate its gradients.
 
         Args:
-            loss: without dims: a sum over targets, which `update` divides by the count of all
-                ranks.
-            count: of those targets; said once per micro-batch, whatever it has of losses. None: the
-                loss is a share of the step's mean already, as a sum divided by `run.total(n)`.
+            loss: a scalar: a sum over targets, which `update` divides by the count of all ranks.
+            count: number of those targets; pass it once per micro-batch, for any number of losses.
+                None: the loss is a share of the step's mean already, as a sum divided by
+                `run.total(n)`.
+            retain_graph: as in `torch.Tensor.backward`.
 
         Raises:
-            ConfigError: outside of `micro_batches`; for a loss that has no gradient, or dims; for a
-                mean with a count, and for two counts in one micro-batch.
+            ConfigError: outside of `micro_batches`; for a loss without a gradient, or with dims;
+                for a mean with a count, and for two counts in one micro-batch.
         """
         self._passes("backward", "run.step(batch)").backward(loss, count, retain_graph=retain_graph)
 
     @together("run.total")
     def total(self, count: Any) -> float:
-        """Sum a count over all ranks that draw samples of their own: a step's, for a mean."""
+        """Sum a count over all ranks that have samples of their own: a step's denominator."""
         own = torch.as_tensor(count, dtype=torch.float64).reshape(1).to(self.world.device)
         self.program.data.all_reduce(own)
         return float(own)
@@ -237,7 +247,7 @@ class Run(StepRunner):
         return self.step_state.written
 
     def begin(self, batch: Any, *, is_own: bool = True) -> None:
-        """Begin a step in a folder of this run; arguments as of `StepRunner.begin`."""
+        """Begin a step, after a check of the run folder; arguments as in `StepRunner.begin`."""
         if self._closed:
             raise ConfigError("run.step was called after run.close; close a run last")
         if (folder := self.recorder.folder) is not None and folder not in self._restored:
@@ -248,7 +258,7 @@ class Run(StepRunner):
         super().begin(batch, is_own=is_own)
 
     def update_weights(self) -> StepResult:
-        """Step the optimizer, and save where that was asked for on some rank."""
+        """Step the optimizer, and save if some rank requested it."""
         saves = self.step_state.tally is not None and self.step_state.tally.save
         result = super().update_weights()
         if saves:
@@ -258,7 +268,7 @@ class Run(StepRunner):
 
     @together("run.update")
     def update(self) -> StepResult:
-        """The second half: mean gradient, clipping, optimizer step; or a skip, on all ranks."""
+        """Run the second half of `step`: clipping and optimizer step, or a skip on all ranks."""
         if (written := self.step_state.written) is not None:
             self.step_state.written = None
             self.accept_sums(written.finish(), written.spare)
@@ -280,13 +290,14 @@ class Run(StepRunner):
         collate: Any = None,
         stops: bool = False,
     ) -> dict[str, float]:
-        """Means of the loss and of metrics over every sample once, on all ranks together.
+        """Return means of the loss and of metrics over every sample once; all ranks call it.
 
         Args:
             data: a dataset (split over ranks here), or an iterable of this rank's own batches.
             metrics: name → function(outputs, targets) giving (sum, count) or unreduced values;
                 None: those of `parallelize`.
-            stops: end early where `request_stop` was called; then `run.stopping` is true.
+            workers, collate: as in `loader`.
+            stops: end early after a call of `request_stop`; then `run.stopping` is true.
 
         Returns:
             {"loss": …, NAME: …, "targets": count}, equal on all ranks; {} after a stop.
@@ -307,14 +318,16 @@ class Run(StepRunner):
 
     @together("run.predict")
     def predict(self, inputs: Any) -> Any:
-        """Give the model's outputs for inputs, in evaluation mode and without gradients.
+        """Return the model's outputs for inputs, in evaluation mode and without gradients.
+
+        Every rank must call it.
 
         Args:
-            inputs: as the model takes them: this rank's own, the same on ranks that hold parts of
-                one copy of the model; every rank must call it.
+            inputs: this rank's inputs, as the model takes them; the same on ranks that hold parts
+                of one copy of the model.
 
         Raises:
-            ConfigError: under cp.
+            ConfigError: the layout has cp.
         """
         from shoal.trainer.passes.inference import predict
 
@@ -337,18 +350,18 @@ class Run(StepRunner):
         Args:
             folder: a run folder; default: the one given to `parallelize`.
             extra: plain values, and objects with `state_dict()`, for `run.extra` after a `restore`;
-                the same on every rank; None: what was given before.
-            tag: a name, say "best": kept apart in `folder/tags/TAG`, the last one of a tag alone,
-                and waited for.
-            wait: False: return after the copy to host memory and write beside training; a failure
-                is told on all ranks at the next step, and by an event.
+                the same on every rank. None: those of the last save.
+            tag: a name, say "best". The checkpoint goes to `folder/tags/TAG`, which keeps only the
+                last one, and the call waits for it.
+            wait: False: return after the copy to host memory and write during training. A failure
+                is raised on all ranks at the next step, and reported as an event.
 
         Returns:
-            the checkpoint's folder, or None if writing failed (an event says why; the older
-            checkpoints are untouched, and training may go on) or was not waited for.
+            The checkpoint's folder. None if writing failed (an event says why; older checkpoints
+            are untouched, and training may go on), or if the call did not wait.
 
         Raises:
-            ConfigError: without any folder, or where another one lies in its place.
+            ConfigError: there is no run folder, or another one lies in its place.
         """
         from shoal.trainer.state.replaced_folder import save_checked
 
@@ -365,17 +378,18 @@ class Run(StepRunner):
     def restore(
         self, folder: str | Path | None = None, *, step: int | None = None, tag: str = ""
     ) -> bool:
-        """Go on from the newest complete checkpoint of a run folder; every rank must call it.
+        """Restore the newest complete checkpoint of a run folder; every rank must call it.
 
         Args:
-            tag: the one saved under it.
-            step: of the checkpoint that is wanted, and no other.
-
-        Raises:
-            CheckpointError: if its tensors do not fit this model or optimizer.
+            folder: a run folder; default: the one given to `parallelize`.
+            step: restore the checkpoint of this step only.
+            tag: the tag of the checkpoint, as in `save`.
 
         Returns:
-            False if there is none.
+            False if there is no checkpoint.
+
+        Raises:
+            CheckpointError: its tensors do not fit this model or optimizer.
         """
         from shoal.trainer.state.run_state import restore_run, tagged
 
@@ -383,7 +397,7 @@ class Run(StepRunner):
         self.skips.in_a_row = 0
         chosen = self._folder(folder)
         if self._saving is not None:
-            self._saving.settle()  # what is still being written must not be taken for a leftover
+            self._saving.settle()  # a save in flight must not look like an incomplete one
         found = restore_run(self, tagged(chosen, tag), step)
         self._restored.add(chosen)
         self.rate.restored()
@@ -393,18 +407,18 @@ class Run(StepRunner):
 
     @together("run.state_dict")
     def state_dict(self, *, average: bool = False) -> dict[str, torch.Tensor]:
-        """The whole model in the names of the user's module; every rank must call it.
+        """Return the whole model in the names of the user's module; every rank must call it.
 
         Args:
-            average: the averaged weights in the place of those that are trained.
+            average: the averaged weights instead of the trained ones.
 
         Returns:
-            on the CPU of every rank: parameters as they are stepped (fp32 under bf16, fp16) and
-            persistent buffers, tied ones once; what is too large for that: `save`, and `shoal
-            checkpoint export`.
+            Parameters as the optimizer steps them (fp32 under bf16, fp16) and persistent buffers,
+            tied ones once, on the CPU of every rank. For models too large for that: `save`, and
+            `shoal checkpoint export`.
 
         Raises:
-            ConfigError: for an average that is not kept, or of no step yet.
+            ConfigError: the run keeps no average, or has made no step yet.
         """
         from shoal.trainer.full_state_dict import check_averaged, full_state
 
@@ -414,18 +428,18 @@ class Run(StepRunner):
             return full_state(self.program)
 
     def request_stop(self) -> None:
-        """Ask for a stop; after the next step `run.stopping` is true on every rank alike."""
+        """Request a stop; after the next step `run.stopping` is true on every rank."""
         self.stop_wanted = True
 
     def stop_on_signals(self) -> None:
-        """Have SIGTERM, Ctrl-C and SIGUSR1, on any rank, do `request_stop`, until `close`."""
+        """Make SIGTERM, Ctrl-C and SIGUSR1 on any rank call `request_stop`, until `close`."""
         from shoal.trainer.process.stop_signals import ask_on_signals
 
         put_back = ask_on_signals(self.request_stop, self.recorder.here)
         self.program = replace(self.program, on_close=(*self.program.on_close, put_back))
 
     def __enter__(self) -> Run:
-        """`with shoal.parallelize(…) as run:` closes it at the end, unless an error ends it."""
+        """Return the run, which `with` closes at its end, except after an error."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_what: object) -> None:
@@ -434,10 +448,10 @@ class Run(StepRunner):
 
     @together("run.close")
     def close(self) -> None:
-        """Leave the other processes in an orderly way; call it last.
+        """Close the run and leave the other processes; call it last.
 
-        The model keeps the weights as wide as they came, without hooks of ours (under fsdp it stays
-        sharded), and the optimizer what this rank stepped.
+        The model keeps its weights in their original dtype, without Shoal's hooks; under fsdp it
+        stays sharded. The optimizer keeps the tensors that this rank stepped.
         """
         self._closed = True
         self.recorder.log_memory_peaks()

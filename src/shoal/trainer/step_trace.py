@@ -1,4 +1,4 @@
-"""What a few steps of a run did, operation by operation: `train.trace = "100:103"`.
+"""Profile a few steps of a run, operation by operation: `train.trace = "100:103"`.
 
     RUN/traces/steps-100-103-rank-0.json          torch.profiler's trace, for chrome://tracing,
                                                   Perfetto or TensorBoard
@@ -6,8 +6,8 @@
                                                   the last step leaves them; the CPU: every
                                                   allocation and release of the steps, in bytes
 
-A step is one range named "step N", from its first pass to the optimizer's; what loads
-data, validates or saves stands between two. Every rank writes its own files.
+A step is one range named "step N", from its first pass to the optimizer's. Data loading,
+validation and saves lie between two ranges. Every rank writes its own files.
 Source   torch.profiler, torch.cuda.memory_snapshot
 """
 
@@ -27,13 +27,15 @@ from shoal.fabric.device import is_accelerator, synchronize
 
 
 class StepTrace:
-    """Records the steps that `text` names, of this rank.
+    """Profiler of the steps that `text` names, on this rank.
+
+    A run that is resumed among these steps traces the remaining ones.
 
     Args:
         text: "FIRST:LAST", both included.
-        notice: a line for the user, by rank 0.
-
-    A run that is resumed among these steps traces those that are left.
+        folder: the run folder.
+        world: the processes.
+        notice: prints a line for the user, by rank 0.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class StepTrace:
         self._wrote = False
 
     def before(self, step: int) -> None:
-        """A step begins."""
-        if self._step is not None:  # it begins again: its passes failed
+        """Start the range of a step, and the profiler at the first traced one."""
+        if self._step is not None:  # the same step again: its passes failed
             self._step.__exit__(None, None, None)
         elif self._profile is not None and step != self._done + 1:  # a restore went elsewhere
             self._write()
@@ -60,7 +62,7 @@ class StepTrace:
             self._step.__enter__()
 
     def after(self, step: int) -> None:
-        """A step has ended."""
+        """End the range of a step, and write the files after the last traced one."""
         self._seen = [*self._seen[:1], step]
         if self._step is None:
             return
@@ -71,7 +73,7 @@ class StepTrace:
             self._write()
 
     def close(self) -> None:
-        """The run is over: write what there is, or say that there is nothing."""
+        """Write the trace at the end of the run, or report that no named step was taken."""
         if self._profile is not None and self._done:
             self._write()
         elif not self._wrote and self._seen:
@@ -90,7 +92,7 @@ class StepTrace:
         self._from = step
 
     def _write(self) -> None:
-        """Stop, and write both files; on a full disk the run goes on without."""
+        """Stop the profiler and write both files; a full disk does not end the run."""
         profiled, self._profile, self._wrote = self._profile, None, True
         profiled.stop()
         name = f"steps-{self._from}-{self._done}-rank-{self.world.rank}"
@@ -109,7 +111,7 @@ class StepTrace:
         )
 
     def _memory(self, trace: Path) -> list[dict[str, Any]]:
-        """What the steps held: a device's segments, or the CPU's allocations in order."""
+        """Return the memory of the steps: a device's segments, or the CPU's allocations."""
         if is_accelerator(self.world.device):
             return torch.cuda.memory_snapshot() if self.world.device.type == "cuda" else []
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]

@@ -1,4 +1,4 @@
-"""Reads run folders, never torch: live progress in a terminal, a block at the end of a run."""
+"""Text views of run folders, without torch: live progress, diagnosis, a summary at a run's end."""
 
 from shoal.view.live import LiveView
 from shoal.view.run_folder_reader import RunFolder

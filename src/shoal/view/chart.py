@@ -1,7 +1,7 @@
 """A comparison of layouts as a picture: speed on the left, memory per rank on the right.
 
-Drawn by matplotlib, which comes with the extra `report`; without it there is no picture, one line
-says how to get it, and everything else works.
+matplotlib draws it, which comes with the extra `report`. Without matplotlib there is no picture,
+one line explains how to install it, and everything else works.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ COLOURS = {
     "optimizer": "#228833",
     "rest": "#bbbbbb",
 }
-"""Paul Tol's bright palette: told apart by colour-blind eyes too."""
+"""Paul Tol's bright palette, distinguishable for colour-blind readers."""
 
 
 def drawable() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_drawable(where: str) -> None:
-    """Refuse a picture where matplotlib is not installed.
+    """Refuse a picture if matplotlib is not installed.
 
     Args:
         where: begins the message.
 
     Raises:
-        ConfigError: that says how to get it.
+        ConfigError: matplotlib is missing; the message explains how to install it.
     """
     if not drawable():
         raise ConfigError(f"{where}: a PNG is drawn by matplotlib, which is not here; {GET_IT}")
@@ -46,10 +46,10 @@ def draw(record: Record, path: Path) -> bool:
     """Draw a comparison, `record` as in compare.json, and write it to `path` as PNG.
 
     Returns:
-        True if it did; False if no row was measured or matplotlib is not installed.
+        True if the file was written; False if no row was measured or matplotlib is not installed.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     rows = [row for row in record["rows"] if row["per_s"]]
     if not rows or not drawable():

@@ -1,8 +1,8 @@
-"""Shows a comparison of layouts: one table, a bar chart of speed, and what the figures cannot say.
+"""A comparison of layouts as text: one table, a bar chart of speed, and notes on the figures.
 
-All of it comes from `compare.json`. A row that could not run shows its reason in the place of its
-figures; a figure that is not known is blank. In narrow terminals states and bytes are sums, in wide
-ones they are split by kind.
+All of it comes from `compare.json`. A row that could not run shows its reason in place of its
+figures; an unknown figure is blank. In narrow terminals states and bytes are sums, in wide ones
+they are split by kind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def print_comparison(record: Record, stream: TextIO, kept: Sequence[str] = ()) -
 
     Args:
         record: as in compare.json.
-        kept: files that hold it, named in the last line.
+        kept: files that hold the comparison, named in the last line.
     """
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     encoding = stream.encoding or "utf-8"
@@ -57,7 +57,7 @@ def print_comparison(record: Record, stream: TextIO, kept: Sequence[str] = ()) -
 
 
 def comparison_lines(record: Record, width: int) -> list[Line]:
-    """The whole comparison as lines of at most `width` columns (80 and more)."""
+    """Return the whole comparison as lines of at most `width` columns (80 and more)."""
     lines = [(line, "") for line in _wrapped(_subject(record), width)]
     lines += [("", ""), *table_lines(record, width)]
     if any(row["per_s"] for row in record["rows"]):
@@ -89,7 +89,7 @@ def _subject(record: Record) -> str:
 
 
 def table_lines(record: Record, width: int) -> list[Line]:
-    """The table: two lines of head, one line per row; a reason may take more."""
+    """Return the table: two lines of head, one line per row; a reason may take more lines."""
     rows = record["rows"]
     columns = _columns(record, wide=width >= WIDE)
     cells = [[column.cell(row) for column in columns] for row in rows]
@@ -112,7 +112,7 @@ def table_lines(record: Record, width: int) -> list[Line]:
 
 
 def _joined(cells: Sequence[str], widths: Sequence[int], gap: int) -> str:
-    """Names to the left, figures to the right."""
+    """Join cells into a line: names to the left, figures to the right."""
     padded = [
         cell.ljust(width) if place == 0 else cell.rjust(width)
         for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
@@ -157,7 +157,7 @@ def _or_blank(cell: Callable[[Record], str]) -> Callable[[Record], str]:
 
 
 def parts_text(row: Record) -> str:
-    """How many work together: processes, or threads of one process (`dp`)."""
+    """Return the number of processes of a row, or of the threads of one process (`dp`)."""
     return f"{row['parts']} threads" if row["layout"] == "dp" else str(row["parts"])
 
 
@@ -181,20 +181,20 @@ def _form(value: float | None, form: str) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three digits or so: `0`, `0.42`, `7.3`, `118`."""
+    """Format a figure with about three digits: `0`, `0.42`, `7.3`, `118`."""
     if value == 0:
         return "0"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def fullest_rank(row: Record) -> dict[str, int]:
-    """The memory of the rank that holds most; what is not known of it (`rest`) is absent."""
+    """Return the memory of the rank that holds most; unknown kinds (`rest`) are absent."""
     ranks = [{kind: n for kind, n in rank.items() if n is not None} for rank in row["memory"]]
     return max(ranks, key=lambda rank: sum(rank.values()))
 
 
 def _unit(largest_bytes: float) -> tuple[str, int]:
-    """The unit in which the largest figure of a column has a digit before the point."""
+    """Return the unit in which the largest figure of a column has a digit before the point."""
     return next((unit for unit in UNITS if largest_bytes >= unit[1]), UNITS[-1])
 
 
@@ -203,7 +203,7 @@ def _short(kind: str) -> str:
 
 
 def bar_lines(rows: list[Record], width: int) -> list[Line]:
-    """One bar per measured row, as long as it is fast; the longest fills the width."""
+    """Return one bar per measured row, as long as it is fast; the longest fills the width."""
     measured = [row for row in rows if row["per_s"]]
     labels = [f"{row['layout']:<8} {parts_text(row):>9}" for row in measured]
     values = [f"{row['per_s']:,.0f}{_star(row)}" for row in measured]
@@ -216,7 +216,7 @@ def bar_lines(rows: list[Record], width: int) -> list[Line]:
 
 
 def _bar(share: float, room: int) -> str:
-    """A bar in eighths of a column.
+    """Return a bar in eighths of a column.
 
     >>> _bar(0.5, 5), _bar(1.0, 2)
     ('██▌', '██')
@@ -226,7 +226,7 @@ def _bar(share: float, room: int) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """What the figures mean and what they do not say, one sentence or two each."""
+    """Return sentences on what the figures mean and what they do not show."""
     rows, machine = record["rows"], record["machine"]
     threads, cores = machine.get("threads"), machine["cores"]
     said = []
@@ -251,7 +251,7 @@ def notes(record: Record) -> list[str]:
 
 
 def _disturbed(rows: list[Record], machine: Record) -> str:
-    """A sentence where other work took part in the times; empty where nothing tells of any."""
+    """Return a sentence if other work on the machine slowed the rows; else ""."""
     spread = max((row["spread"] for row in rows if row["spread"]), default=0.0)
     busy = machine.get("busy", 0.0)
     signs = []

@@ -1,4 +1,4 @@
-"""Says which row of a comparison is being measured, while the user waits for the table."""
+"""Display of the row of a comparison that is being measured."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Waiting:
     """Display of which row of a comparison is being measured; call `tick` often, `finish` once.
 
     On a terminal one line is redrawn in place; elsewhere every measured row gets a `key=value`
-    line, and so does, now and then, what it waits for.
+    line, and so does, ever more rarely, the current phase.
 
     Args:
         path: rows.jsonl, which the workers write; phase.json is read beside it.
         asked: (layout, processes) of every row.
-        skip: lines of the file that are old news.
-        quiet: True: write nothing but the line in place.
+        skip: lines of the file that earlier displays have shown.
+        quiet: write nothing but the line in place.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Waiting:
         self.silence, self.since_s = Silence(), time.time()
 
     def tick(self) -> None:
-        """Read what is new and show it; cheap."""
+        """Read new lines and show them; cheap."""
         for record in self._new():
             self.unit = record.get("unit", self.unit)
             if "began" in record:
@@ -73,7 +73,7 @@ class Waiting:
             self.stream.flush()
 
     def finish(self) -> None:
-        """Show the rest and clear the line."""
+        """Show the remaining lines and clear the line in place."""
         self.tick()
         if self.on_terminal:
             self.stream.write("\r\x1b[K")

@@ -1,11 +1,11 @@
-"""What went wrong in a run, to whom, why, and what to type next: read from its folder alone.
+"""Diagnosis of a run from its folder alone: failures, ranks, causes and next commands.
 
-    events.jsonl    what the run itself said: deaths, hangs, skipped steps, saves that failed
-    metrics.jsonl   what its steps show: where they wait
-    owner.json      whose run it is: one that ended without a word was killed with its launcher
+    events.jsonl    events of the run itself: deaths, hangs, skipped steps, failed saves
+    metrics.jsonl   figures of its steps: where they wait
+    owner.json      the run's owner: one that ended without an event was killed with its launcher
 
-Nothing is guessed that no file says. What the run did not notice is not in here; `shoal doctor`
-looks at the machine. Neither torch nor the run's own modules are loaded.
+Every finding rests on a file. A fault that the run did not notice is not found here; `shoal doctor`
+checks the machine. Neither torch nor the run's own modules are loaded.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from shoal.view.run_folder_reader import RunFolder
 from shoal.view.script_lines import HEARS, in_a_script, is_echo, is_script, went_on
 
 WATCHED = "ended by the watch"
-"""How a rank died that hung (`launch/watch/hang_watch.py`)."""
+"""Death of a rank that hung (`launch/watch/hang_watch.py`)."""
 LEFT_OUT = "sample_left_out"
 NOTES = ("resumed", "fragmentation")
-"""Advice that makes nothing faster."""
+"""Advice that does not concern speed."""
 ENDS = ("worker_died", "hang", "collectives_differ")
 LEAST_STEPS = 50
-"""A wait is a habit, not a moment, after so many steps."""
+"""Steps from which a wait counts as regular."""
 MUCH = 0.2
-"""Of a step's time: a wait of so much is worth a word."""
+"""Share of a step's time from which a wait is reported."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that happened, or one that makes the run slower than it need be.
+    """One failure of a run, or one cause that makes it slower than need be.
 
     Attributes:
         kind: an event's name, "killed", or of advice "communication", "data" or "fragmentation".
-        what: it, and whom it happened to.
+        what: the failure, with its rank.
         why: the evidence.
-        command: what to type next; "" nothing.
-        rank, step: where that is known.
-        over: whether the run went on after it by itself.
-        advice: nothing is wrong: the run could be faster, or is not what it was (a resume).
+        command: the next command to type; "" none.
+        rank, step: where known.
+        over: whether the run continued after it by itself.
+        advice: nothing is wrong: the run could be faster, or differs from before (a resume).
     """
 
     kind: str
@@ -70,12 +70,12 @@ class Finding:
     advice: bool = False
 
     def record(self) -> Record:
-        """As JSON."""
+        """Return the finding as a JSON object."""
         return asdict(self)
 
 
 def diagnose(folder: Path) -> list[Finding]:
-    """Find what is wrong with a run, oldest first; advice comes last."""
+    """Return the findings about a run, oldest first; advice comes last."""
     run = RunFolder(folder)
     events = run.events.read()[0]
     found: list[Finding] = []
@@ -100,9 +100,9 @@ def diagnose(folder: Path) -> list[Finding]:
 
 
 def text_of(folder: Path, found: list[Finding]) -> str:
-    """Write findings for a terminal, each with its evidence and the next command."""
+    """Return findings as text for a terminal, each with its evidence and the next command."""
     wrong = [one for one in found if not one.advice]
-    # Who starts a script again, its launcher or a person, nobody says.
+    # Nobody knows who starts a script again: its launcher or a person.
     how = "; the run went on" if is_script(folder) else "; the run went on by itself"
     lines = [f"{folder}: nothing wrong"] if not wrong else []
     for number, one in enumerate(wrong, 1):
@@ -124,16 +124,16 @@ def _shown(lead: str, one: Finding, how: str) -> list[str]:
 
 
 def _once(found: list[Finding]) -> list[Finding]:
-    """Leave out deaths by an error that says what a finding before it says."""
+    """Drop deaths by an error that an earlier finding already reports."""
     said = tuple(one.what for one in found if one.kind == "drift")
     return [one for one in found if one.kind != "worker_died" or not one.what.endswith(said)]
 
 
 def _alike(found: Iterable[Finding]) -> list[Finding]:
-    """Of deaths that are told again and again alike, the last one, and how often."""
+    """Merge repeated equal findings into the last one, with their count."""
     kept: dict[tuple[Any, ...], tuple[Finding, int]] = {}
     for one in found:
-        # Each sample that was left out is another loss.
+        # Each unreadable sample is a loss of its own.
         what = one.what if one.kind == LEFT_OUT else re.sub(r"\d+", "#", one.what)
         key = (one.kind, one.rank, what, one.why)
         before = kept.pop(key, None)
@@ -146,11 +146,11 @@ def _alike(found: Iterable[Finding]) -> list[Finding]:
     ]
 
 
-# ---- what the run said
+# ---- events of the run
 
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-"""As machine/device_pool.py names it, which loads torch."""
+"""Same setting as in machine/device_pool.py, which would load torch."""
 ASKED = re.compile(
     r"out of memory\. Tried to allocate ([\d.]+) (\w+)\b.*?"
     r"([\d.]+) (\w+) is reserved by PyTorch but unallocated"
@@ -159,7 +159,7 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def _in_slivers(words: str) -> bool:
-    """Whether an allocator that refused held more unused than it was asked for, by its own words.
+    """Return whether the error of an allocator reports more unused memory than was asked for.
 
     >>> tail = "2.50 GiB is reserved by PyTorch but unallocated"
     >>> [_in_slivers(f"out of memory. Tried to allocate {n} GiB. {tail}") for n in (2.0, 3.0)]
@@ -173,7 +173,7 @@ def _in_slivers(words: str) -> bool:
 
 
 Look = Callable[[Record, list[Record], Path], Finding | None]
-"""(an event, those after it, the run folder) → what it means; None: nothing is wrong."""
+"""(an event, the events after it, the run folder) → finding; None: nothing is wrong."""
 
 CAUSES: tuple[tuple[str, str, str], ...] = (
     (
@@ -223,7 +223,7 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
         "tail -n 50 {log}",
     ),
 )
-"""(what a death's words say, the cause, the next command), first match wins."""
+"""(pattern of a death's error, the cause, the next command), first match wins."""
 
 
 SLIVERS = (
@@ -235,7 +235,7 @@ SLIVERS = (
 
 def _died(event: Record, after: list[Record], folder: Path) -> Finding | None:
     if event.get("how") == WATCHED:
-        return None  # the hang, or the collectives that differ, before it say why
+        return None  # the hang or the mismatch of collectives before it explains it
     rank = event.get("rank")
     step = _step_before(event)
     words = str(event.get("traceback") or "")
@@ -292,7 +292,7 @@ def _hang(event: Record, after: list[Record], folder: Path) -> Finding:
 
 
 def _said(kind: str, why: str, command: str = "", *, over: bool = True) -> Look:
-    """A look at an event that says in its own sentence what happened."""
+    """Return a diagnosis for an event whose own sentence describes the failure."""
 
     def look(event: Record, after: list[Record], folder: Path) -> Finding:
         names = {
@@ -315,11 +315,11 @@ def _said(kind: str, why: str, command: str = "", *, over: bool = True) -> Look:
 
 
 APART = ("ranks wait for each other", "ranks made different calls")
-"""How a line begins on ranks whose calls of a run differ."""
+"""Beginnings of the message if ranks make different calls of a run."""
 
 
 def _differ(event: Record, after: list[Record], folder: Path) -> Finding:
-    """Ranks that made different calls, ran different blocks, or made different collectives."""
+    """Diagnose ranks that made different calls, ran different blocks, or differ in collectives."""
     text, _, cure = str(event.get("text") or "").partition("; try: ")
     why = "what they added up does not belong together"
     if text.startswith(APART):
@@ -338,7 +338,7 @@ SLOW_IN: dict[str, tuple[str, str]] = {
     ),
     "hooks": ("code of the user's own that runs after each step on that rank", "tail -n 50 {log}"),
 }
-"""By the part of a step in which a rank is slow: its causes, the next command; else:"""
+"""Part of a step in which a rank is slow → its causes, the next command; otherwise SLOW_ELSE."""
 SLOW_ELSE = (
     "its own code, a core that others use too, or a processor that lowers its clock: what it "
     "does there takes longer, and it waits least",
@@ -369,7 +369,7 @@ NOTICES: tuple[tuple[str, str, str, str], ...] = (
     ),
     (r"is tried again", "loader", "a read failed, and may not the next time", "dmesg -T | tail"),
 )
-"""(what a line for the user says, the kind of finding, its cause, the next command)."""
+"""(pattern of a notice, the kind of finding, its cause, the next command)."""
 
 
 def _noticed(event: Record, after: list[Record], folder: Path) -> Finding | None:
@@ -404,7 +404,7 @@ def _stopped(event: Record, after: list[Record], folder: Path) -> Finding | None
     name = signal_text(str(event.get("signal", "a signal")))
     ended = [one for one in after if one.get("event") in ("run_finished", "run_started")]
     if ended and ended[0].get("event") == "run_finished":
-        return None  # asked for, and saved
+        return None  # requested, and saved
     if any(one.get("event") == "checkpoint_saved" for one in after):
         return None
     return Finding(
@@ -420,7 +420,7 @@ def _stopped(event: Record, after: list[Record], folder: Path) -> Finding | None
 def _resumed(event: Record, after: list[Record], folder: Path) -> Finding | None:
     differs = event.get("differs")
     if not differs or event.get("changes_result") is False:
-        return None  # another layout, or version: the same to rounding
+        return None  # another layout or version: the same result to rounding
     return Finding(
         "resumed",
         event_text(event) or "resumed with other settings",
@@ -442,13 +442,13 @@ def _skipped(event: Record, after: list[Record], folder: Path) -> Finding | None
 
 
 def _leapt(event: Record, after: list[Record], folder: Path) -> Finding | None:
-    """The update was made: what it did to the weights stays."""
+    """Diagnose a loss spike whose update was made, so that the weights keep its effect."""
     told = _said("spike", LEAPT, "shoal train --resume {run} train.spikes=skip")
     return told(event, after, folder)
 
 
 def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | None:
-    """A device whose allocator's free memory lay apart when the run ended."""
+    """Diagnose fragmented memory of a device's allocator at the end of the run."""
     told, _, pieces = str(event.get("allocator") or "").partition("; ")
     if "in pieces" not in pieces:
         return None
@@ -466,7 +466,7 @@ def _in_pieces(event: Record, after: list[Record], folder: Path) -> Finding | No
 
 
 def _island_lost(event: Record, after: list[Record], folder: Path) -> Finding:
-    """Its own folder says more, if it is on this machine."""
+    """Diagnose a lost island; its own folder reports more, if it is on this machine."""
     lost = event.get("islands") or []
     own = [folder.parent / f"island-{island}" for island in lost]
     there = [shlex.quote(str(path)) for path in own if path.exists()]
@@ -524,11 +524,11 @@ LOOKS: dict[str, Look] = {
     "island_refused": _said("island_refused", "its change is not like the others'"),
     "round_discarded": _said("round_discarded", "islands could not agree on a merge"),
 }
-"""By event; those that are missing tell of nothing wrong."""
+"""By event; events that are missing report nothing wrong."""
 
 
 def _ended_without_a_word(folder: Path) -> Finding | None:
-    """A run that has an owner who is gone: it was killed with its launcher."""
+    """Diagnose a run whose owner is gone without an event: it was killed with its launcher."""
     owner = read_owner(folder)
     if owner is None or not owner.has_ended:
         return None
@@ -544,13 +544,13 @@ def _ended_without_a_word(folder: Path) -> Finding | None:
     )
 
 
-# ---- what its steps show
+# ---- figures of its steps
 
 
 def _advice(folder: Path, run: RunFolder, kinds: set[str]) -> list[Finding]:
     steps = run.last_steps(10 * LEAST_STEPS)
     if len(steps) < LEAST_STEPS or kinds & {"slow_rank"}:
-        return []  # what waits for a slow rank looks like the network
+        return []  # waiting for a slow rank looks like waiting for the network
     whole_s = sum(_values(steps, "step_s"))
     toml = shlex.quote(str(folder / "run.toml"))
     asked = {

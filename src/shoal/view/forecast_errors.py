@@ -1,7 +1,7 @@
-"""Predicted beside measured, for the rows of a comparison: step time, memory, bytes sent.
+"""Predicted and measured figures of a comparison's rows: step time, memory, bytes sent.
 
-Memory is what torch's allocator held on the fullest rank (states and the peak of a step beyond
-them); bytes are one rank's in one step.
+Memory is the allocation of torch on the fullest rank (states and the peak of a step beyond them);
+bytes are one rank's in one step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Text = Callable[[float], str]
 
 
 def misses(row: Record) -> dict[str, tuple[float, float]]:
-    """What was foreseen of a row and what was measured: name → (predicted, measured).
+    """Return a row's figures that are both predicted and measured: name → (predicted, measured).
 
-    Only what is known on both sides, and is not nothing.
+    Figures that are unknown or 0 on either side are absent.
 
     >>> misses({"predicted": {"step_s": 0.9}, "step_s": [1.0, 1.0], "memory": [{"rest": None}],
     ...     "sent_bytes": {}})
@@ -41,7 +41,7 @@ def misses(row: Record) -> dict[str, tuple[float, float]]:
 
 
 def foreseen_lines(rows: Sequence[Record]) -> list[tuple[str, str]]:
-    """A table of at most 80 columns; nothing where no row was foreseen."""
+    """Return a table of at most 80 columns; [] if no row has a prediction."""
     known = [(row, found) for row in rows if (found := misses(row))]
     if not known:
         return []

@@ -1,14 +1,14 @@
-"""What islands did, from a run's events: merged, refused, waited, sent; beside what was foreseen.
+"""Merged rounds of islands, from a run's events, compared with the prediction.
 
 Every round ends with an event on each island, `round_committed` or `round_discarded`:
 
     round          from 0 · steps  inner steps that this island took
     seconds        of the round, of which compute_s in inner steps and exposed_s in waiting for
                    others · exchange_s  of its fragments, from the message to the vote, summed up
-    sent_bytes     coded, by all processes of this island · tokens  that it learnt from
-    refused        island → why its change did not count
-    spread         how far apart the weights are that merged, of their norm, just before; only of
-                   methods that leave them apart
+    sent_bytes     encoded, by all processes of this island · tokens  trained on by this island
+    refused        island → reason why its change did not count
+    spread         distance between the merged weights, relative to their norm, just before the
+                   merge; only of methods whose islands keep different weights
 
 so that sums over rounds are sums over time. Predictions are named as in
 `planner.islands.IslandsCost`.
@@ -36,13 +36,13 @@ _SUMMED = ("steps", "seconds", "compute_s", "exposed_s", "exchange_s", "sent_byt
 
 @dataclass(frozen=True)
 class Merged:
-    """What a run's rounds add up to; of committed ones, but for `discarded`.
+    """Totals over a run's rounds; of committed rounds, except `discarded`.
 
     Attributes:
         refused: island → how many of its changes did not count.
-        spread: the newest that was told.
-
-    steps … tokens   summed over rounds · peak_bytes_per_s  mean rate of the fastest exchange
+        steps, seconds, compute_s, exposed_s, exchange_s, sent_bytes, tokens: summed over rounds.
+        peak_bytes_per_s: mean rate of the fastest exchange.
+        spread: the newest reported value.
     """
 
     rounds: int
@@ -59,7 +59,7 @@ class Merged:
     spread: float | None = None
 
     def figures(self) -> dict[str, float]:
-        """The measured counterparts of a prediction; those that are not known are left out."""
+        """Return the measured counterparts of a prediction; unknown ones are left out."""
         found = {
             "utilisation": _share(self.compute_s, self.seconds),
             "round_s": _share(self.seconds, self.rounds),
@@ -74,7 +74,7 @@ class Merged:
 
 
 def merged(events: Iterable[Record]) -> Merged | None:
-    """The rounds of one island; None if none has ended.
+    """Return the totals over the rounds of one island; None if none has ended.
 
     >>> one = {"event": "round_committed", "round": 0, "seconds": 10.0, "compute_s": 9.0,
     ...     "exchange_s": 2.0, "sent_bytes": 100, "tokens": 50, "refused": {}}
@@ -104,7 +104,7 @@ def merged(events: Iterable[Record]) -> Merged | None:
 
 
 def islands_row(events: Sequence[Record], predicted: Mapping[str, Any] | None = None) -> str:
-    """One line for the summary at a run's end; "" for a run without rounds.
+    """Return one line for the summary at a run's end; "" for a run without rounds.
 
     >>> one = {"event": "round_committed", "round": 0, "seconds": 10.0, "compute_s": 9.0,
     ...     "exchange_s": 2.0, "sent_bytes": 1e6, "tokens": 5000}
@@ -131,7 +131,7 @@ def islands_row(events: Sequence[Record], predicted: Mapping[str, Any] | None = 
 def islands_lines(
     events: Sequence[Record], predicted: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """The table of a run's islands, at most 80 columns; [] for a run without rounds.
+    """Return the table of a run's islands, at most 80 columns; [] for a run without rounds.
 
     Args:
         predicted: figures of `planner.islands.IslandsCost` by name, its utilisation too; or None.
@@ -159,13 +159,13 @@ def islands_lines(
 
 
 def link_lines(costs: Sequence[tuple[float, IslandsCost]]) -> list[str]:
-    """Format what is predicted of islands on each of several links: a table, a head and lines.
+    """Format the predicted cost of islands on each of several links: a table, a head and lines.
 
     Args:
         costs: (bytes/s of an island's link, predicted cost of a round on it) of every line.
 
     Returns:
-        its lines, at most 80 columns wide.
+        the table's lines, at most 80 columns wide.
     """
     lines = [
         f"{'on a link of':<16}{'utilisation':>12}{'a round':>14}{'waited':>14}{'mean rate':>16}"
@@ -189,7 +189,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("mean_bytes_per_s", "mean rate, Mbit/s", lambda rate: f"{rate * 8e-6:.1f}"),
     ("peak_bytes_per_s", "peak rate, Mbit/s", lambda rate: f"{rate * 8e-6:.1f}"),
 )
-"""Name of a figure, how it is called, how it is written."""
+"""Name of a figure, its label, its format."""
 
 
 def _refused(event: Record) -> list[str]:
@@ -214,7 +214,7 @@ def _number(event: Record, key: str) -> float:
 
 
 def _plain(predicted: Mapping[str, Any] | None) -> dict[str, float]:
-    """What can be shown of a prediction."""
+    """Return the finite numbers of a prediction."""
     return {
         name: float(value)
         for name, value in (predicted or {}).items()

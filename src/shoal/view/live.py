@@ -1,9 +1,9 @@
-"""Shows a run while it goes: what happened as lines, where it stands as a live region.
+"""Live view of a run: events as lines, its current state as a region at the bottom.
 
-On a terminal the last two lines are redrawn in place (one dense step line, one bar); through a pipe
-they become one `key=value` line every two seconds, more rarely the longer a run lasts. What is
-waited for (data, proof, first step, validation 12/40, save) stands there by name. All of it comes
-from the run folder, so the same view works on a copy.
+On a terminal the last two lines are redrawn in place (one dense step line, one bar). Through a pipe
+they become one `key=value` line every two seconds, more rarely the longer a run lasts. The current
+phase (data, proof, first step, validation 12/40, save) stands there by name. All of it comes from
+the run folder, so the same view works on a copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal.view.run_folder_reader import RunFolder, last_session
 Record = dict[str, Any]
 PIPE_EVERY_S = 2.0
 PIPE_SHARE = 1 / 25
-"""Of the time that passed: a log of a day needs no line every two seconds."""
+"""Share of the run's time so far: after a day, a line every two seconds would be too many."""
 PIPE_AT_MOST_S = 60.0
 DRAW_EVERY_S = 0.25
 STYLES = {
@@ -48,21 +48,21 @@ STYLES = {
     "validated": "bold",
     "checkpoint_saved": "dim",
 }
-"""Emphasis only: the words say the same without colour."""
+"""Emphasis only: the text carries the same information without colour."""
 
 
 class LiveView:
     """Live display of the run in `folder` on `stream`; call `tick()` often and `finish()` once.
 
+    A stream that can no longer be written (a closed pipe, a lost terminal) ends the drawing, not
+    the run.
+
     Args:
-        folder: the run folder; of what it holds already only the events of this session are shown,
-            so make the view after `run_started` was emitted, or in an empty folder.
-        total_steps: length of the run; None: `steps` of plan.json, if it says so.
+        folder: the run folder; of its earlier events only those of this session are shown, so make
+            the view after `run_started` was emitted, or in an empty folder.
+        total_steps: length of the run; None: `steps` of plan.json, if present.
         stream: where to write; in place only if it is a terminal.
         colour: False: no colours even on a terminal; never through a pipe, nor if NO_COLOR is set.
-
-    A stream that cannot be written any more (a closed pipe, a lost terminal) ends the drawing, not
-    the run.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class LiveView:
         self.drawn_lengths: list[int] = []
 
     def tick(self) -> None:
-        """Read what is new and show it; cheap if nothing is."""
+        """Read new records and show them; cheap if there are none."""
         self._guarded(self._tick)
 
     def finish(self) -> None:
-        """Show the rest, leave the last step as an ordinary line, give the terminal back."""
+        """Show the remaining records, keep the last step as an ordinary line, free the terminal."""
         self._guarded(self._finish)
 
     def _guarded(self, draw: Any) -> None:
@@ -111,7 +111,7 @@ class LiveView:
             self.broken = True
 
     def _tick(self) -> None:
-        # In this order every event finds the steps that it followed already read.
+        # In this order, the steps before an event have been read when it is shown.
         events = self.untold + self.folder.events.read()[0]
         self.untold = []
         self._take_steps(*self.folder.metrics.read())
@@ -143,7 +143,7 @@ class LiveView:
             if self.progress.total_steps is None and isinstance(steps, int):
                 self.progress.total_steps = steps
         if cut_back:
-            self.drawn_step = last["step"]  # old news: what is left after the cut was run before
+            self.drawn_step = last["step"]  # ran before the cut: not a new step
         elif self.phase != "stopping":
             done = self.progress.fraction == 1
             self.phase, self.began_s = ("finishing" if done else "training"), time.monotonic()
@@ -153,7 +153,7 @@ class LiveView:
         return last is None or last["step"] == self.drawn_step
 
     def _draw_last(self) -> None:
-        """The last step as a line that stays."""
+        """Draw the last step as a line that stays."""
         width = self.console.width
         text = self.progress.dense(width) if self.on_terminal else self.progress.key_values()
         self._write(text)
@@ -174,7 +174,7 @@ class LiveView:
             self._write(text, STYLES.get(name, ""))
 
     def _tell_death(self, event: Record) -> None:
-        # The last death is the outcome of the run: who started it says it, once, with its words.
+        # The last death is the outcome of the run, which the launching command reports once.
         if event.get("fatal"):
             return
         trace = printable(str(event.get("traceback") or ""))
@@ -211,11 +211,11 @@ class LiveView:
         self.drawn_s = now_s
 
     def _pause_s(self, now_s: float) -> float:
-        """Between lines through a pipe."""
+        """Return the seconds between lines through a pipe."""
         return max(PIPE_EVERY_S, min(PIPE_AT_MOST_S, (now_s - self.made_s) * PIPE_SHARE))
 
     def _doing(self) -> Doing:
-        """What the first worker says it is busy with; nothing of a worker that is gone."""
+        """Return the current phase of the first worker; none if that worker is gone."""
         return read_doing(self.folder.path, self.since_s)
 
     def _draw_in_place(self) -> None:
@@ -233,7 +233,7 @@ class LiveView:
             return
         self.drawn_s = now_s
         width = self.console.width
-        # A terminal that became narrower has broken the old lines: what they take more goes first.
+        # A terminal that became narrower has wrapped the old lines: erase the extra lines first.
         broken = sum(max(0, length - 1) // width for length in self.drawn_lengths)
         if broken:
             self.stream.write("\r" + "\x1b[2K\x1b[1A" * broken)
@@ -267,7 +267,7 @@ class LiveView:
 
 
 def _began_s(events: list[Record]) -> float:
-    """When the workers were last started, by the wall clock; 0 where no event says so."""
+    """Return the wall-clock time of the workers' last start; 0 if no event records it."""
     starts = [e for e in events if e.get("event") in ("run_started", "restarting")]
     times = [e["time_s"] for e in starts if is_number(e.get("time_s"))]
     return float(max(times, default=0.0))

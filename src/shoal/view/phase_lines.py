@@ -1,7 +1,7 @@
-"""What a run is busy with now, in words: `validation 120/299 · 23 s`, or as `key=value`.
+"""The current phase of a run as text: `validation 120/299 · 23 s`, or as `key=value`.
 
-Reads `phase.json` of a run folder, which the first worker keeps up to date. An older file than the
-newest start is a worker's that is gone.
+The text comes from `phase.json` of a run folder, which the first worker keeps up to date. A file
+older than the newest start belongs to a worker that is gone.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from shoal.view.progress import coarse_text
 from shoal.wire.phases import FILE_NAME, Phase, listen
 
 WAIT_S = 2.0
-"""So long nobody wonders what is going on."""
+"""Seconds of silence after which a wait is reported."""
 
 LONGEST_SILENCE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Doing:
-    """What is going on, outermost first; `now_s` is the wall clock when it was read."""
+    """Phases in progress, outermost first; `now_s` is the wall clock when they were read."""
 
     phases: tuple[Phase, ...]
     now_s: float
 
     @property
     def seconds(self) -> float:
-        """How long the innermost has lasted."""
+        """Return the seconds that the innermost phase has lasted."""
         return max(0.0, self.now_s - self.phases[-1].began_s) if self.phases else 0.0
 
     @property
     def left_s(self) -> float | None:
-        """How long it will still take at its pace so far; None where that says nothing yet."""
+        """Return the seconds left of the innermost phase at its pace; None if unknown."""
         if not self.phases or self.seconds < WAIT_S:
             return None
         inner = self.phases[-1]
@@ -46,7 +46,7 @@ class Doing:
         return self.seconds / inner.done * (inner.of - inner.done)
 
     def names(self) -> str:
-        """The phases with their progress.
+        """Return the names of the phases with their progress.
 
         >>> Doing((Phase("proof", of=2, done=1), Phase("build")), 0.0).names()
         'proof 1/2: build'
@@ -54,7 +54,7 @@ class Doing:
         return ": ".join(f"{one.name}{_progress(one)}" for one in self.phases)
 
     def words(self) -> list[str]:
-        """As pieces of one line, the most telling first.
+        """Return the pieces of one line, the most informative first.
 
         >>> Doing((Phase("validation", of=299, done=120, began_s=100.0),), 112.0).words()
         ['validation 120/299', '12 s', '18 s left']
@@ -64,7 +64,7 @@ class Doing:
         return [self.names(), coarse_text(self.seconds), *more]
 
     def text(self) -> str:
-        """As one line.
+        """Return the phases as one line.
 
         >>> Doing((Phase("first step", began_s=100.0),), 109.4).text()
         'first step · 9 s'
@@ -72,7 +72,7 @@ class Doing:
         return " · ".join(self.words())
 
     def key_values(self) -> str:
-        """For a pipe, values without blanks.
+        """Return the phases for a pipe, values without blanks.
 
         >>> Doing((Phase("first step", of=8, done=2, began_s=100.0),), 109.4).key_values()
         'phase=first-step done=2/8 seconds=9 left=28s'
@@ -91,13 +91,13 @@ def _progress(one: Phase) -> str:
 
 
 def read_doing(folder: Path, since_s: float = 0.0) -> Doing:
-    """Read what `folder/phase.json` says is going on in a run.
+    """Read the current phases of a run from `folder/phase.json`.
 
     Args:
         since_s: seconds since 1970: an older file counts as missing.
 
     Returns:
-        no phases where it is missing, torn or too old.
+        no phases if the file is missing, torn or too old.
     """
     record = read_object(folder / FILE_NAME)
     rows, told_s = record.get("phases"), record.get("time_s")
@@ -114,17 +114,17 @@ def _phase(row: Any) -> Phase | None:
 
 
 class Silence:
-    """When a pipe should hear of a wait: after two seconds of silence, then ever less often."""
+    """Schedule of lines about a wait through a pipe: after two seconds, then ever less often."""
 
     def __init__(self) -> None:
         self.spoken_s, self.pause_s, self.told = time.monotonic(), WAIT_S, ""
 
     def broken(self) -> None:
-        """Something else was said."""
+        """Restart the schedule because another line was written."""
         self.spoken_s, self.pause_s = time.monotonic(), WAIT_S
 
     def line(self, doing: Doing) -> str:
-        """The line to write now; empty while it is not time."""
+        """Return the line to write now; "" before it is due."""
         now_s = time.monotonic()
         if not doing.phases:
             return ""
@@ -139,14 +139,14 @@ class Silence:
 
 
 class PhaseLine:
-    """Display of what is going on, in one line; call `hear` or `show` often, then `finish`.
+    """Display of the current phase in one line; call `hear` or `show` often, then `finish`.
 
     On a terminal the line is redrawn in place; elsewhere a `key=value` line is written after 2 s of
     one phase, then ever more rarely. `hear` takes phases of this process (a listener of
     `base.phases`); `show(read_doing(folder))` draws those of a run folder.
 
     Args:
-        title: stands before them on a terminal.
+        title: stands before the phases on a terminal.
     """
 
     def __init__(self, stream: TextIO, title: str = "") -> None:
@@ -154,11 +154,11 @@ class PhaseLine:
         self.silence, self.drawn, self.drawn_s = Silence(), False, 0.0
 
     def hear(self, phases: list[Phase]) -> None:
-        """A listener of `base.phases`."""
+        """Draw this process's phases; a listener of `base.phases`."""
         self.show(Doing(tuple(phases), time.time()))
 
     def show(self, doing: Doing) -> None:
-        """Draw what is going on; cheap, call it often."""
+        """Draw the current phases; cheap, call it often."""
         if not self.stream.isatty():
             if line := self.silence.line(doing):
                 self._write(f"{line}\n")

@@ -1,4 +1,4 @@
-"""Shows a plan: the ranked layouts, what fills memory and time of the best, and why it is the best.
+"""A plan as text: the ranked layouts, memory and time of the best, and its reasons.
 
 All of it comes from the plan's JSON document (forecast/search/plan_document.py). One screen of at
 most 100 columns: a table, two bars with their parts, and sentences.
@@ -22,7 +22,7 @@ Line = tuple[str, str]
 WIDTH = 100
 BAR = 12
 LEAST_SHARE = 0.005
-"""Parts below this share of a bar are left to the sum."""
+"""Parts below this share of a bar appear only in the sum."""
 
 STYLES = {"fits": "", "tight": "yellow", "no": "red"}
 
@@ -41,7 +41,7 @@ def print_plan(record: Record, stream: TextIO) -> None:
 
 
 def plan_lines(record: Record, width: int = WIDTH) -> list[Line]:
-    """The whole plan as lines of at most `width` columns."""
+    """Return the whole plan as lines of at most `width` columns."""
     best = record["layouts"][0]
     lines = [(text, "bold") for text in _wrapped(_subject(record), width)]
     lines += [(text, "") for note in record["notes"] for text in _wrapped(f"({note})", width)]
@@ -74,10 +74,10 @@ def _subject(record: Record) -> str:
 
 
 def _table(record: Record, width: int) -> list[Line]:
-    """One line per layout."""
+    """Return one line per layout."""
     rows = record["layouts"]
     in_tokens = bool(record["model"]["sequence"])
-    # A core has no rated peak: what it is held against is its own measured matrix products.
+    # A core has no rated peak; its share is of its own measured matrix products.
     share = "MFU" if record["machine"]["kind"] == "gpu" else "of matmul"
     head = ("", "layout", "step", share, "tokens/s" if in_tokens else "samples/s", "memory", "")
     cells = [head]
@@ -119,11 +119,11 @@ def _verdict(row: Record) -> str:
 
 
 LEAST_FILES_BYTES = 2**30
-"""Smaller ones are no matter of planning."""
+"""Smaller parts do not matter for planning."""
 
 
 def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
-    """What fills the fullest rank at its peak."""
+    """Return the parts of the fullest rank's memory at its peak."""
     capacity = machine["memory_bytes"]
     slack = (row["peak_high_bytes"] - row["peak_low_bytes"]) / 2
     at = f", stage {row['stage']}" if row["degrees"]["pp"] > 1 else ""
@@ -149,7 +149,7 @@ def _memory_lines(row: Record, machine: Record, width: int) -> list[Line]:
 
 
 def _instants(row: Record, machine: Record) -> str:
-    """What other instants hold: on the device, and in a node's memory after a plus."""
+    """Return memory at other instants: on the device, and after a plus on the node's host."""
     on_host = machine["kind"] != "cpu"
     told = []
     for one in row["instants"]:
@@ -165,7 +165,7 @@ def _instants(row: Record, machine: Record) -> str:
 
 
 def _time_lines(row: Record, width: int) -> list[Line]:
-    """What fills a step."""
+    """Return the parts of a step's time."""
     slack = (row["step_high_s"] - row["step_low_s"]) / 2
     head = f"step of 1: {seconds_text(row['step_s'])}"
     if slack:
@@ -183,7 +183,7 @@ def _time_lines(row: Record, width: int) -> list[Line]:
 
 
 def _bars(parts: Mapping[str, float], total: float, text: Any, width: int) -> list[Line]:
-    """Parts, largest first, two to a line, each with a bar of its share."""
+    """Return parts, largest first, two to a line, each with a bar of its share."""
     if not total:
         return []
     large = sorted((p for p in parts.items() if p[1] > LEAST_SHARE * total), key=lambda p: -p[1])

@@ -1,7 +1,7 @@
-"""Where a run stands: the last steps as numbers, as one dense line, and as `key=value`.
+"""Progress of a run: the last steps as numbers, as one dense line, and as `key=value`.
 
 Loss, gradient norm and learning rate are the last step's own; rates, waits and the time left are
-means of the last twenty steps, as one step is noise.
+means of the last twenty steps, as a single step is noisy.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from shoal.base.text.units import bytes_text, count_text, seconds_text
 
 WINDOW_STEPS = 20
 LEAST_SHARE = 0.005
-"""Of the matrix rate: below it a model is too small for the figure to say anything."""
+"""Share of the matrix rate below which a model is too small for the figure to mean anything."""
 
 
 class Progress:
     """The state of a run, fed with records of `metrics.jsonl`.
 
     Attributes:
-        plan: plan.json, once it is there.
+        plan: plan.json, once it exists.
     """
 
     def __init__(self, total_steps: int | None) -> None:
@@ -30,35 +30,35 @@ class Progress:
         self.validations: list[float] = []
 
     def add(self, records: list[Record], cut_back: bool) -> None:
-        """Take new steps; after a cut, forget those that were taken back."""
+        """Add new steps; after a cut, drop the steps that were rolled back."""
         if cut_back:
             self.recent.clear()
         self.recent.extend(record for record in records if "step" in record)
 
     def validated(self, loss: object) -> None:
-        """Take the loss of a validation."""
+        """Add the loss of a validation."""
         if is_number(loss):
             self.validations.append(loss)
 
     @property
     def last(self) -> Record | None:
-        """The newest step, None before the first."""
+        """Return the newest step, None before the first."""
         return self.recent[-1] if self.recent else None
 
     @property
     def fraction(self) -> float | None:
-        """Done share of the run, None if its length is not known."""
+        """Return the completed share of the run, None if its length is unknown."""
         if not self.total_steps or self.last is None:
             return None
         return min(1.0, self.last["step"] / self.total_steps)
 
     def mean(self, key: str) -> float | None:
-        """Mean of a field over the recent steps that have it."""
+        """Return the mean of a field over the recent steps that have it."""
         values = [record[key] for record in self.recent if is_number(record.get(key))]
         return sum(values) / len(values) if values else None
 
     def rate(self) -> float | None:
-        """Tokens or samples of the recent steps by their seconds; else the steps' own figure."""
+        """Return tokens or samples per second of the recent steps; else the steps' own figure."""
         unit = unit_of(self.plan)
         counts = [(amount(r, unit), r.get("step_s")) for r in self.recent]
         known = [(count, step_s) for count, step_s in counts if count is not None and step_s]
@@ -68,14 +68,14 @@ class Progress:
         return self.mean("tokens_per_s") if unit == "tokens" else None
 
     def left_s(self) -> float | None:
-        """Seconds to the end at the present pace."""
+        """Return the seconds to the end at the present pace."""
         step_s = self.mean("step_s")
         if step_s is None or not self.total_steps or self.last is None:
             return None
         return float(max(0, self.total_steps - self.last["step"]) * step_s)
 
     def fields(self) -> list[tuple[str, str]]:
-        """(name, text) of everything known about the last step; the unknown is left out."""
+        """Return (name, text) of each known figure of the last step; unknown ones are left out."""
         last = self.last
         if last is None:
             return []
@@ -84,7 +84,7 @@ class Progress:
         memory, gpu = last.get("peak_memory_bytes"), self.mean("gpu_utilisation")
         comm_s, wait_s = self.mean("comm_exposed_s"), self.mean("data_wait_s")
         if not last.get("comm_bytes", 1):
-            comm_s = None  # nobody to talk to
+            comm_s = None  # one process: no communication
         if mfu is not None and mfu < LEAST_SHARE:
             mfu = None
         found = [
@@ -104,11 +104,11 @@ class Progress:
         return [(name, text) for name, text in found if text is not None]
 
     def key_values(self) -> str:
-        """One line for a pipe: `step=40/300 loss=5.1230 …`, values without blanks."""
+        """Return one line for a pipe: `step=40/300 loss=5.1230 …`, values without blanks."""
         return " ".join(f"{name}={text.replace(' ', '')}" for name, text in self.fields())
 
     def dense(self, width: int) -> str:
-        """One line for a terminal: what fits of it, the more telling first."""
+        """Return one line for a terminal, as much as fits, the most informative first."""
         found, unit = dict(self.fields()), unit_of(self.plan)
         rate = self.rate()
         words = [
@@ -131,14 +131,14 @@ class Progress:
         return "val {}" if is_best else f"val {{}} (best {best:.4f})"
 
     def waits(self) -> list[str]:
-        """What the second line says beside the bar: time left first, then the waits."""
+        """Return the texts beside the bar: time left first, then the waits."""
         found = dict(self.fields())
         words = [("left", "{} left"), ("comm", "comm {}"), ("data_wait", "data {}")]
         return [form.format(found[name]) for name, form in words if name in found]
 
 
 def unit_of(plan: Record) -> str:
-    """What a run counts: tokens, or samples where they are none.
+    """Return the unit of a run: tokens, or samples if the data are no tokens.
 
     >>> unit_of({}), unit_of({"unit": "samples"})
     ('tokens', 'samples')
@@ -147,7 +147,7 @@ def unit_of(plan: Record) -> str:
 
 
 def amount(record: Record, unit: str) -> float | None:
-    """Tokens or samples of one step; None where its line does not say.
+    """Return the tokens or samples of one step; None if its record has none.
 
     >>> amount({"tokens": 64, "samples": [32, 40]}, "samples"), amount({"tokens": 64}, "tokens")
     (8, 64)
@@ -160,12 +160,12 @@ def amount(record: Record, unit: str) -> float | None:
 
 
 def on_cpu(plan: Record) -> bool:
-    """Whether the rate that steps are held against is a CPU's own, measured by a short test."""
+    """Return whether the peak rate is a CPU's own, measured by a short test."""
     return plan.get("device") == "cpu"
 
 
 def share_text(mfu: float, plan: Record) -> str:
-    """The share of the machine's matrix rate; a CPU has no peak that others could look up.
+    """Format the share of the machine's matrix rate; a CPU has no published peak.
 
     >>> share_text(0.4, {}), share_text(0.4, {"device": "cpu"}), share_text(0.0001, {})
     ('MFU 40.0%', "40.0% of machine's matmul rate", '')
@@ -176,7 +176,7 @@ def share_text(mfu: float, plan: Record) -> str:
 
 
 def own_text(record: Record, key: str, form: str) -> str | None:
-    """A field of one step; JSON has no NaN, so a step that was not finite holds null there.
+    """Format a field of one step; null, as JSON has no NaN, becomes "nan".
 
     >>> own_text({"loss": None}, "loss", ".4f"), own_text({}, "loss", ".4f")
     ('nan', None)
@@ -187,7 +187,7 @@ def own_text(record: Record, key: str, form: str) -> str | None:
 
 
 def coarse_text(seconds: float) -> str:
-    """A duration to come: a forecast has no tenths.
+    """Format a remaining duration without tenths.
 
     >>> coarse_text(21.4), coarse_text(0), coarse_text(95)
     ('21 s', '0 s', '1 min 35 s')
@@ -196,7 +196,7 @@ def coarse_text(seconds: float) -> str:
 
 
 def fit(words: list[str], width: int, gap: str = "  ") -> str:
-    """As many words as fit into `width` columns, in order.
+    """Return as many words as fit into `width` columns, in order.
 
     >>> fit(["step 1", "loss 2", "grad 3"], 15)
     'step 1  loss 2'

@@ -1,6 +1,6 @@
-"""A proof as a person reads it: verdict first, then the parameters that came out worst, then why.
+"""A proof report as text: verdict first, then the worst parameters, then the cause.
 
-Takes the report that `shoal.proof` wrote as JSON; no torch is needed to look at one.
+It takes the report that `shoal.proof` wrote as JSON, without torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def proof_text(report: Report, worst: int = WORST) -> str:
     """Format a proof's report as text for a terminal: verdict, parameters, cause; no colours.
 
     Args:
-        report: what `shoal.proof` wrote as JSON.
+        report: the JSON document that `shoal.proof` wrote.
         worst: how many parameters of each trajectory are shown: those that differ first, then by
             size.
     """
@@ -31,7 +31,7 @@ def proof_text(report: Report, worst: int = WORST) -> str:
 
 
 def verdict_line(report: Report) -> str:
-    """What was compared and how it came out, on one line.
+    """Return on one line what was compared and the verdict.
 
     >>> verdict_line({"verdict": "not proven", "reason": "memory: 3 GiB are missing",
     ...               "layout": "ddp", "processes": 2, "precision": "fp64", "steps": 5,
@@ -92,14 +92,14 @@ def _trajectory(trajectory: Report, worst: int) -> list[str]:
 
 
 def _order(parameter: Report) -> tuple[bool, float]:
-    """The ones that differ first, then by size; what is not a number is farthest."""
+    """Return the sort key of a parameter: differing ones first, then by size, NaN last."""
     gradient, weights = parameter["gradient"], parameter["weights"]
     size = float("inf") if gradient is None or weights is None else max(gradient, weights)
     return bool(parameter["equal"]), -size
 
 
 def _size(value: float | None) -> str:
-    """A share; None stands for what has no finite size."""
+    """Format a share; None stands for a size that is not finite."""
     if value is None:
         return "∞"
     return f"{value:.1e}" if value else "0"

@@ -1,8 +1,9 @@
-"""Reads a run folder while others write it: new lines of its logs, its plan, its checkpoints.
+"""Read a run folder while its run writes it: new lines of its logs, its plan, its checkpoints.
 
-`metrics.jsonl` and `events.jsonl` grow line by line; a reader may meet half a line (it waits for
-the rest), a torn one (it skips it), and a file that was cut back because the run resumed at an
-earlier step (it reads the end of that file again: a history of a million steps costs nothing).
+`metrics.jsonl` and `events.jsonl` grow line by line. A reader may meet half a line (it waits for
+the rest), a torn one (it skips it), or a file that was truncated because the run resumed at an
+earlier step. Of a truncated file it reads only the end again, so a history of a million steps costs
+nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from shoal.base.runlog.damaged_lines import (
 )
 
 AGAIN_BYTES = 1 << 18
-"""How much of the end of a file is read again when it was cut back."""
+"""Bytes at the end of a file that are read again after a truncation."""
 
 
 class Tail:
-    """Gives the lines of a growing JSON-lines file that were not given before.
+    """Reader of the new lines of a growing JSON-lines file.
+
+    `skip()` moves to the end of the file without reading it.
 
     Args:
         path: may not exist yet.
-        parse: a line's record; complete lines without one are left out.
-
-    `skip()` counts what the file holds now as given, without reading it
+        parse: line → record; complete lines without a record are left out.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], Record | None] = parse_object) -> None:
@@ -44,7 +45,7 @@ class Tail:
         self._last_line = b""
 
     def skip(self) -> None:
-        """Give nothing of what the file holds now."""
+        """Move to the end of the file, so that `read` returns only later lines."""
         try:
             with self.path.open("rb") as file:
                 place, line = next(lines_from_end(file), (0, None))
@@ -54,7 +55,10 @@ class Tail:
             self._offset, self._last_line = place + len(line) + 1, line + b"\n"
 
     def read(self) -> tuple[list[Record], bool]:
-        """(new records, whether the file was cut back: then these are the last ones it holds)."""
+        """Return the new records, and whether the file was truncated since the last call.
+
+        After a truncation the records are the last ones of the file.
+        """
         try:
             if self.path.stat().st_size == self._offset:
                 return [], False
@@ -74,19 +78,19 @@ class Tail:
         return [record for line in lines if (record := self._parse(line)) is not None], cut_back
 
     def _still_there(self, file: Any) -> bool:
-        # A file that was cut and has grown again may be longer than before: compare the last line.
+        # A truncated file that has grown again may be longer than before: compare the last line.
         file.seek(self._offset - len(self._last_line))
         return bool(file.read(len(self._last_line)) == self._last_line)
 
 
 def _last_start(file: BinaryIO) -> int:
-    """Where the first whole line of the last AGAIN_BYTES of a file begins."""
+    """Return the offset of the first whole line of the last AGAIN_BYTES of a file."""
     start = file.seek(max(0, file.seek(0, os.SEEK_END) - AGAIN_BYTES))
     return start + len(file.readline()) if start else 0
 
 
 class RunFolder:
-    """One run's files; everything may be missing, as it is at the very start."""
+    """Files of one run; any may be missing, as at the very start."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,20 +98,20 @@ class RunFolder:
         self.events = Tail(path / "events.jsonl", parse_event)
 
     def plan(self) -> Record:
-        """plan.json; empty if there is none."""
+        """Return plan.json; {} if there is none."""
         return read_object(self.path / "plan.json")
 
     def last_steps(self, most: int, after: int = 0) -> list[Record]:
-        """The newest lines of metrics.jsonl, at most so many, of steps later than `after`."""
+        """Return the newest lines of metrics.jsonl, at most `most`, of steps later than `after`."""
         return newest_steps(self.path / "metrics.jsonl", most, after)
 
     def checkpoints(self) -> list[int]:
-        """Steps that have a complete checkpoint, oldest first."""
+        """Return the steps that have a complete checkpoint, oldest first."""
         return saved_steps(self.path)
 
 
 def last_session(events: list[Record]) -> list[Record]:
-    """Give the events from the last `run_started` on; all of them where there is none.
+    """Return the events from the last `run_started` on; all of them if there is none.
 
     A restart by Shoal's supervisor or guardian (islands) writes none; by torchrun or SLURM it does.
 

@@ -1,7 +1,7 @@
-"""What is different about a run that a script of the user's own made, and that others started.
+"""Differences of a run that a user's own script made and another launcher started.
 
-No command of ours resumes it, and nobody of ours restarts it: its ranks are told of by themselves,
-or by the process beside them, and that it was started again shows in what it did afterwards.
+No command of Shoal resumes such a run, and no supervisor of Shoal restarts it. Its ranks, or the
+watchdog process beside them, report their deaths; a restart shows only in the later events.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 from shoal.base.runlog.damaged_lines import Record
 
 GOES_ON = ("resumed", "checkpoint_saved", "validated")
-"""After a death: a loop of the user's own was started again."""
+"""Events after a death which show that the script was started again."""
 
 
 def is_script(folder: Path) -> bool:
-    """Whether a loop of the user's own made the run."""
+    """Return whether a training loop of the user's own made the run."""
     return not (folder / "run.toml").exists()
 
 
 def is_echo(event: Record, before: list[Record]) -> bool:
-    """Whether another rank has just died of the same words: of what all refuse, each tells."""
+    """Return whether another rank has just died of the same error, as all ranks report it."""
     if event.get("event") != "worker_died" or not event.get("traceback"):
         return False
     for one in reversed(before):
@@ -37,7 +37,7 @@ def _last_line(event: Record) -> str:
 
 
 def went_on(after: list[Record], folder: Path) -> bool:
-    """Whether a later start of this session came to its steps; of a script whether any did.
+    """Return whether a later start of this session reached its steps; of a script, any start.
 
     An island's death is fatal to its own supervisor; the launcher of all starts a further attempt.
     """
@@ -57,13 +57,13 @@ WORDS = {
     "data.workers": "run.loader(…, workers={})",
     "optimizer.lr": "a smaller learning rate",
 }
-"""What keys are in a script, where they are no keyword of shoal.parallelize."""
+"""Keys in a script that are no keyword of shoal.parallelize."""
 AGAIN = "start the script again; run.restore() goes on from its last checkpoint"
 HEARS = "run.stop_on_signals(), before the loop: all ranks save and stop (docs/cluster.md)"
 
 
 def in_a_script(command: str) -> str:
-    """The next command, for a run that a script of the user's own made: no command resumes it.
+    """Rewrite the next command for a script's run, which no command resumes.
 
     >>> in_a_script("shoal train --resume runs/own train.spikes=skip")
     'start the script again, with shoal.parallelize(…, spikes="skip")'

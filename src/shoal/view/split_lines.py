@@ -1,10 +1,10 @@
-"""Shows how a layout splits a model: one line per parameter, equal blocks folded into one.
+"""A layout's split of a model as text: one line per parameter, equal blocks folded into one.
 
     parameter                  axis  first rank holds     what travels · why
     blocks.0–3.gate.weight     tp    rows 0:352 of 704    all_reduce of the input's gradient
     norm.weight                      whole                every rank needs all of it
 
-`blocks.0–3.…` stands for four parameters of which everything else is the same. All of it comes from
+`blocks.0–3.…` stands for four parameters that are equal in everything else. All of it comes from
 base/plans/parameter_splits.py, at most 100 columns wide.
 """
 
@@ -38,7 +38,7 @@ def print_splits(explained: Explained, stream: TextIO) -> None:
 
 
 def split_lines(explained: Explained, width: int = WIDTH) -> list[Line]:
-    """The whole table as lines of at most `width` columns."""
+    """Return the whole table as lines of at most `width` columns."""
     total = len(explained.rows)
     counted = f"{total} parameter{'s' if total != 1 else ''}"
     head = (
@@ -64,7 +64,7 @@ Row = TypeVar("Row", SplitRow, ExchangeRow)
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Rows in order, those that differ in a number within their names alone made one.
+    """Merge rows that differ only in a number within their names, keeping their order.
 
     >>> row = SplitRow("layers.0.w", (4, 4), "tp", "rows 0:2 of 4")
     >>> more = [replace(row, name=f"layers.{k}.w") for k in (1, 2, 5)]
@@ -99,7 +99,7 @@ def _fold_at(
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, runs of three and more shortened.
+    """Format ascending numbers, with runs of three and more shortened.
 
     >>> _ranges([0, 1, 2, 3, 5, 7, 8])
     '0–3,5,7,8'
@@ -117,7 +117,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _table(rows: Sequence[SplitRow], width: int) -> list[Line]:
-    """Columns: name, stage (of a pipeline), axis, shard, and what travels or why."""
+    """Return columns: name, stage (of a pipeline), axis, shard, and collective or reason."""
     staged = any(row.stage for row in rows)
     head = ["parameter", "stage", "axis", "first rank holds", "what travels · why"]
     cells = [head]
@@ -141,14 +141,14 @@ def _table(rows: Sequence[SplitRow], width: int) -> list[Line]:
 
 
 def _notes(texts: Sequence[str], room: int) -> dict[str, str]:
-    """Marks for long texts that stand in several lines: they are written once, below."""
+    """Return marks for long texts that stand in several lines; each is written once, below."""
     counted = Counter(texts)
     long = [text for text, times in counted.items() if times > 1 and len(text) > room]
     return {text: f"[{number}]" for number, text in enumerate(long, 1)}
 
 
 def _columns(cells: Sequence[Sequence[str]], widths: Sequence[int]) -> list[Line]:
-    """Cells in columns, the first line bold, long cells broken over lines."""
+    """Return cells in columns, the first line bold, long cells broken over lines."""
     lines = []
     for place, line in enumerate(cells):
         style = "bold" if place == 0 else ""
@@ -164,13 +164,13 @@ def _columns(cells: Sequence[Sequence[str]], widths: Sequence[int]) -> list[Line
 
 
 def _exchange(row: ExchangeRow) -> str:
-    """One line: `blocks.0–3` stands for each of four modules."""
+    """Format one exchange: `blocks.0–3` stands for each of four modules."""
     each = f"{row.count} × {row.kind} of {bytes_text(row.payload_bytes)}"
     return f"  {row.name or 'the model':<{WIDEST_NAME - 2}}  {row.when:<8}  {each}"
 
 
 def _flops(rows: Sequence[FlopsRow]) -> list[Line]:
-    """What each kind of module computes, and their sum."""
+    """Return the flops of each kind of module, and their sum."""
     total = sum(row.flops for row in rows)
     lines = [("a forward pass of one sample, products and attention, by module:", "bold")]
     for row in (*rows, FlopsRow("in all", sum(row.modules for row in rows), total)):

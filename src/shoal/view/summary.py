@@ -1,6 +1,7 @@
-"""The block at the end of a run: how it ended, how fast it was, what it held, sent and saved.
+"""Summary at the end of a run: outcome, speed, memory, bytes sent and checkpoints.
 
-Counts and times are of the last session only: a resumed run's earlier steps were timed elsewhere.
+Counts and times are of the last session only, as another process timed a resumed run's earlier
+steps.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from shoal.view.run_folder_reader import RunFolder, last_session
 LABEL_WIDTH = 13
 LEAST_WIDTH = 40
 SHOWN_STEPS = 10_000
-"""The last steps of a session, of which times and bytes are told; of a longer one not all."""
+"""Last steps of a session from which times and bytes are computed; a longer session has more."""
 
 
 def summary(folder: Path, width: int = 80) -> str:
     """Summarise the last session of a run folder: lines of at most `width` columns, 40 at least.
 
-    What is missing or damaged in the folder is left out; nothing is raised for it.
+    Missing or damaged records are left out; they raise no error.
     """
     run = RunFolder(folder)
     events = last_session(run.events.read()[0])
@@ -68,7 +69,7 @@ def summary(folder: Path, width: int = 80) -> str:
 
 
 def _told(tell: Callable[[], str]) -> str:
-    """A row's text; empty where the records that it is made of were damaged."""
+    """Return a row's text; "" if the records behind it are damaged."""
     try:
         return tell()
     except DAMAGED:
@@ -76,7 +77,7 @@ def _told(tell: Callable[[], str]) -> str:
 
 
 def _row(label: str, text: str, width: int) -> list[str]:
-    """A label and its text, which goes on below itself; of very long ones two lines."""
+    """Return a label and its wrapped text; of very long texts two lines."""
     found = textwrap.wrap(text, width - LABEL_WIDTH - 2, break_on_hyphens=False)
     if len(found) > 2:
         found = [found[0], f"{found[1][: width - LABEL_WIDTH - 3]}…"]
@@ -91,7 +92,7 @@ def _named(events: list[Record], name: str) -> list[Record]:
 
 
 def _first_step(events: list[Record]) -> int:
-    """The step that the session began from: its resume before any restart, else 0."""
+    """Return the step at which the session began: its resume before any restart, else 0."""
     for event in events:
         if event.get("event") == "restarting":
             return 0
@@ -130,7 +131,7 @@ def _trained(steps: list[Record], plan: Record, start: int) -> str:
 
 
 def _took(steps: list[Record], events: list[Record]) -> str:
-    """The session's seconds, and what of them were no steps."""
+    """Return the session's seconds, and its phases that were no steps."""
     times = [event["time_s"] for event in events if is_number(event.get("time_s"))]
     if len(times) < 2 or not steps:
         return ""
@@ -150,7 +151,7 @@ def _values(steps: list[Record], key: str) -> list[float]:
 
 
 def _speed(steps: list[Record], plan: Record) -> str:
-    # The first step of a session pays for warm-up and says little about the others.
+    # The first step of a session includes warm-up and differs from the others.
     steady = steps[1:] or steps
     if not (times := _values(steady, "step_s")):
         return ""
@@ -174,9 +175,9 @@ def _memory(steps: list[Record], events: list[Record]) -> str:
 
 
 def _peaks(steps: list[Record], events: list[Record]) -> list[float]:
-    """Peaks of memory by rank, as a run tells them at its end; before it, that of rank 0 alone.
+    """Return peak memory by rank from the event at the run's end; before it, that of rank 0 alone.
 
-    Rows of versions before 0.2 hold those of all ranks.
+    Rows of versions before 0.2 hold the peaks of all ranks.
     """
     told = [record.get("peak_memory_bytes_by_rank") for record in (*steps, *events)]
     rows = [row for row in told if isinstance(row, list) and all(map(is_number, row))]
@@ -187,7 +188,7 @@ def _peaks(steps: list[Record], events: list[Record]) -> list[float]:
 
 
 def _allocator(events: list[Record]) -> str:
-    """How full the fullest device's memory was at the end, as the run said it; "" on a CPU."""
+    """Return how full the fullest device's allocator was at the end; "" on a CPU."""
     told = [event["allocator"] for event in _named(events, "run_finished") if "allocator" in event]
     return printable(str(told[-1])) if told else ""
 
@@ -209,7 +210,7 @@ def _sent(steps: list[Record]) -> str:
 
 
 def _foreseen(plan: Record, steps: list[Record], events: list[Record]) -> str:
-    """What the planner said before the run, and how far it was from what was measured."""
+    """Return the planner's prediction before the run and its relative error."""
     said = plan.get("predicted")
     if not isinstance(said, dict) or "reason" in said or not steps:
         return ""
@@ -228,20 +229,20 @@ def _foreseen(plan: Record, steps: list[Record], events: list[Record]) -> str:
 
 
 def _islands_foreseen(plan: Record) -> Record:
-    """What the planner said of the islands, `IslandsCost.record` in plan.json."""
+    """Return the planner's prediction for the islands, `IslandsCost.record` in plan.json."""
     said = plan.get("predicted")
     found = said.get("islands") if isinstance(said, dict) else None
     return found if isinstance(found, dict) else {}
 
 
 def _waited(steps: list[Record], events: list[Record]) -> str:
-    """Rank 0's waits; where a rank was slow, who it was: to the others that is communication."""
+    """Return rank 0's waits, and slow ranks; waiting for a slow rank counts as communication."""
     total_s = sum(_values(steps, "step_s"))
     parts = []
     for key, word in (("comm_exposed_s", "communication"), ("data_wait_s", "data")):
         waits = _values(steps, key)
         if key == "comm_exposed_s" and not any(record.get("comm_bytes") for record in steps):
-            continue  # nobody to talk to
+            continue  # one process: no communication
         if waits and total_s > 0:
             mean_s = sum(waits) / len(waits)
             parts.append(f"{seconds_text(mean_s)} {word} ({sum(waits) / total_s:.1%})")
@@ -261,7 +262,7 @@ def _restarts(events: list[Record]) -> str:
 
 
 def _skipped(events: list[Record]) -> str:
-    """How many, by what was wrong with them."""
+    """Return the number of skipped steps, by cause."""
     told = [event for event in _named(events, "step_skipped") if "step" in event]
     leapt = sorted({event["step"] for event in told if leaps_out(event)})
     broken = sorted({event["step"] for event in told} - set(leapt))

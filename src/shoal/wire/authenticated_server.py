@@ -1,9 +1,9 @@
-"""The server's side of connections that only holders of a token have: who asks is answered.
+"""Server side of authenticated connections: it answers only clients that know the token.
 
-The client's side, and what both say: authenticated_stream.py.
+The client's side and the protocol are in authenticated_stream.py.
 
-Of a stranger 64 bytes are read, within HELLO_S; of more than STRANGERS at a time the eldest goes.
-What a known peer may send at once has a limit too (MOST_BYTES).
+From a stranger the server reads 64 bytes, within HELLO_S; above STRANGERS strangers it drops the
+oldest. An authenticated peer's frame has a limit too (MOST_BYTES).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Peer:
 
 
 class SealedServer:
-    """Answers those who know the token: `serve` often, or in a thread.
+    """Server for clients that know the token: call `serve` repeatedly, or in a thread.
 
-    What a request means says a subclass (`do`), by `answer`.
+    A subclass implements the requests (`do`) and replies by `answer`.
 
     Args:
-        listener: bound to the private address, and listening; it is taken over.
-        tell: is given one line, once, of the first stranger who was refused; None: it is logged.
+        listener: a listening socket bound to the private address; the server owns it.
+        tell: called once, with one line on the first refused stranger; None: the line is logged.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class SealedServer:
         self._listener, self._token = listener, token
         self._tell = tell or (lambda line: _log.warning("shoal: %s", line))
         self._told = False
-        self.peers: dict[Peer, None] = {}  # in the order of their coming
+        self.peers: dict[Peer, None] = {}  # in the order of connection
         self._wakes = selectors.DefaultSelector()
         listener.setblocking(False)
         self._wakes.register(listener, selectors.EVENT_READ)
 
     def do(self, peer: Peer, request: Any) -> None:
-        """Do what a known peer asks for. Errors: ValueError, KeyError, TypeError: it goes."""
+        """Handle a peer's request; a ValueError, KeyError or TypeError drops the peer."""
         raise NotImplementedError
 
     def left(self, peer: Peer) -> None:
-        """Hear that a peer has gone, or was dropped."""
+        """Handle the end of a peer's connection."""
 
     def serve(self, wait_s: float | None = None) -> None:
-        """Serve who wants something, once somebody does, or after `wait_s`."""
+        """Serve pending requests, waiting at most `wait_s` for the first."""
         strangers = [peer for peer in self.peers if not peer.known]
         if strangers:
             wait_s = (
@@ -158,7 +158,7 @@ class SealedServer:
             self.do(peer, request)
 
     def _greet(self, peer: Peer) -> bool:
-        """Whether a peer has proven that it knows the token."""
+        """Return whether a peer has proven that it knows the token."""
         if len(peer.came) < NONCE + 32:
             return False
         nonce, said = bytes(peer.came[:NONCE]), bytes(peer.came[NONCE : NONCE + 32])
@@ -187,7 +187,7 @@ class SealedServer:
             yield peer.hears.open(proof, text)
 
     def answer(self, peer: Peer, message: Any) -> None:
-        """Answer a peer's request; each is answered once, in their order."""
+        """Answer a peer's request; each request gets one answer, in order."""
         if peer.says is not None:
             peer.goes += peer.says.seal(message)
             try:

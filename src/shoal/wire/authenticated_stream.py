@@ -1,16 +1,16 @@
-"""Connections open to those alone who hold a token: both sides prove it, and seal what they say.
+"""Authenticated connections: both sides prove knowledge of a token, and MAC every frame.
 
 The token itself (run_token.py) never crosses the network:
 
     server → client   HELLO and 32 random bytes
     client → server   32 random bytes, and the MAC of both
-    server → client   the MAC of both the other way round: who took the server's port is noticed
-    then, both ways   frames: length (4 bytes), MAC (16 bytes), JSON. The key of these MACs comes of
-                      the token and all 64 bytes, and they count: no frame can be altered, said
-                      again or left out unnoticed
+    server → client   the MAC of both in reverse order: detects a stranger on the server's port
+    then, both ways   frames: length (4 bytes), MAC (16 bytes), JSON. The key of these MACs derives
+                      from the token and all 64 bytes, and they include a counter: no frame can be
+                      altered, replayed or dropped undetected
 
-The server's side: authenticated_server.py. Nothing is encrypted: who can listen on the wire reads
-along.
+The server's side: authenticated_server.py. Nothing is encrypted: a listener on the wire can read
+all frames.
 
 Source: HMAC-SHA256, RFC 2104
 """
@@ -29,19 +29,19 @@ from shoal.base.errors import BugError, ConfigError
 HELLO, REFUSED = b"shoal-store-1\n", b"\0" * 32
 NONCE, MAC, HEAD = 32, 16, struct.Struct("!I")
 HELLO_S = 5.0
-"""How long a greeting may take."""
+"""Seconds that a greeting may take."""
 MOST_BYTES = 64 << 20
-"""Of one frame, from a peer that knows the token."""
+"""Most bytes of one frame from an authenticated peer."""
 READ_BYTES = 1 << 16
 
 
 def mac(key: bytes, *parts: bytes) -> bytes:
-    """The HMAC-SHA256 of the parts, joined."""
+    """Return the HMAC-SHA256 of the joined parts."""
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
 class Line:
-    """One direction of a connection: seals and opens frames, and counts them."""
+    """One direction of a connection: authenticates, verifies and counts frames."""
 
     def __init__(self, session: bytes, name: bytes) -> None:
         self._key = mac(session, name)
@@ -52,30 +52,31 @@ class Line:
         return mac(self._key, struct.pack("!Q", self._count), text)[:MAC]
 
     def seal(self, message: Any) -> bytes:
-        """A frame that says it."""
+        """Return the authenticated frame of a message."""
         text = json.dumps(message).encode()
         if len(text) > MOST_BYTES:
             raise BugError(f"a message of {len(text)} bytes; at most {MOST_BYTES}")
         return HEAD.pack(len(text)) + self._next(text) + text
 
     def open(self, mac: bytes, text: bytes) -> Any:
-        """What a frame says. Errors: ConnectionError where it was altered or is out of turn."""
+        """Return a frame's message; raise ConnectionError if it is altered or out of order."""
         if not hmac.compare_digest(mac, self._next(text)):
             raise ConnectionError("a frame that the other side did not send")
         return json.loads(text)
 
 
 def lines(token: bytes, of_server: bytes, of_client: bytes) -> tuple[Line, Line]:
-    """(what the client says, what the server says) on a connection."""
+    """Return a connection's two directions: (client to server, server to client)."""
     session = mac(token, b"session", of_server, of_client)
     return Line(session, b"client"), Line(session, b"server")
 
 
 class Connection:
-    """A client's end, once both sides have proven that they know the token.
+    """A client's end of an authenticated connection.
 
     Raises:
-        OSError: ConfigError for a program or a token that is not this run's.
+        OSError: the connection failed; ConfigError if the server's program or token is not this
+            run's.
     """
 
     def __init__(self, connection: socket.socket, token: bytes, at: str) -> None:
@@ -105,17 +106,17 @@ class Connection:
         self._says, self._hears = lines(token, theirs, mine)
 
     def ask(self, request: Any, within_s: float) -> Any:
-        """The answer to a request. Errors: TimeoutError, ConnectionError"""
+        """Send a request and return the answer; raises TimeoutError or ConnectionError."""
         self.say(request, within_s)
         return self.hear(within_s)
 
     def say(self, request: Any, within_s: float) -> None:
-        """Send a request. Errors: TimeoutError, ConnectionError"""
+        """Send a request; raises TimeoutError or ConnectionError."""
         self.connection.settimeout(max(within_s, 0.001))
         self.connection.sendall(self._says.seal(request))
 
     def hear(self, within_s: float) -> Any:
-        """The next answer. Errors: TimeoutError, ConnectionError"""
+        """Receive the next answer; raises TimeoutError or ConnectionError."""
         self.connection.settimeout(max(within_s, 0.001))
         (length,) = HEAD.unpack(self._read(HEAD.size))
         if length > MOST_BYTES:

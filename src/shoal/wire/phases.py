@@ -1,13 +1,13 @@
-"""What a process is busy with, told while it lasts: import, proof, first step, validation 120/299.
+"""Phases of a process, reported while they last: import, proof, first step, validation 120/299.
 
-Any room says it where the work is done, and nothing happens unless somebody listens:
+Any package opens a phase around its work; without a listener it has no effect:
 
     with phase("validation", of=299) as told:      phases nest: `proof`, in it `build`
         for batch in batches:
             told.step()
 
-Who listens is set per thread (`listen`), so what runs beside training, a save in the background,
-stays silent. A worker keeps the newest state in its folder's `phase.json` (`tell_folder`).
+Listeners are per thread (`listen`), so background work (a save) reports nothing. A worker writes
+the newest state to `phase.json` in its folder (`tell_folder`).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 FILE_NAME = "phase.json"
 EVERY_S = 0.2
-"""Progress within a phase is told so often; a new phase at once."""
+"""Seconds between reports of progress within a phase; a new phase is reported at once."""
 
 NOWHERE, DATA, PASSES, SUM, UPDATE, HOOKS, BACKWARD = range(7)  # parts of a step, for the page only
 
 
 @dataclass
 class Phase:
-    """One thing that takes time, as a listener is told of it.
+    """One phase of work, as listeners receive it.
 
     Attributes:
-        of: how many steps it takes.
-        done: how many are; `of` is 0 where that is not known.
-        began_s: seconds since 1970.
+        of: number of steps; 0 if not known.
+        done: finished steps.
+        began_s: start, in seconds since 1970.
 
-    `step(count=1)` adds to `done` and tells the thread's listener, at most every 0.2 s
+    `step(count=1)` adds to `done` and notifies the thread's listener, at most every 0.2 s.
     """
 
     name: str
@@ -47,18 +47,18 @@ class Phase:
     began_s: float = field(default_factory=time.time)
 
     def step(self, count: int = 1) -> None:
-        """So much more is done."""
+        """Add finished steps and notify the listener."""
         self.done += count
         if (teller := _TELLER.get()) is not None:
             teller.progressed()
 
 
 Hear = Callable[[list[Phase]], None]
-"""Receives what is going on, the outermost phase first; empty when nothing is."""
+"""Listener: called with the open phases, outermost first; empty if there is none."""
 
 
 class Teller:
-    """The phases of one thread that are under way, and who hears of them."""
+    """The open phases of one thread, and its listener."""
 
     def __init__(self, hear: Hear) -> None:
         self.hear = hear
@@ -66,12 +66,12 @@ class Teller:
         self.told_s = 0.0
 
     def changed(self) -> None:
-        """A phase began or ended."""
+        """Notify the listener that a phase started or ended."""
         self.told_s = time.monotonic()
         self.hear(self.phases)
 
     def progressed(self) -> None:
-        """Something was done; told now and then."""
+        """Notify the listener of progress, at a limited rate."""
         if time.monotonic() - self.told_s >= EVERY_S:
             self.changed()
 
@@ -80,20 +80,21 @@ _TELLER: ContextVar[Teller | None] = ContextVar("teller", default=None)
 
 
 def listen(hear: Hear | None) -> None:
-    """Have `hear` called with this thread's open phases, outermost first; None: nobody listens.
+    """Set the listener of this thread's open phases, outermost first; None: no listener.
 
-    As one begins or ends, and every 0.2 s while steps are counted. Who listened before is replaced.
+    It is called when a phase starts or ends, and every 0.2 s while steps are counted. It replaces
+    the earlier listener.
     """
     _TELLER.set(None if hear is None else Teller(hear))
 
 
 @contextlib.contextmanager
 def phase(name: str, of: int = 0) -> Iterator[Phase]:
-    """Open a phase until the `with` block ends, and tell this thread's listener, if there is one.
+    """Open a phase until the `with` block ends, and notify this thread's listener, if any.
 
     Args:
         name: one or two words for a person.
-        of: how many `step`s it will take; 0 if not known.
+        of: number of `step`s that it will take; 0 if not known.
 
     >>> heard = []
     >>> listen(lambda phases: heard.append(" ".join(f"{p.name} {p.done}/{p.of}" for p in phases)))
@@ -119,7 +120,7 @@ def phase(name: str, of: int = 0) -> Iterator[Phase]:
 
 
 def counting(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
-    """Yield the items in a phase `name` of `of` steps, a step when the next item is asked for.
+    """Yield items in a phase of `of` steps; each request for the next item counts one step.
 
     >>> list(counting("copy", 2, "ab"))
     ['a', 'b']
@@ -133,7 +134,8 @@ def counting(name: str, of: int, items: Iterable[Item]) -> Iterator[Item]:
 def tell_folder(folder: Path) -> None:
     """Write this thread's open phases to `folder/phase.json` whenever they change (`listen`).
 
-    The file is replaced whole; what the disk refuses is dropped. Of others, the page listens on.
+    Each write replaces the file atomically; disk errors are ignored. An existing watch page stays a
+    listener.
     """
     from shoal.base.runlog.atomic_files import write_whole
     from shoal.base.runlog.folder_owner import FolderOwner
@@ -150,20 +152,20 @@ def tell_folder(folder: Path) -> None:
     listen(hear)
 
 
-page: Any = None  # the watch_page.Page of this process, where somebody watches it
+page: Any = None  # the watch_page.Page of this process, if the launcher made one
 
 
 def part(number: int) -> None:
-    """A part of a step begins: PASSES, SUM, …; nothing where nobody watches this process."""
+    """Report to the watch page that part `number` of a step starts (PASSES, SUM, …)."""
     if page is not None:
         page.part(number)
 
 
 def unlike(*parts: int, always: bool = False) -> None:
-    """In these parts of this step ranks have different work: the page compares them with nobody.
+    """Exclude these parts of this step from comparison: ranks have different work in them.
 
     Args:
-        always: they do in every step alike: each is compared with itself.
+        always: ranks differ in every step in the same way, so each rank is compared with itself.
     """
     if page is not None:
         page.unlike(parts, always=always)

@@ -1,6 +1,6 @@
-"""The token of a run: a secret that its processes share, by which they know each other.
+"""Token of a run: a shared secret by which its processes authenticate each other.
 
-    SHOAL_TOKEN        the token itself, as `shoal launch` hands it on
+    SHOAL_TOKEN the token itself, as `shoal launch` hands it on
     SHOAL_TOKEN_FILE   a file that holds it and that only its owner may read
 
 Every run has one of its own, so that processes of another run are strangers to it. Environment
@@ -22,15 +22,15 @@ TOKEN, TOKEN_FILE = "SHOAL_TOKEN", "SHOAL_TOKEN_FILE"
 
 
 def new_token() -> str:
-    """Make a token of 256 random bits, in letters that need no quotes."""
+    """Make a token of 256 random bits, in characters that need no quotes."""
     return secrets.token_urlsafe(32)
 
 
 def find_token(env: Mapping[str, str]) -> bytes:
-    """The token that the environment names; empty where it names none.
+    """Return the token that the environment names; empty if it names none.
 
     Raises:
-        ConfigError: for a token that is short, or a file that others may read.
+        ConfigError: the token is short, or others may read its file.
 
     >>> find_token({"SHOAL_TOKEN": "correct horse battery staple"})
     b'correct horse battery staple'

@@ -1,9 +1,9 @@
-"""A thread in every rank that tells where all threads are, when the rank's page asks for it.
+"""Stack dumps of a rank's threads, made by a thread when the rank's watch page requests them.
 
-No signal is sent for it: that would interrupt a user's C call. The thread looks five times a second
-whether it was asked (`watch_page.py`); a process whose C code keeps Python's lock does not answer,
-and by that it is known. It also ends the process where the watch has found that ranks wait for each
-other for ever.
+No signal is involved, since it would interrupt a user's C call. The thread polls for requests five
+times a second (`watch_page.py`). A process whose C code holds the GIL does not answer, which
+identifies it. The thread also ends the process when the watchdog has found a deadlock among the
+ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WRAPPERS = ("wrapper", "__call__", "inner")
 
 
 def be_watched() -> None:
-    """Say in the page that the launcher made for this process, if it did, what it is doing."""
+    """Report this process's activity to the watch page of the launcher, if there is one."""
     if page := Page.open():
         tell_page(page)
         answer_for_stacks(page)
@@ -36,7 +36,7 @@ _OF_RUNS = tuple(f"{OWN_FOLDER}/{room}/" for room in ("trainer", "data", "checkp
 
 
 def answer_for_stacks(page: Page) -> None:
-    """Start the thread; it ends with the process."""
+    """Start the thread that answers stack requests; it ends with the process."""
     main = threading.main_thread().ident or 0
     threading.Thread(target=_answer, args=(page, main), name=NAME, daemon=True).start()
 
@@ -53,11 +53,11 @@ def _answer(page: Page, main: int) -> None:
 
 
 def _end(page: Page, status: int, at_s: float) -> None:
-    """End this process, whose main thread stands in a collective for ever.
+    """End this process, whose main thread hangs in a collective.
 
-    All ranks end together: one that loses its peer first would print how a collective of it failed.
+    All ranks end together: a rank that loses its peer first would print an error of its collective.
     """
-    sys.excepthook = lambda *_: time.sleep(5.0)  # it has lost a peer, and this thread goes on
+    sys.excepthook = lambda *_: time.sleep(5.0)  # it has lost a peer; let this thread exit first
     time.sleep(max(0.0, at_s - time.monotonic()))
     page.leave()
     flush_streams()
@@ -65,15 +65,15 @@ def _end(page: Page, status: int, at_s: float) -> None:
 
 
 def stacks(main: int) -> dict[str, Any]:
-    """Where this process's threads are.
+    """Return the position and the stacks of this process's threads.
 
     Args:
         main: the thread that trains.
 
     Returns:
-        of it: `place`, the user's line; `collective`, in which it waits, and whether the user
-        called it (`by_user`); whether Shoal's own code was called last (`own`); `compiling`;
-        `between`: whether it is in no call of a run or of its loader. `stacks` is text, the
+        of the training thread: `place`, the user's line; `collective` in which it waits; `by_user`,
+        whether the user called it; `own`, whether Shoal's code runs; `compiling`; `between`,
+        whether it is in no call of a run or of its loader. `stacks` is the text of all stacks,
         training thread first.
     """
     frames = sys._current_frames()
@@ -100,9 +100,9 @@ def stacks(main: int) -> dict[str, Any]:
 
 
 def collective_of(frame: FrameType | None) -> tuple[str, bool]:
-    """Find the collective in which a thread stands, by its innermost frames; "" for none.
+    """Return the collective in which a thread stands, from its innermost frames; "" for none.
 
-    The second value: whether a user's line called it.
+    The second value is whether a user's line called it.
     """
     found, inside = "", False
     while frame is not None and frame.f_code.co_filename.endswith("/torch/_ops.py"):
@@ -118,14 +118,14 @@ def collective_of(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def runs_own_code(frame: FrameType | None) -> bool:
-    """Tell whether a thread's innermost frame, torch's aside, is Shoal's: no user's code runs."""
+    """Return whether a thread's innermost frame outside of torch belongs to Shoal."""
     while frame is not None and "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(f"{OWN_FOLDER}/")
 
 
 def in_a_call(frame: FrameType | None) -> bool:
-    """Tell whether a thread is in a call of a run or its loader, or in what that has called."""
+    """Return whether a thread is inside a call of a run or its loader."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(_OF_RUNS):
             return True
@@ -139,7 +139,7 @@ def _talks(frame: FrameType) -> bool:
 
 
 def _compiles(frame: FrameType | None) -> bool:
-    # Compiled code itself runs below other frames of this room.
+    # Compiled code itself runs below other frames of this package.
     while frame is not None:
         if frame.f_code.co_name == "_compile" and "/torch/_dynamo/" in frame.f_code.co_filename:
             return True

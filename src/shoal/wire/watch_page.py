@@ -1,9 +1,9 @@
-"""A page of memory in which a rank says what it is doing, for somebody who watches it from outside.
+"""Watch page: shared memory in which a rank reports its activity to an outside observer.
 
-A process that is stopped, or whose C code keeps Python's lock, answers nobody; what it wrote before
-can still be read. So the launcher makes one page per rank, in memory that no disk can delay, and
-tells the rank where (`PAGE_VARIABLE`). The rank writes, the launcher reads; it asks for stacks in
-the same page (`stack_dumps.py`). The reading end: `launch/watch/page_reader.py`.
+A process that is stopped, or whose C code holds the GIL, answers no request; its earlier writes
+stay readable. So the launcher creates one page per rank, in memory that no disk can delay, and
+passes its path to the rank (`PAGE_VARIABLE`). The rank writes, the launcher reads and requests
+stacks in the same page (`stack_dumps.py`). The reading end: `launch/watch/page_reader.py`.
 
     bytes 0–127      16 words of 8 bytes, native order: `PAGE`, `PID`, …, below
     bytes 128–1023   the open phases as text: its length in 2 bytes, then UTF-8
@@ -22,8 +22,8 @@ the same page (`stack_dumps.py`). The reading end: `launch/watch/page_reader.py`
     from `NAMES_AT`  the last `NAMES` calls that all ranks of a run must make, `NAME` each: the
                      run's key, the call's number, then its name as UTF-8, filled up with zeros
 
-Words are written one by one, each at once; texts may be read half-written, which a reader of a rank
-that stands still never is. What it costs: docs/lab-log.md, "A page per rank".
+Each word is written atomically. A reader may see half-written text, but never that of a rank that
+stands still. Cost: docs/lab-log.md, "A page per rank".
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ STEPS_AT, KEPT = CALLS_AT + SLOTS * SLOT_BYTES, 64
 FORMAT = 0x5348_4F41_4C03
 (PAGE, PID, CHANGES, CHANGED_S, STEP, PART, BEGUN, ENDED, LAST_BEGUN, LAST_BYTES, LAST_ENDED,
  WAITS, ASKED, ANSWERED, INSIDE, EXIT) = range(16)  # fmt: skip
-"""The words: format · process · how often anything changed, when (monotonic, a double) · steps
-done, part of the step under way · collectives enqueued and completed, ever · kind and bytes of the
-last one enqueued, kind of the last one completed · waits that are open · requests for stacks, and
-those answered · 1 + the slot of a call that all ranks must make, while it is inside of it, else 0 ·
-1 + the status with which the watch wants the process to end, and from bit 8 on when (monotonic, in
-milliseconds), else 0."""
+"""The words: format · process · number of changes, time of the last (monotonic, a double) · steps
+done, part of the present step · collectives enqueued and completed, in total · kind and bytes of
+the last one enqueued, kind of the last one completed · open waits · requests for stacks, and
+answered ones · 1 + the slot of a call that all ranks must make, during the call, else 0 · 1 + the
+exit status that the watchdog orders, and from bit 8 on its time (monotonic, in milliseconds),
+else 0."""
 
 PARTS = ("", "data", "forward and backward", "sum over ranks", "optimizer", "hooks", "backward")
 """Parts of a step, as phases.py numbers them."""
@@ -75,16 +75,16 @@ _ANOTHER = KINDS.index("another")
 
 
 class Page:
-    """The writing end: what one rank says of itself.
+    """Writer of a watch page: the activity of one rank.
 
-    `begun`, `waits`, `waited` are told of collectives, `part` and `stepped` of steps, `hear` of
-    phases (a listener of base.phases). Each takes under a microsecond, `hear` some. A process that
-    is forked from this one writes to nowhere.
+    `begun`, `waits`, `waited` record collectives, `part` and `stepped` record steps, `hear` records
+    phases (a listener of wire/phases.py). Each takes under a microsecond, `hear` a few. A forked
+    process does not write to the page.
 
     Attributes:
-        on_step: called with the number of each step that is done.
-        told: what goes with every answer.
-        folder: the run whose steps are kept; None: of whichever.
+        on_step: called with the number of each finished step.
+        told: fields added to every answer.
+        folder: the run whose steps are recorded; None: any run.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -102,7 +102,7 @@ class Page:
 
     @staticmethod
     def open(environ: Mapping[str, str] = os.environ) -> Page | None:
-        """The page that the launcher made for this process; None where nobody watches it."""
+        """Open the page that the launcher created for this process; None without one."""
         path = environ.get(PAGE_VARIABLE)
         if not path:
             return None
@@ -118,7 +118,7 @@ class Page:
             os.close(file)
 
     def begun(self, kind: str, payload_bytes: int = 0) -> None:
-        """A collective was enqueued."""
+        """Record that a collective was enqueued."""
         words = self._words
         words[BEGUN] += 1
         words[LAST_BEGUN] = _NUMBERS.get(kind, _ANOTHER)
@@ -126,13 +126,13 @@ class Page:
         self._changed()
 
     def unit(self, key: int, number: int, text: bytes) -> None:
-        """Collective `number` of units in a group begins; text  of which unit."""
+        """Record collective `number` of units in a group; `text` names the unit."""
         at = UNITS_AT + self._units % UNITS * UNIT.size
         self._units += 1
         UNIT.pack_into(self._whole, at, self._words[BEGUN], key, number, text)
 
     def call(self, key: int, number: int, name: bytes) -> None:
-        """Begin call `number` of a run, which every rank must make; key  of the run."""
+        """Record the start of call `number` of the run `key`, which every rank must make."""
         slot = self._calls % NAMES
         self._calls += 1
         NAME.pack_into(self._whole, NAMES_AT + slot * NAME.size, key, number, name)
@@ -140,16 +140,16 @@ class Page:
         self._changed()
 
     def returned(self) -> None:
-        """That call has returned."""
+        """Record that this call has returned."""
         self._words[INSIDE] = 0
 
     def waits(self) -> None:
-        """This rank begins to wait for collectives."""
+        """Record that this rank starts to wait for collectives."""
         self._words[WAITS] += 1
         self._changed()
 
     def waited(self, count: int) -> None:
-        """It has waited for so many."""
+        """Record that this rank has waited for `count` collectives."""
         words = self._words
         words[WAITS] -= 1
         words[ENDED] = min(words[BEGUN], words[ENDED] + count)
@@ -157,16 +157,16 @@ class Page:
         self._changed()
 
     def part(self, part: int) -> None:
-        """A part of a step begins."""
+        """Record the start of a part of a step."""
         self._words[PART] = part
         self._changed()
 
     def stepped(self, step: int, peak_bytes: int = 0, folder: Path | None = None) -> None:
-        """Step number `step` is done, and with it every collective that it began.
+        """Record that step `step` is done, with every collective that it started.
 
         Args:
-            peak_bytes: the most memory that this rank has held.
-            folder: of the run, where it has one.
+            peak_bytes: peak memory of this rank.
+            folder: the run's folder, if it has one.
         """
         words = self._words
         words[STEP], words[PART], words[ENDED] = step, DATA, words[BEGUN]
@@ -184,7 +184,7 @@ class Page:
         self.on_step(step)
 
     def unlike(self, parts: Sequence[int], *, always: bool = False) -> None:
-        """Ranks have different work in these parts of this step, as planned; or of every step."""
+        """Record that ranks have different planned work in these parts of this step, or of all."""
         if always:
             self._own = tuple(parts)
             return
@@ -192,7 +192,7 @@ class Page:
             self._apart |= 1 << part
 
     def hear(self, phases: Sequence[Phase]) -> None:
-        """The open phases, outermost first."""
+        """Record the open phases, outermost first."""
         text = ": ".join(
             f"{one.name} {one.done}/{one.of}" if one.of else one.name for one in phases
         )
@@ -204,22 +204,22 @@ class Page:
 
     @property
     def asked(self) -> int:
-        """The number of the newest request for stacks."""
+        """Number of the newest request for stacks."""
         return self._words[ASKED]
 
     @property
     def exit_order(self) -> tuple[int, float] | None:
-        """With which status the watch wants this process to end, and when; None: it does not."""
+        """Exit status and time that the watchdog orders for this process; None without an order."""
         order = self._words[EXIT]
         return ((order & 255) - 1, (order >> 8) / 1e3) if order else None
 
     @property
     def is_left(self) -> bool:
-        """Tell whether the rank has left, so that nobody watches it."""
+        """True after the rank has left, so that the watchdog ignores it."""
         return not self._words[PAGE]
 
     def answer(self, request: int, told: Mapping[str, Any]) -> None:
-        """Answer a request; what does not fit is cut off the end of `told["stacks"]`."""
+        """Answer a request; cut `told["stacks"]` at the end if it does not fit."""
         room = CALLS_AT - ANSWER_AT - 4
         raw = json.dumps(told).encode()
         if len(raw) > room:
@@ -230,9 +230,9 @@ class Page:
         self._words[ANSWERED] = request
 
     def keep_calls(self, slot: int, step: int, lines: bytes) -> None:
-        """Keep the collectives of a step, −`step` while it is under way.
+        """Write the collectives of a step to a slot; −`step` while it is unfinished.
 
-        Of too many the first ones that fit: what ends in a line break goes on.
+        If they do not fit, write the first ones; a text that ends in a line break was truncated.
         """
         at, room = CALLS_AT + slot % SLOTS * SLOT_BYTES, SLOT_BYTES - 16
         if len(lines) > room:
@@ -242,7 +242,7 @@ class Page:
         struct.pack_into("=qq", self._whole, at, step, len(lines))
 
     def leave(self) -> None:
-        """This rank does nothing more that is to be watched."""
+        """Record that the watchdog must no longer watch this rank."""
         self._words[PAGE] = 0
 
     def _changed(self) -> None:
@@ -261,11 +261,11 @@ class Page:
 
 
 def tell_page(page: Page) -> None:
-    """Have a page told of this thread's phases (`listen`), of steps and of collectives."""
+    """Report this thread's phases (`listen`), steps and collectives to a page."""
     phases.page = page
     phases.listen(page.hear)
 
 
 def can_watch() -> bool:
-    """Whether this system has memory that two processes reach by a name in /proc: Linux."""
+    """Return whether two processes can share memory by a name in /proc: Linux."""
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")

@@ -1,1 +1,1 @@
-"""Facts of models and machines as plain numbers, and the estimates made of them."""
+"""Facts of models and machines as plain numbers, and data types of estimates."""

@@ -1,7 +1,7 @@
-"""A cluster as plain numbers: what one device computes and holds, what the links between carry.
+"""A cluster as plain numbers: compute and memory of a device, latency and bandwidth of links.
 
-A rank is one device. Links are what one rank gets when all ranks of a group use them at once, so
-that a collective over n ranks of M bytes takes rounds · latency + bytes sent / bandwidth.
+A rank is one device. A link's figures are those of one rank when all ranks of a group use it at
+once. So a collective over n ranks of M bytes takes rounds · latency + bytes sent / bandwidth.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or the cores that one process has.
+    """One accelerator, or the cores of one process.
 
     Attributes:
-        matrix_flops_per_s: dense peak by format: fp64 fp32 bf16 fp16 fp8.
+        matrix_flops_per_s: dense peak by number format: fp64 fp32 bf16 fp16 fp8.
         ladder: (FLOP of one product, share of that peak reached), ascending; () = as rated.
-        ladders: the same by format, where a format has its own (see `ladder_of`).
-        stream_bytes_per_s: of its memory.
-        memory_bytes: all of it that one rank may use.
+        ladders: the same by format, for formats that have their own (see `ladder_of`).
+        stream_bytes_per_s: bandwidth of its memory.
+        memory_bytes: memory that one rank may use.
         stream_ladder: (bytes of one tensor, bytes per second), ascending: caches; () = as above.
-        reserved_bytes: of these, what context, libraries, communicators take outside the tensors.
-        launch_s: least time of one operation.
+        reserved_bytes: of these, the bytes of context, libraries and communicators outside the
+            tensors.
+        launch_s: least seconds of one operation.
         kind: gpu or cpu.
-        source: where the figures are from.
+        source: source of the figures.
 
     Between two rungs of a ladder values are interpolated.
     """
@@ -41,7 +42,7 @@ class Device:
     stream_ladder: tuple[tuple[float, float], ...] = ()
 
     def ladder_of(self, number: str) -> tuple[tuple[float, float], ...]:
-        """(FLOP of one product, share of the format's peak), ascending; () = as rated.
+        """Return a format's ladder (FLOP of one product, share of peak), ascending; () = as rated.
 
         >>> Device("d", 1, {"bf16": 1.0}, 1, ladders={"bf16": ((1e6, 0.5),)}).ladder_of("bf16")
         ((1000000.0, 0.5),)
@@ -51,7 +52,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank gets of a link while all ranks of its group use it.
+    """A link as seen by one rank while all ranks of its group use it.
 
     Attributes:
         latency_s: seconds per message.
@@ -66,7 +67,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants of a machine type that are measured or fitted, never of one model.
+    """Constants of a machine type that are measured or fitted, never those of one model.
 
     Attributes:
         efficiency: by term of the step time (matrix, elementwise, tensor, …;
@@ -76,8 +77,8 @@ class Calibration:
         constants_s: seconds per block, micro_batch and step (absent: 0), and per operation and
             operation_backward.
         allocator: reserved / allocated bytes of the caching allocator; 1 on a GPU: not measured.
-        source: where the figures are from, with their error.
-        time_error: share by which nine of ten predicted steps are off at most; 0: not known.
+        source: source of the figures, with their error.
+        time_error: largest relative error of nine of ten predicted steps; 0: not known.
     """
 
     efficiency: dict[str, float] = field(default_factory=dict)
@@ -94,13 +95,13 @@ class Cluster:
     Attributes:
         device: one of them.
         inside: link within a node.
-        across: link between nodes; as one rank sees it.
-        groups: other parts of a mixed cluster, each a Cluster, beside the nodes above.
-        islands, between: how many such clusters a slow link joins, and that link; `devices` counts
-            one.
-        host_bytes_per_s: between a device and its host's memory.
-        disk_bytes_per_s: written to disk; 0: not known.
-        node_memory_bytes: of one node's host, which its ranks share; 0: not known.
+        across: link between nodes, as one rank sees it.
+        groups: further parts of a mixed cluster, each a Cluster.
+        islands, between: number of such clusters joined by a slow link, and that link; `devices`
+            counts one cluster.
+        host_bytes_per_s: bandwidth between a device and its host's memory.
+        disk_bytes_per_s: write bandwidth of the disk; 0: not known.
+        node_memory_bytes: host memory of one node, which its ranks share; 0: not known.
     """
 
     device: Device
@@ -119,7 +120,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """All devices of one island.
+        """Number of devices of one island.
 
         >>> link = Link("wire", 1e-5, 1e9)
         >>> Cluster(Device("d", 2**30, {}, 1e9), 2, 8, link, link).devices

@@ -1,6 +1,6 @@
-"""A case (model × layout × machine) and what the planner foresees of it, in named parts.
+"""A case (model × layout × machine) and the planner's estimates for it, in named parts.
 
-Everything is per sample or per unit of the model, so that layouts only divide and multiply.
+All figures are per sample or per unit of the model, so that layouts only divide and multiply.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ class UnitFacts:
             tensor parallelism copies (norms, biases of rows, routers) expert_parameters expert
             parallelism splits, of as many `experts`.
         frozen_parameters: elements that are not trained.
-        forward_flops: of matrix products; the backward is twice that.
-        elementwise_bytes: read and written by everything that is no matrix product, forward.
+        forward_flops: FLOP of matrix products; the backward is twice that.
+        elementwise_bytes: bytes read and written in the forward by all operations but matrix
+            products.
         operations: kernels of one forward, for constants per launch.
-        saved_split_bytes: kept for the backward, split by tensor parallelism.
-        saved_plain_bytes: kept for the backward, split only by sequence parallelism.
-        selective_bytes: of the two together, what selective recompute keeps (split, plain).
-        input_bytes: the input: what full recompute keeps and what a pipeline sends.
-        working_bytes: what one backward of this unit holds beside what was saved.
+        saved_split_bytes: saved for the backward, split by tensor parallelism.
+        saved_plain_bytes: saved for the backward, split only by sequence parallelism.
+        selective_bytes: of the two together, the bytes that selective recompute saves (split,
+            plain).
+        input_bytes: bytes of the input, which full recompute saves and a pipeline sends.
+        working_bytes: bytes of one backward of this unit beside the saved ones.
         attention_flops: of forward_flops, the products of queries with keys and with values.
-        routed_bytes: what experts' dispatch sends, one way.
-        routed_saved_bytes: of saved_split_bytes, what the routed tokens keep.
-        loss_bytes: what the loss holds at its peak (head only), split by loss-parallel.
-        tied_to: name of the unit whose weights it shares; "".
-        block: "" where what wraps blocks (fsdp, recompute) takes it as one; "-" where it lies in
-            none of theirs; else the name of the larger block it is a part of.
+        routed_bytes: bytes that the experts' dispatch sends, one way.
+        routed_saved_bytes: of saved_split_bytes, those of the routed tokens.
+        loss_bytes: peak bytes of the loss (head only), split by loss-parallel.
+        tied_to: name of the unit whose weights it shares, or "".
+        block: "" if block wrappers (fsdp, recompute) treat it as a block; "-" if it is in no block;
+            else the name of the larger block that contains it.
         rooted_parameters: of all its elements, those that fsdp gathers with the root, not by
             blocks.
     """
@@ -75,10 +77,10 @@ class ModelFacts:
 
     Attributes:
         sequence: positions per sample (0: not a sequence).
-        element_bytes: of one activation.
+        element_bytes: bytes of one activation element.
         trainable: all trainable elements, tied ones once.
-        hidden, heads, kv_heads: width and attention heads; 0 where there are none or nobody knows.
-        source: "arithmetic", or "traced …" with what was assumed.
+        hidden, heads, kv_heads: width and attention heads; 0 if absent or unknown.
+        source: "arithmetic", or "traced …" with the assumptions.
     """
 
     name: str
@@ -98,12 +100,12 @@ class ModelFacts:
 
     @property
     def experts(self) -> int:
-        """What the number of experts of every mixture is a multiple of; 0 without mixtures."""
+        """Common divisor of the expert counts of all mixtures; 0 without mixtures."""
         return math.gcd(*(unit.experts for unit in self.units))
 
     @property
     def blocks(self) -> int:
-        """How many units a pipeline can deal out; all but named ends of a module are such."""
+        """Number of units that a pipeline can distribute; all but a module's named ends."""
         ends = ("embedding", "head")
         return sum(u.count for u in self.units if u.name not in ends and not u.loss_bytes)
 
@@ -113,14 +115,15 @@ class Case:
     """One case to be predicted: a model, on a cluster, run by a plan.
 
     Attributes:
-        loss: how the loss makes the logits: full, all at once · chunked, some rows at a time ·
-            parallel, every tp rank its part of the vocabulary.
+        loss: computation of the logits: full, all at once · chunked, some rows at a time ·
+            parallel, each tp rank its part of the vocabulary.
         optimizer_bytes: bytes of optimizer state per fp32 element.
         expert_tp: ranks that split one expert; 0: 1 for "shoal" with ep > 1, else as tp.
-        framework: whose step is predicted: "shoal", or a peer whose published run is compared.
-        handed: builder: a function that builds the model, once per machine where ranks keep parts
-            of it · host, device: a module that every rank has whole already, and where.
-        proves: a proof in float64 goes before the run.
+        framework: framework whose step is predicted: "shoal", or a peer with a published run.
+        handed: builder: the user passes a function that builds the model, once per machine if ranks
+            keep parts of it · host, device: the user passes a whole module on every rank, in this
+            memory.
+        proves: a proof in float64 precedes the run.
     """
 
     model: ModelFacts
@@ -134,7 +137,7 @@ class Case:
     proves: bool = False
 
     def but(self, **changes: Any) -> Case:
-        """The same case with some of its plan's fields changed."""
+        """Return the same case with some of its plan's fields changed."""
         return replace(self, plan=replace(self.plan, **changes))
 
     @property
@@ -159,12 +162,12 @@ class Case:
 
     @property
     def schedule(self) -> str:
-        """The order of a pipeline's passes, where the layout leaves it open, too."""
+        """Pipeline schedule, also if the layout leaves it open."""
         return self.layout.schedule or DEFAULT
 
     @property
     def chunks(self) -> int:
-        """Stages per rank of the model that a pipeline's rank holds; dualpipe holds two models."""
+        """Stages per rank of one model copy in a pipeline; dualpipe holds two copies."""
         if self.layout.pp == 1:
             return 1
         return stages_per_rank(self.schedule, self.layout.chunks) // copies(self.schedule)
@@ -182,19 +185,20 @@ class Case:
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes of a gradient element that is sent; 0: as it is kept."""
+        """Bytes per element of a sent gradient; 0: the gradient's own size."""
         return 2 if self.plan.sums == "bf16" else 0
 
 
 @dataclass(frozen=True)
 class Instant:
-    """What a run holds at one of its instants: building, loading, proving, …, saving, exporting.
+    """Memory of a run at one instant: building, loading, proving, …, saving, exporting.
 
     Attributes:
-        device_bytes: on the fullest device, context included.
-        host_bytes: in the memory of one node, of all its ranks; 0 on a CPU, whose devices it is.
-        files_bytes: beside it, of files that a node maps: page cache, which the system may write
-            out.
+        device_bytes: bytes on the fullest device, context included.
+        host_bytes: bytes in the memory of one node, of all its ranks; 0 on a CPU, where
+            device_bytes counts them.
+        files_bytes: bytes of files that a node maps, in addition: page cache, which the system may
+            write out.
     """
 
     name: str
@@ -205,18 +209,19 @@ class Instant:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Peak bytes on the fullest rank in a step, and what fills it.
+    """Peak bytes on the fullest rank in a step, by part.
 
     Attributes:
         parts: name → bytes, which add up to peak_bytes; those of 0 are left out: weights,
             gradients, optimizer, gathered, buckets, activations, loss, working, allocator, context.
         allocated_bytes: the peak without the parts allocator and context.
-        when: the moment of the peak: "loss", "backward", "update".
-        stage: number of the pipeline rank that holds it.
+        when: moment of the peak: "loss", "backward", "update".
+        stage: pipeline rank that has the peak.
         low_bytes, high_bytes: interval of the peak.
-        host_bytes, disk_bytes: of states that wait on the host, or in files, for a rank.
-        others_bytes: peak of each further device of one process (`dp`), this being the first's.
-        instants: of the whole run, in order, where they were asked for (`instants.predict_run`).
+        host_bytes, disk_bytes: bytes of offloaded states on the host, or in files, per rank.
+        others_bytes: peak of each further device of one process (`dp`); peak_bytes is the first
+            one's.
+        instants: instants of the whole run, in order, if requested (`instants.predict_run`).
     """
 
     parts: dict[str, float]
@@ -233,7 +238,7 @@ class MemoryEstimate:
 
     @property
     def most_bytes(self) -> float:
-        """The peak of a device from a start to the last step, without a proof and a resume."""
+        """Peak of a device from start to the last step, without proof and resume."""
         names = ("checking", "building", "first step")
         before = [one.device_bytes for one in self.instants if one.name in names]
         return max([self.peak_bytes, *before])
@@ -241,16 +246,16 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds of one optimizer step, and what fills it.
+    """Seconds of one optimizer step, by part.
 
     Attributes:
-        parts: name → seconds that the step waits for it, which add up to step_s; those of 0 are
-            left out: matrix, elementwise, constants, recompute, tensor, pipeline, bubble,
-            gradients, parameters, optimizer, offload.
-        hidden: term → seconds of communication that compute hides, beside step_s.
+        parts: name → exposed seconds, which add up to step_s; those of 0 are left out: matrix,
+            elementwise, constants, recompute, tensor, pipeline, bubble, gradients, parameters,
+            optimizer, offload.
+        hidden: term → seconds of communication that overlaps with compute, not in step_s.
         bytes: name of a link → bytes that one rank sends over it in a step.
         low_s, high_s: interval of step_s.
-        model_flops: of all devices in a step, recomputation not counted: 3 × the forward's.
+        model_flops: FLOP of all devices in a step, without recomputation: 3 × the forward's.
     """
 
     parts: dict[str, float]

@@ -1,4 +1,4 @@
-"""Facts: what is known of a model and of a machine, as plain numbers that arithmetic can use."""
+"""Facts about a model and a machine, as plain numbers for arithmetic."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FREE = 0.5
-"""Share of a rank's memory that stays free where nobody foresees what a pass needs."""
+"""Share of a rank's memory that stays free if no estimate of a pass's memory exists."""
 
 STATE_BYTES = 16
 """Bytes of a weight with its gradient and Adam's states."""
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-"""Is there where Linux gives huge pages to who asks for them."""
+"""File that exists if Linux offers transparent huge pages on request."""
 
 
 def usable_cores() -> int:
@@ -34,7 +34,7 @@ class MachineFacts:
 
 
 def default_processes(machine: MachineFacts) -> int:
-    """Returns how many processes to start: one per GPU; without any two, on a single core one.
+    """Return the number of processes to start: one per GPU; without GPUs two, on one core one.
 
     >>> default_processes(MachineFacts(cores=2, memory_bytes=2**34, gpus=0))
     2
@@ -45,20 +45,21 @@ def default_processes(machine: MachineFacts) -> int:
 
 
 def this_machine() -> MachineFacts:
-    """Look up this machine's facts, without initialising CUDA.
+    """Read this machine's facts, without initialising CUDA.
 
-    GPUs are NVIDIA's device files, as many as CUDA_VISIBLE_DEVICES leaves. A container's limit on
-    memory is not looked at.
+    GPUs are NVIDIA's device files, as many as CUDA_VISIBLE_DEVICES leaves. A container's memory
+    limit is not read.
     """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MachineFacts(usable_cores(), memory_bytes, _gpus())
 
 
 def host_memory_variables() -> dict[str, str]:
-    """Return the variables under which torch gives memory of the host back, and takes it cheaply.
+    """Return environment variables that make torch's host allocator free memory and use huge pages.
 
-    With huge pages large tensors begin on one, so what was freed fits the next of its size: an MLP
-    of 50M weights held 1,173 MiB under ddp and holds 870. torch reads it before its first tensor.
+    With huge pages, large tensors start on a page boundary, so freed memory fits the next tensor of
+    its size: an MLP of 50M weights used 1,173 MiB under ddp without them, and 870 with them. torch
+    reads the variables before its first tensor.
 
     References:
         torch c10/core/impl/alloc_cpu.cpp; madvise(2), MADV_HUGEPAGE.
@@ -67,7 +68,7 @@ def host_memory_variables() -> dict[str, str]:
 
 
 def _gpus() -> int:
-    """Device files, narrowed by CUDA_VISIBLE_DEVICES."""
+    """Count NVIDIA's device files, limited by CUDA_VISIBLE_DEVICES."""
     devices = Path("/dev")
     present = sum(1 for p in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

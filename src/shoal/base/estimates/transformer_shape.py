@@ -1,7 +1,7 @@
-"""The shape of a transformer: the few numbers from which its size, work and memory follow.
+"""Shape of a transformer: the numbers that determine its size, FLOP and memory.
 
-Decoders (GPT, Llama, Mixtral, DeepSeek), encoders (BERT) and ViT are one kind of thing here; what
-differs is said by a field, never by a name.
+Decoders (GPT, Llama, Mixtral, DeepSeek), encoders (BERT) and ViT share one class; a field, never a
+name, states a difference.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Vectors:
-    """Parameters of norms, biases and what else is no matrix of the shape, counted one by one.
+    """Parameter counts of norms and biases, and of others outside the shape's matrices.
 
     Attributes:
-        embedding, head: once, beside the table of words and the product with it.
-        attention: of a block: all its norms, and the biases of its attention.
-        ffn: of a block without experts: the biases of its ffn.
-        router, expert: of a block with experts, beside the router's matrix; of each expert.
+        embedding, head: once per model, in addition to the embedding table and the head's matrix.
+        attention: per block: all its norms, and the biases of its attention.
+        ffn: per block without experts: the biases of its ffn.
+        router, expert: per block with experts, in addition to the router's matrix; per expert.
     """
 
     embedding: int = 0
@@ -30,28 +30,28 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Transformer:
-    """The shape of a transformer: one stack of equal blocks between an embedding and a head.
+    """Shape of a transformer: one stack of equal blocks between an embedding and a head.
 
     hidden h, heads a, kv_heads, head_size (0: h / a; a·head_size may differ from h), ffn f
 
     Attributes:
         vocabulary: tokens (ViT: classes).
         positions: learned position embeddings, 0 for rotary.
-        context: longest sequence that the model was made for, 0 where that is not known.
+        context: longest sequence that the model supports, 0 if unknown.
         patch: ViT: numbers per patch (3·16·16), embedded by a matrix instead of a table; else 0.
         gated: SwiGLU-like (three matrices) or plain (two).
         norm: "rms" or "layer".
         tied: the head has the embedding's weights.
-        biases: of linear layers.
-        window: tokens that attention looks back on, 0: all.
-        causal: none looks ahead.
-        experts: routed experts per block, 0 for none; expert_ffn is one's width, experts_per_token
-            are used, shared_ffn is the width of what every token uses beside them.
+        biases: linear layers have biases.
+        window: earlier tokens that attention sees, 0: all.
+        causal: no token attends to later ones.
+        experts: routed experts per block, 0 for none; expert_ffn is the width of one,
+            experts_per_token are active, shared_ffn is the width of the shared expert.
         latent: (q, kv, rope) ranks of multi-head latent attention; () for ordinary attention. A
             fourth number is a head's width without positions, where values have another.
-        vectors: norms and biases counted one by one; None: as `norm` and `biases` say.
+        vectors: exact counts of norms and biases; None: derived from `norm` and `biases`.
 
-    dense_layers blocks of an expert model that have a plain ffn, counted as the first ones
+    `dense_layers` counts the blocks of an expert model with a plain ffn, the first ones.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Transformer:
 
     @property
     def head_width(self) -> int:
-        """Numbers per head.
+        """Width of one attention head.
 
         >>> Transformer("t", 2, 64, 4, 2, 128, 100).head_width
         16

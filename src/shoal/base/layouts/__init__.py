@@ -1,1 +1,1 @@
-"""Layouts: degrees, strategies and policies, the keys by which a user states them."""
+"""Layouts: degrees, strategies and policies, with the keys by which a user states them."""

@@ -1,4 +1,4 @@
-"""What `layout.compress` says: the method by which gradients travel, and which layouts carry it."""
+"""Gradient compression of `layout.compress`: the method, and the layouts that support it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from shoal.base.errors import ConfigError, PlanError, one_of
 from shoal.base.layouts.policies import BY_NUMBER, COMPRESS
 
 WHOLE_SHARE = 3
-"""Of a run's steps one in so many travels in int8 before one-bit begins, where nobody says how many
-do. Of 1/5, 1/4 and 1/3 of 300 steps the smallest that cost less than 0.5 % of fsdp's loss, on seeds
-that judge nothing else (`benchmarks/one_bit.py`)."""
+"""One in so many of a run's steps travels in int8 before one-bit, if the user sets no number.
+Of 1/5, 1/4 and 1/3 of 300 steps the smallest that cost less than 0.5 % of fsdp's loss, on seeds
+used for no other choice (`benchmarks/one_bit.py`).
+"""
 
 
 @dataclass(frozen=True)
 class Compression:
-    """The method that `layout.compress` names, and its number; `Compression.parse(text)` reads one.
+    """Compression method of `layout.compress` and its number; `Compression.parse(text)` reads one.
 
     Attributes:
         method: none, int8, one-bit, powersgd, topk.
@@ -38,7 +39,7 @@ class Compression:
     def parse(text: str) -> Compression:
         """Parse the text of `layout.compress`.
 
-        Errors: ConfigError with the nearest right spelling.
+        Raises a ConfigError with the nearest right spelling.
 
         >>> Compression.parse("powersgd:2").rank, Compression.parse("topk").share
         (2, 0.01)
@@ -66,9 +67,9 @@ class Compression:
         raise ConfigError(f"layout.compress = {text}: {wanted}")
 
     def early_of(self, total_steps: int) -> int:
-        """Steps in int8 of a run of so many; 0 total: nobody said how many it has.
+        """Return the int8 steps of a run of so many steps; 0 total: unknown number.
 
-        Errors: ConfigError where the share of an unknown number is asked for.
+        Raises a ConfigError if the share of an unknown number is needed.
 
         >>> Compression.parse("one-bit").early_of(300), Compression.parse("one-bit:7").early_of(0)
         (100, 7)
@@ -87,18 +88,18 @@ class Compression:
 def check_compress(
     text: str, strategy: str, precision: str = "", reduce: str = "", ep: int = 1
 ) -> None:
-    """Refuse a `layout.compress` that a layout or a number format cannot carry.
+    """Refuse a `layout.compress` that a layout or a number format does not support.
 
     Args:
-        text: as the user wrote it.
-        ep: of the layout; above 1 nothing can be compressed.
-        strategy: what the data-parallel axes do (`Layout.data_strategy`), whatever else is split:
-            hsdp carries none, zero1, zero2, zero3 and fsdp those that code number by number; other
-            words carry all.
-        precision, reduce: the formats of matrix products and of sums: not fp16, not bf16.
+        text: value of the key.
+        ep: expert-parallel degree; compression needs 1.
+        strategy: strategy of the data-parallel axes (`Layout.data_strategy`), whatever else is
+            split. hsdp supports no method; zero1, zero2, zero3 and fsdp support the element-wise
+            methods; other strategies support all.
+        precision, reduce: formats of matrix products and of sums: not fp16, not bf16.
 
     Raises:
-        ConfigError: for a text that is no method; PlanError with the nearest right choice.
+        ConfigError: the text is no method; PlanError with the nearest legal choice.
     """
     method = Compression.parse(text).method
     if method == "none":

@@ -1,7 +1,7 @@
-"""Degrees that a user gives: do they multiply out, are they built, and can they go together?
+"""Checks of a layout's degrees: their product, the supported axes, their combinations.
 
-A layout given by its degrees is taken exactly: nothing is added to it, so that what runs is what
-was asked for. What cannot be is refused with the nearest layout that can.
+A layout given by its degrees is used exactly, without additions. An impossible layout raises an
+error with the nearest possible one.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ def check_degrees(
     schedule: str = "",
     chunks: int = 0,
 ) -> Layout:
-    """Make the layout with exactly these degrees, if they go together; axes left out are 1.
+    """Create the layout with exactly these degrees, if they can be combined; others are 1.
 
     Args:
-        degrees: by axis, and `ep`; their product, ep left out, must be the number of processes.
-        zero: what `dp_shard` splits: 1, 2, 3; None: 3 where dp_shard is above 1, else 0.
-        threads: replicas in threads, which no degree goes with: any but 0 is refused.
-        schedule, chunks: of the pipeline; "", 0: 1f1b, and the schedule's own number of stages.
+        degrees: degrees by axis, and `ep`; their product without ep must be the number of
+            processes.
+        zero: ZeRO stage of `dp_shard`: 1, 2, 3; None: 3 if dp_shard is above 1, else 0.
+        threads: replicas in threads, which no degree allows: any but 0 is refused.
+        schedule, chunks: pipeline schedule and stages per rank; "", 0: 1f1b, and the schedule's
+            default number.
 
     Raises:
-        PlanError: with the nearest legal choice: an unknown axis, a degree below 1, islands above 1
-            (runs of their own), another product, a zero or a schedule that the degrees cannot
-            carry, zero 3 with a schedule that halves the backward, ep that does not divide the
-            data-parallel ranks in whole shards.
+        PlanError: unknown axis, degree below 1, islands above 1 (separate runs), wrong product,
+            zero or schedule that the degrees do not allow, zero 3 with a schedule that splits the
+            backward, or ep that does not divide the data-parallel ranks in whole shards; with the
+            nearest legal choice.
 
     >>> check_degrees({"dp_replicate": 2}, 2).strategy, check_degrees({"dp_shard": 2}, 2).strategy
     ('ddp', 'fsdp')
@@ -73,10 +75,10 @@ def check_degrees(
 
 
 def check_together(layout: Layout) -> None:
-    """Refuse parts of a layout that would compute something else, or nothing, together.
+    """Refuse combinations of layout parts that are wrong or not supported.
 
     Raises:
-        PlanError: with the reason and the nearest legal layout.
+        PlanError: a combination is refused; with the reason and the nearest legal layout.
     """
     _check_experts(layout)
     if layout.zero == 3 and layout.schedule in SPLIT_BACKWARD:
@@ -90,7 +92,7 @@ def check_together(layout: Layout) -> None:
 
 
 def _check_experts(layout: Layout) -> None:
-    """Errors: PlanError where data-parallel ranks cannot lend themselves to `ep`."""
+    """Raise PlanError if the data-parallel ranks cannot hold `ep` expert groups."""
     if layout.lends(layout.ep):
         return
     lent = filter(layout.lends, range(1, layout.data_degree + 1))
@@ -104,7 +106,7 @@ def _check_experts(layout: Layout) -> None:
 
 
 def _product_text(degrees: Mapping[str, int], processes: int) -> str:
-    """The line for degrees whose product is not the number of processes."""
+    """Format the error for degrees whose product is not the number of processes."""
     counted = {axis: degree for axis, degree in degrees.items() if axis != "ep"}
     named = " × ".join(f"{axis} {degree}" for axis, degree in counted.items()) or "no axis"
     aside = " (ep multiplies nothing)" if "ep" in degrees else ""
@@ -117,7 +119,7 @@ def _product_text(degrees: Mapping[str, int], processes: int) -> str:
 
 
 def _nearest(degrees: Mapping[str, int], processes: int) -> dict[str, int]:
-    """What to change so that the degrees multiply out: tp, cp and pp as little as can be.
+    """Return changes that make the degrees multiply out; tp, cp and pp change least.
 
     >>> _nearest({"tp": 2}, 8), _nearest({"tp": 3}, 4)
     ({'dp_replicate': 4}, {'tp': 2, 'dp_replicate': 2})
@@ -136,7 +138,7 @@ def _nearest(degrees: Mapping[str, int], processes: int) -> dict[str, int]:
 
 
 def _divisor(number: int, near: int) -> int:
-    """The divisor of `number` that is nearest to `near`; the smaller of two.
+    """Return the divisor of `number` nearest to `near`; of two equally near the smaller.
 
     >>> _divisor(8, 3), _divisor(8, 7)
     (2, 8)
@@ -146,16 +148,16 @@ def _divisor(number: int, near: int) -> int:
 
 
 def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = None) -> Layout:
-    """Make a layout to be planned, not run; `dp_replicate`, if left out, takes the ranks left.
+    """Create a layout to plan, not to run; `dp_replicate` defaults to the remaining ranks.
 
     Args:
-        degrees: by axis; any axis of `Layout`, islands too (another word is a TypeError); others
-            are 1.
-        zero: what `dp_shard` splits: 1, 2, 3; None: 3 where dp_shard is above 1, else 0.
+        degrees: degrees by axis of `Layout`, islands too (another word is a TypeError); others are
+            1.
+        zero: ZeRO stage of `dp_shard`: 1, 2, 3; None: 3 if dp_shard is above 1, else 0.
 
     Raises:
-        PlanError: for a degree below 1, a product that is not `processes`, or a zero that these
-            degrees cannot carry. What goes together is not checked (`check_degrees`).
+        PlanError: a degree is below 1, the product is not `processes`, or the degrees do not allow
+            `zero`. Combinations are not checked (`check_degrees`).
 
     >>> planned_degrees({"tp": 8, "pp": 4}, 128).dp_replicate
     4
@@ -180,10 +182,10 @@ def planned_degrees(degrees: dict[str, int], processes: int, zero: int | None = 
 
 
 def settle_zero(layout: Layout, zero: int | None) -> int:
-    """The stage that these degrees carry: what was asked for, or 3 where there is a dp_shard.
+    """Return the ZeRO stage: `zero` if given, else 3 with a dp_shard and 0 without.
 
     Raises:
-        PlanError: for a stage that is none, or that these degrees cannot carry.
+        PlanError: the stage does not exist, or these degrees do not allow it.
     """
     if zero is not None and zero not in (0, 1, 2, 3):
         raise PlanError(f"layout.zero = {zero}: a stage is 0, 1, 2 or 3; try: layout.zero=3")

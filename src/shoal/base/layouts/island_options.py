@@ -1,7 +1,7 @@
-"""What a user says of islands: groups of processes that train alone and merge now and then.
+"""Options of islands: groups of processes that train alone and merge periodically.
 
-The fields are the keys of `[islands]` in run.toml. Numbers that are left open are the method's own,
-which `settled` fills in:
+The fields are the keys of `[islands]` in run.toml. `settled` replaces unset numbers by the method's
+defaults:
 
     method                period  outer         lr   momentum  codec    fragments  overlap
     local-sgd             50      sgd           1    0         none     1          0
@@ -34,34 +34,36 @@ PACES = ("speed", "equal")
 SERVERS = ("adam", "yogi", "adagrad")
 
 KEEP = 2
-"""Checkpoints of an island without which islands might hold no round in common."""
+"""Fewest checkpoints of an island that guarantee a common round."""
 
 OPEN = -1.0
-"""In the place of a number that the method decides; of counts it is 0, of texts ""."""
+"""Unset value of a number that the method decides; for counts it is 0, for texts ""."""
 
 
 @dataclass(frozen=True)
 class IslandsPolicy:
-    """The keys of [islands]: groups of processes that train alone and merge now and then.
+    """Options of [islands]: groups of processes that train alone and merge periodically.
 
     Attributes:
-        method, count: how islands merge ("none": no islands), and how many there are.
+        method, count: merge method ("none": no islands), and number of islands.
         period: inner steps between merges.
-        outer, outer_lr, outer_momentum: what steps the merged weights: a class of torch.optim.
-        codec: how weights travel: none, bf16, int8, e3m0, top2bit, sign.
+        outer, outer_lr, outer_momentum: outer optimizer of the merged weights: a class of
+            torch.optim.
+        codec: codec of the messages: none, bf16, int8, e3m0, top2bit, sign.
         fragments, overlap: parts of the model that travel one by one; inner steps meanwhile.
         mixing: share of its distance to the merged weights that an island keeps: 0 … below 1.
-        weighting, pace: tokens or uniform: its weight in a merge · speed: slower ones take fewer
-            steps.
+        weighting, pace: tokens or uniform: weight of an island in a merge · speed: slower islands
+            run fewer steps.
         proximal, server: fedprox's μ · fedopt's rule: adam, yogi, adagrad.
         regions, far_period: groups that merge among themselves; rounds from one merge of all to the
             next.
-        at, index, connections: HOST:PORT where islands of several machines meet; which one this is;
-            TCP connections to each other.
-        bound, cosine, refusals: which changes do not count; how many in a row stop an island.
+        at, index, connections: HOST:PORT of the rendezvous of several machines; index of this
+            island; TCP connections to each other island.
+        bound, cosine, refusals: limits of the admission test; refusals in a row that stop an
+            island.
 
-    Nothing is checked on making one. `settled()` gives a copy in which open values (0, −1, "") are
-    the method's own; ConfigError with the nearest legal value for what cannot be.
+    The constructor checks nothing. `settled()` returns a copy in which unset values (0, −1, "") are
+    the method's defaults; it raises a ConfigError with the nearest legal value.
     """
 
     method: str = "none"
@@ -111,18 +113,18 @@ class IslandsPolicy:
 
     @property
     def on(self) -> bool:
-        """Whether there are islands at all; one island with an outer optimizer counts."""
+        """True if the run has islands; one island with an outer optimizer counts."""
         return self.method != "none"
 
     @property
     def nesterov(self) -> bool:
-        """Whether the outer momentum looks ahead: all of sgd that has momentum."""
+        """True if the outer momentum is Nesterov's: sgd with momentum."""
         return self.outer == "sgd" and self.outer_momentum > 0
 
     def settled(self) -> IslandsPolicy:
-        """Every open number as the method has it; checked.
+        """Return a checked copy with every unset number set to the method's default.
 
-        Errors: ConfigError with the nearest right value.
+        Raises a ConfigError with the nearest legal value.
 
         >>> one = IslandsPolicy("diloco", count=4).settled()
         >>> one.period, one.outer_lr, one.outer_momentum, one.codec, one.fragments
@@ -134,7 +136,7 @@ class IslandsPolicy:
             raise ConfigError(one_of("islands.method", self.method, METHODS))
         own = DEFAULTS[self.method]
         period = self.period or own.period
-        # What a method brings gives way to a short period; what the user said is checked.
+        # A short period reduces the method's defaults; the user's own values are checked.
         fragments = self.fragments or max(1, min(own.fragments, period // (own.overlap + 1)))
         slot = max(1, period // fragments)
         found = replace(
@@ -228,14 +230,14 @@ LEAST = {
     "count": 1, "period": 1, "outer_lr": 0, "outer_momentum": 0, "fragments": 1, "proximal": 0,
     "regions": 1, "far_period": 1, "connections": 1, "bound": 1, "cosine": -1, "refusals": 1,
 }  # fmt: skip
-"""The smallest value of a key."""
+"""Smallest value of each key."""
 
 
 def check_keep(keep: int) -> None:
     """Refuse fewer than two kept checkpoints (`checkpoint.keep`) for a run of islands.
 
     Raises:
-        ConfigError: with the nearest value, 2.
+        ConfigError: keep is below 2.
     """
     if keep < KEEP:
         raise ConfigError(
@@ -245,7 +247,7 @@ def check_keep(keep: int) -> None:
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is HOST:PORT.
+    """Return whether a text is HOST:PORT.
 
     >>> [is_address(text) for text in ("10.0.0.1:29400", "[::1]:29400", "here", ":1")]
     [True, True, False, False]
@@ -279,4 +281,4 @@ DEFAULTS = {
     "sparse-loco": _own(50, 1.0, 0.0, "top2bit"),
     "noloco": _own(50, 0.7, 0.5),
 }
-"""What a method brings; see the module."""
+"""Default options of each method; see the module."""

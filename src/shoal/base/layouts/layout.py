@@ -1,10 +1,9 @@
-"""A layout: how many ways each axis of a run splits the work; a strategy is a name for one.
+"""Layout: the degree of each axis of a run; a strategy is a name for one.
 
 Axes, outermost (slowest link) first: islands · pp · dp_replicate · dp_shard · cp · tp. The product
-of the degrees is the number of processes. `ep` borrows: the experts of a mixture are dealt to data-
-parallel ranks that are there anyway. A strategy name expands to degrees at once (strategies.py), so
-that everything later multiplies degrees and nothing asks for names; degrees that a user gives are
-checked in degrees.py.
+of the degrees is the number of processes. `ep` reuses data-parallel ranks: it divides the experts
+of a mixture among them. strategies.py expands a strategy name to degrees, so that later code uses
+degrees only; degrees.py checks degrees that a user gives.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ STRATEGIES = {
 """Strategies that this version builds."""
 
 PLANNED = ("scaffold",)
-"""Strategies of the vocabulary that are not built yet: naming one is a clear refusal."""
+"""Strategies of the vocabulary that are not built yet; naming one raises a clear error."""
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
-"""What dp_shard splits, by strategy."""
+"""ZeRO stage of dp_shard, by strategy."""
 
 PIPELINES = ("pp", "gpipe", "afab", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe")
 """Strategies that are a pipeline; all but `pp` are the names of its schedule too."""
@@ -55,22 +54,23 @@ PIPELINES = ("pp", "gpipe", "afab", "1f1b", "interleaved", "zero-bubble", "zbv",
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout: into how many parts each axis splits the work; all 1 is one process.
+    """Degrees of all axes: the number of parts into which each splits the work; all 1: one process.
 
     islands … tp   degrees of the axes, outermost first; their product is the number of processes:
-              pp ranks of a pipeline, dp_replicate replicas, dp_shard ranks that share one's states,
-              cp parts of a sequence, tp parts of layers
+              pp pipeline ranks, dp_replicate replicas, dp_shard ranks that shard one replica's
+              states, cp parts of a sequence, tp parts of layers
 
     Attributes:
-        ep: data-parallel ranks among which experts are dealt; multiplies nothing.
-        zero: what is split over `dp_shard`: 0 nothing, 1 optimizer state, 2 gradients too, 3
+        ep: data-parallel ranks that share the experts; not a factor of the number of processes.
+        zero: ZeRO stage over `dp_shard`: 0 nothing is split, 1 optimizer state, 2 gradients too, 3
             parameters too.
         threads: replicas within one process (`dp`); no axis of the mesh.
-        schedule: the order of a pipeline's passes; "" without one, or where it is still open.
+        schedule: pipeline schedule; "" without a pipeline, or if not yet chosen.
         chunks: stages per rank under `interleaved`.
-        servers, updates, staleness: of a parameter server (servers.py): the last ranks of dp_shard.
-        serves: what its servers hold, where that is not all weights: embedding tables alone. They
-            are the last ranks of dp_replicate then.
+        servers, updates, staleness: those of a parameter server (parameter_servers.py); servers are
+            the last ranks of dp_shard.
+        serves: embedding tables that the servers hold, if not all weights. The servers are then the
+            last ranks of dp_replicate.
     """
 
     islands: int = 1
@@ -91,7 +91,7 @@ class Layout:
 
     @staticmethod
     def of(degrees: Mapping[str, int]) -> Layout:
-        """The layout with these degrees and nothing else.
+        """Return the layout with these degrees and no other.
 
         >>> Layout.of({"tp": 2, "dp_replicate": 2}).processes
         4
@@ -115,17 +115,17 @@ class Layout:
 
     @property
     def data_degree(self) -> int:
-        """How many ranks draw different micro-batches of a step."""
+        """Number of ranks that draw different micro-batches of a step."""
         each = self.updates in ("", "synchronous")  # else a step is one worker's
         return self.dp_replicate * self.dp_shard - self.servers if each else 1
 
     @property
     def is_derived(self) -> bool:
-        """Whether it is derived from what a model does with a sample."""
+        """True if the layout is derived from a trace of the model: tp, pp, cp or ep above 1."""
         return max(self.tp, self.pp, self.cp, self.ep) > 1
 
     def lends(self, ep: int) -> bool:
-        """Whether the data-parallel ranks can deal experts among `ep` of them: whole shards.
+        """Return whether data-parallel ranks can share experts among `ep` of them: whole shards.
 
         >>> layout = Layout(dp_replicate=2, dp_shard=4)
         >>> [ep for ep in range(1, 9) if layout.lends(ep)]
@@ -136,7 +136,7 @@ class Layout:
 
     @property
     def expert_replicate(self) -> int:
-        """Ranks that hold the same experts whole; `expert_shard`: that share one copy of them.
+        """Ranks that hold the same experts whole; `expert_shard` ranks share one copy of them.
 
         >>> Layout(dp_replicate=2, dp_shard=4, zero=3, ep=2).expert_degrees
         {'islands': 1, 'pp': 1, 'expert_replicate': 2, 'expert_shard': 2, 'ep': 2, 'cp': 1, 'tp': 1}
@@ -145,18 +145,18 @@ class Layout:
 
     @property
     def expert_shard(self) -> int:
-        """See `expert_replicate`: experts are dealt within shards first, then among replicas."""
+        """Ranks that share one copy of the experts: first within shards, then among replicas."""
         return max(1, self.dp_shard // self.ep)
 
     @property
     def expert_degrees(self) -> dict[str, int]:
-        """Degree of every axis as the experts' parameters see it; neighbours exchange tokens."""
+        """Degree of every axis for the experts' parameters; neighbouring ranks exchange tokens."""
         own = ("expert_replicate", "expert_shard", "ep")
         axes = (*AXES[: AXES.index("dp_replicate")], *own, *AXES[AXES.index("dp_shard") + 1 :])
         return {axis: getattr(self, axis) for axis in axes}
 
     def at(self, rank: int) -> dict[str, int]:
-        """Where a rank is along every axis, experts' included; tp neighbours have ranks in a row.
+        """Return a rank's index along every axis, experts' included; tp neighbours are consecutive.
 
         >>> {axis: n for axis, n in Layout(pp=2, dp_replicate=2, tp=2).at(5).items() if n}
         {'tp': 1, 'pp': 1}
@@ -173,7 +173,7 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Pieces into which a pipeline cuts the model.
+        """Stages into which a pipeline cuts the model.
 
         >>> Layout(pp=2, schedule="interleaved", chunks=4).stages, Layout(tp=2).stages
         (8, 1)
@@ -184,7 +184,7 @@ class Layout:
 
     @property
     def unordered(self) -> Layout:
-        """The same division of the work, whatever the order of a pipeline's passes.
+        """The same layout without a pipeline schedule.
 
         >>> Layout(pp=2, schedule="interleaved", chunks=4).unordered == Layout(pp=2)
         True
@@ -193,7 +193,7 @@ class Layout:
 
     @property
     def strategy(self) -> str:
-        """The name of this layout in the vocabulary.
+        """The strategy name of this layout.
 
         >>> Layout(dp_shard=4, zero=3).strategy, Layout(dp_replicate=2, dp_shard=2, zero=3).strategy
         ('fsdp', 'hsdp')
@@ -217,7 +217,7 @@ class Layout:
 
     @property
     def data_strategy(self) -> str:
-        """The name of what the data-parallel axes do, whatever else is split.
+        """The strategy name of the data-parallel axes, whatever else is split.
 
         >>> Layout(pp=2, dp_shard=2, zero=1, tp=2).data_strategy, Layout(tp=2).data_strategy
         ('zero1', 'ddp')
@@ -231,7 +231,7 @@ class Layout:
         return "fsdp" if self.dp_replicate == 1 else "hsdp"
 
     def text(self) -> str:
-        """As a person writes it: the strategy, then the degrees that are not 1, then a schedule.
+        """Format the layout for people: strategy, then the degrees above 1, then a schedule.
 
         >>> Layout(dp_replicate=2).text(), Layout(threads=2).text()
         ('ddp (dp_replicate = 2)', 'dp (threads = 2)')
@@ -251,7 +251,7 @@ class Layout:
         return f"{self.strategy} ({', '.join(words)})" if words else self.strategy
 
     def _served_text(self) -> str:
-        """The same of a parameter server.
+        """Format the layout of a parameter server.
 
         >>> Layout(dp_shard=4, servers=1, updates="bounded-stale", staleness=6).text()
         'parameter-server (workers = 3, servers = 1, updates = bounded-stale, staleness = 6)'

@@ -1,8 +1,9 @@
-"""What a parameter server's layout is: which ranks serve, which work, and when the servers step.
+"""Layout of a parameter server: serving ranks, working ranks, and the servers' update rule.
 
-The last ranks are servers: each steps a part of every gradient bucket and runs no micro-batch; the
-others are workers, which hold no optimizer state. It is zero1 with shares for some ranks only.
-Or servers hold embedding tables alone (`serves`), and the rest is ddp between the workers.
+The last ranks are servers: each updates a part of every gradient bucket and runs no micro-batch.
+The others are workers, which hold no optimizer state. This is zero1 with shares on some ranks only.
+Alternatively servers hold embedding tables alone (`serves`), and the rest is ddp between the
+workers.
 
     synchronous     a step is the sum over all workers: what ddp computes
     bounded-stale   a step is one worker's gradient; from the moment a worker read the weights to
@@ -24,19 +25,19 @@ from shoal.base.layouts.layout import Layout
 from shoal.base.layouts.policies import Policies
 
 SERVES = ("weights", "embeddings")
-"""What servers hold: all weights, or the tables that lookups alone read; or tables by name."""
+"""Weights on servers: all, or the tables that only lookups read; or tables by name."""
 UPDATES = ("synchronous", "bounded-stale", "asynchronous")
-"""When servers step, from the strictest on."""
+"""Update rules of servers, the strictest first."""
 OTHER_WORDS = {
     **dict.fromkeys(("sync", "bsp"), "synchronous"),
     **dict.fromkeys(("bounded", "stale", "ssp"), "bounded-stale"),
     **dict.fromkeys(("async", "asp", "hogwild"), "asynchronous"),
 }
-"""What others call them."""
+"""Other projects' words for the update rules."""
 
 
 def free_running(layout: Layout) -> bool:
-    """Whether servers step by one worker's gradient, without waiting for the others'."""
+    """Return whether servers update by one worker's gradient, without waiting for the others."""
     return layout.updates not in ("", "synchronous")
 
 
@@ -46,12 +47,12 @@ def workers_of(layout: Layout) -> int:
 
 
 def spare_ranks(layout: Layout) -> range:
-    """Ranks that the others go on without when they die: workers that no step waits for."""
+    """Return the ranks whose death the others survive: workers that no step waits for."""
     return range(workers_of(layout) if layout.servers and free_running(layout) else 0)
 
 
 def words_of_servers(layout: Layout) -> dict[str, Any]:
-    """Spell a server's layout out as keys of [layout], as `settle.words_of` does."""
+    """Return a server's layout as keys of [layout], as `settle.words_of` does."""
     keys = ("servers", "updates", "staleness", "serves")
     said = {key: getattr(layout, key) for key in keys if getattr(layout, key)}
     return {"strategy": "parameter-server", **said}
@@ -60,7 +61,7 @@ def words_of_servers(layout: Layout) -> dict[str, Any]:
 def with_servers(
     processes: int, servers: int = 0, updates: str = "", staleness: int = 0, serves: str = ""
 ) -> Layout:
-    """Make the layout of `processes` ranks of which the last `servers` are parameter servers.
+    """Create the layout of `processes` ranks of which the last `servers` are parameter servers.
 
     Args:
         servers: 0: one.
@@ -69,7 +70,7 @@ def with_servers(
         serves: "", weights: all; embeddings, or names of tables: those alone.
 
     Raises:
-        PlanError: for too few processes, a word that is none, and a bound that cannot be kept.
+        PlanError: too few processes, an unknown word, or an impossible bound.
 
     >>> with_servers(4).text()
     'parameter-server (workers = 3, servers = 1)'
@@ -117,13 +118,13 @@ def with_servers(
 
 
 def check_named(strategy: str, degrees: Mapping[str, int], served: Mapping[str, Any]) -> None:
-    """Refuse keys of a server beside another strategy, and degrees beside a server.
+    """Refuse a server's keys with another strategy, and degrees with a server.
 
     Args:
-        served: those of servers, updates, staleness, serves that the user said.
+        served: the values of servers, updates, staleness, serves that the user set.
 
     Raises:
-        PlanError: with the nearest right choice.
+        PlanError: a key is refused; with the nearest legal choice.
     """
     if strategy != "parameter-server" and any(served.values()):
         said = {key: value for key, value in served.items() if value}
@@ -143,7 +144,7 @@ def check_named(strategy: str, degrees: Mapping[str, int], served: Mapping[str, 
 
 
 def brings_own(layout: Layout) -> ConfigError:
-    """What to say where each rank brings a batch of its own: a server has no use for one."""
+    """Return the error for ranks that bring their own batches, which a server does not use."""
     return ConfigError(
         f"run.step: layout {layout.text()} has ranks that run no sample, and each rank brings a "
         f"batch of its own; try: run.loader(dataset), which deals to the others"
@@ -151,10 +152,10 @@ def brings_own(layout: Layout) -> ConfigError:
 
 
 def check_with_servers(plan: Policies, layout: Layout) -> None:
-    """Refuse policies that a parameter server does not carry.
+    """Refuse policies that a parameter server does not support.
 
     Raises:
-        PlanError: naming the key and what carries it.
+        PlanError: a policy is refused; names the key and the layouts that support it.
     """
     named = "layout.strategy = parameter-server does not go with"
     if plan.compress != "none":
@@ -182,19 +183,19 @@ def check_with_servers(plan: Policies, layout: Layout) -> None:
 
 @dataclass
 class Admission:
-    """Decides whose gradient is applied next, so that none is ever staler than the bound.
+    """Order in which workers' gradients are applied, so that none exceeds the staleness bound.
 
-    A worker that read the weights at step v must be applied at step v + bound at the latest. A
-    gradient is applied now if afterwards all that are under way can still be, one after another
-    and the earliest first; else it waits for theirs. With a bound of workers − 1 or more that is
-    always possible at the start and stays so, and who must be first never waits: no deadlock.
+    If a worker read the weights at step v, its gradient must be applied at step v + bound at the
+    latest. A gradient is applied now if all gradients in flight can still meet their bound
+    afterwards, the earliest first; else it waits for them. With a bound of workers − 1 or more this
+    is always possible, and the most urgent gradient never waits: no deadlock.
 
     Attributes:
-        step: of the weights: so many gradients were applied.
-        bound: None: whoever comes first is applied first.
-        read_at: by worker under way, the step of the weights that it read.
-        came: those that have brought their gradient, in the order in which they came.
-        counts: how many gradients were applied by their staleness.
+        step: step of the weights: number of applied gradients.
+        bound: None: gradients are applied in order of arrival.
+        read_at: by worker in flight, the step of the weights that it read.
+        came: workers whose gradient has arrived, in order of arrival.
+        counts: number of applied gradients by staleness.
     """
 
     bound: int | None
@@ -204,24 +205,24 @@ class Admission:
     counts: dict[int, int] = field(default_factory=dict)
 
     def read(self, worker: int) -> None:
-        """A worker reads the weights and is under way from here on."""
+        """Record that a worker reads the weights; it is in flight from here on."""
         self.read_at[worker] = self.step
 
     def brought(self, worker: int) -> None:
-        """Its gradient is here."""
+        """Record that a worker's gradient has arrived."""
         self.came.append(worker)
 
     def lost(self, worker: int) -> None:
-        """It is gone, and nobody waits for it; what it brought is dropped."""
+        """Remove a lost worker and drop its gradient."""
         self.read_at.pop(worker, None)
         self.came = [one for one in self.came if one != worker]
 
     def next(self) -> int | None:
-        """Return the worker whose gradient is to be applied now; None: wait for another's."""
+        """Return the worker whose gradient is applied now; None: wait for another gradient."""
         return next((worker for worker in self.came if self._may(worker)), None)
 
     def applied(self, worker: int) -> int:
-        """Its gradient was applied, or skipped: how many steps its weights lacked."""
+        """Record that a gradient was applied or skipped; return its staleness in steps."""
         self.came.remove(worker)
         staleness = self.step - self.read_at.pop(worker)
         self.counts[staleness] = self.counts.get(staleness, 0) + 1

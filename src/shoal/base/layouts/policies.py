@@ -1,7 +1,7 @@
-"""One frozen dataclass per technique: its keys, their legal values and what they refuse.
+"""One frozen dataclass per technique: its keys, their legal values and its checks.
 
-A key is said once, here. The section of run.toml that inherits a policy has its keys
-(config/sections.py), a `Plan` has all of them, and `shoal.parallelize` takes each by its name.
+A key is declared once, here. The section of run.toml that inherits a policy has its keys
+(config/sections.py), a `Plan` has all of them, and `shoal.parallelize` accepts each by its name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OTHER_FORMATS = {
     **{"float16": "fp16", "16-mixed": "fp16", "float32": "fp32", "32": "fp32", "tf32": "fp32"},
     **{"float64": "fp64", "double": "fp64", "64": "fp64"},
 }
-"""What others call the formats, and the nearest one where there is none (fp8)."""
+"""Other projects' names of the formats, and the nearest format for missing ones (fp8)."""
 OTHER_FORMATS |= {f"torch.{name}": ours for name, ours in OTHER_FORMATS.items()}
 
 COMPILE = ("none", "blocks")
@@ -40,10 +40,10 @@ class PrecisionPolicy:
     """Number formats; narrow ones keep fp32 weights and optimizer state, fp64 is for proofs.
 
     Attributes:
-        compute: of matrix products: auto (bf16 on GPUs that have it, else fp32), fp64, fp32, bf16,
-            fp16.
-        reduce: of gradients as they travel: auto (as they are kept), fp32, bf16.
-        loss_scale: fp16: what the loss is multiplied by; 0: found and adjusted while training.
+        compute: format of matrix products: auto (bf16 on GPUs that have it, else fp32), fp64, fp32,
+            bf16, fp16.
+        reduce: format of gradients in collectives: auto (as stored), fp32, bf16.
+        loss_scale: fp16: factor of the loss; 0: found and adjusted while training.
     """
 
     compute: str = word(PRECISIONS, OTHER_FORMATS)
@@ -55,15 +55,15 @@ class PrecisionPolicy:
 
     @property
     def sums(self) -> str:
-        """The format in which gradients are summed; "" as they are kept, which fp64 always is."""
+        """Format in which gradients are summed; "" as stored, which fp64 always is."""
         return "" if self.reduce == "auto" or self.compute == "fp64" else self.reduce
 
     def check_loss_scale(self, name: str, compute: str, fp16: str) -> None:
-        """Errors: ConfigError for a loss scale of a format that needs none.
+        """Raise ConfigError if a loss scale is set for a format that needs none.
 
         Args:
-            name, compute: what the user calls the two keys.
-            fp16: how the format is written there.
+            name, compute: the user's names of the two keys.
+            fp16: the user's name of the format.
         """
         if self.loss_scale and self.compute != "fp16":
             raise ConfigError(
@@ -74,12 +74,12 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePolicy:
-    """What is done to gradients before the optimizer's step, and with the weights after it.
+    """Gradient clipping before the optimizer step, and weight averaging after it.
 
     Attributes:
         clip: largest global norm of the mean gradient; 0: gradients stay as they are.
-        average: decay of a moving average of the weights, with which runs validate, and which
-            checkpoints keep too; 0: none.
+        average: decay of a moving average of the weights, which validation uses and checkpoints
+            save too; 0: none.
 
     Bounds are checked by `check_value`, not by the constructor.
     """
@@ -129,7 +129,7 @@ OFFLOAD_TO = ("host", "files")
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputePolicy:
-    """Which activations the backward pass computes again instead of keeping them.
+    """Activation recomputation in the backward pass.
 
     Attributes:
         recompute: none · selective: all of a block but matrix products · full: all of a block.
@@ -141,11 +141,11 @@ class RecomputePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """What waits elsewhere while unused: none, optimizer, parameters, activations; and where.
+    """Offloading of unused tensors: none, optimizer, parameters, activations; and its target.
 
     Attributes:
-        offload_to: host: its memory · files: in TMPDIR, of a run on the CPU: states beyond its
-            memory.
+        offload_to: host: its memory · files: in TMPDIR, for a run on the CPU whose states exceed
+            the memory.
     """
 
     offload: str = word(OFFLOAD, {"true": "optimizer", "false": "none", "cpu": "optimizer"})
@@ -155,17 +155,17 @@ class OffloadPolicy:
 
     @property
     def parks_parameters(self) -> bool:
-        """Whether parameters wait elsewhere, and so lie in other memory from step to step."""
+        """True if parameters are offloaded, so that their memory changes from step to step."""
         return self.offload == "parameters"
 
     @property
     def states_in_files(self) -> bool:
-        """Whether states may be larger than the memory."""
+        """True if states may exceed the memory."""
         return self.offload_to == "files"
 
     @property
     def builds_in_files(self) -> bool:
-        """Whether a model is larger than the memory that builds it."""
+        """True if a model may exceed the memory that builds it."""
         return self.parks_parameters and self.offload_to == "files"
 
 
@@ -176,7 +176,7 @@ class MemoryPolicy(OffloadPolicy, RecomputePolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpPolicy:
-    """What fsdp and hsdp do with a block's gathered weights until its backward pass."""
+    """Resharding of a block's gathered weights between its passes, in fsdp and hsdp."""
 
     reshard: str = word(("yes", "no", "node"), {"true": "yes", "false": "no"})
     """whether a block's weights are given up after its forward pass; node: to the node's ranks"""
@@ -184,7 +184,7 @@ class FsdpPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class DeferSyncPolicy:
-    """Whether zero2 and fsdp sum gradients once a step, or (False) at every micro-batch."""
+    """Gradient synchronisation of zero2 and fsdp: once a step, or (False) at every micro-batch."""
 
     defer_sync: bool = False
     """zero2, fsdp: sum gradients once a step instead of per micro-batch; costs a full gradient"""
@@ -192,7 +192,7 @@ class DeferSyncPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class CompilePolicy:
-    """What torch.compile turns into fused kernels: none, or blocks, every block of the model."""
+    """Scope of torch.compile: none, or blocks, every block of the model."""
 
     compile: str = word(COMPILE, {"true": "blocks", "false": "none"})
     """none, blocks: fused kernels for every block by torch.compile; the first steps take long"""
@@ -200,29 +200,29 @@ class CompilePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksPolicy:
-    """Which modules are the model's blocks, by name pattern or class; (): those that repeat."""
+    """Blocks of the model, by name pattern or class; (): the repeated modules."""
 
     blocks: tuple[str, ...] = ()
     """the modules that are blocks, by name (layers.*) or class (Layer); empty: what repeats"""
 
     @property
     def names_blocks(self) -> bool:
-        """Whether the user says what the blocks are."""
+        """True if the user names the blocks."""
         return bool(self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPolicy:
-    """What the training loop draws from, and when it gives up.
+    """Seed, error limits and checks of the training loop.
 
     Attributes:
-        seed: of initial weights, sample order and dropout.
+        seed: seed of initial weights, sample order and dropout.
         skip_limit: steps in a row with non-finite numbers, each skipped, after which the run stops.
-        trace: steps that are recorded, "FIRST:LAST", both included; "" none.
-        drift: how often weights and states are looked at for bits that changed in memory: auto (a
+        trace: steps that the profiler records, "FIRST:LAST", both included; "" none.
+        drift: frequency of checks for bits of weights and states that changed in memory: auto (a
             hundredth of a step's time), every (step), off.
-        spikes: what becomes of a step whose loss or norm leaps out: tell, skip, rewind, off.
-        guards: on; off: no mistake of a loop is looked for, to measure what that costs.
+        spikes: reaction to a step with an outlier in loss or norm: tell, skip, rewind, off.
+        guards: on; off: no checks for mistakes of a loop, to measure the cost of the checks.
     """
 
     seed: int = number(0, least=0)
@@ -244,7 +244,7 @@ class LoopPolicy:
 
     @staticmethod
     def traced(name: str, text: str) -> tuple[int, int]:
-        """Find (first, last) of a `trace`. Errors: ConfigError with the nearest text.
+        """Parse a `trace` into (first, last); raise ConfigError with the nearest text.
 
         >>> LoopPolicy.traced("train.trace", "100:103")
         (100, 103)
@@ -259,7 +259,7 @@ class LoopPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPolicy:
-    """What becomes of samples that a disk, a mount or a connection refuses at every try."""
+    """Handling of samples that a disk, a mount or a connection fails to deliver at every try."""
 
     unreadable: int = number(16, least=0, usual=16)
     """samples that a run may leave out, each named, because a disk, mount or connection failed at
@@ -268,7 +268,7 @@ class ReadPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class CallPolicy:
-    """How the model is called on inputs: single, model(inputs), or kwargs, model(**inputs)."""
+    """Call of the model on inputs: single, model(inputs), or kwargs, model(**inputs)."""
 
     call: str = word(("single", "kwargs"), {"args": "single", "dict": "kwargs"})
     """single: model(inputs) · kwargs: model(**inputs)"""
@@ -276,7 +276,7 @@ class CallPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepPolicy:
-    """How many complete checkpoints stay on disk, the newest ones, and where they are copied."""
+    """Number of newest complete checkpoints that stay on disk, and their remote copies."""
 
     keep: int = number(2, least=1, usual=2)
     """newest complete checkpoints that stay on disk"""
@@ -287,7 +287,7 @@ class KeepPolicy:
 
 @dataclass(frozen=True)
 class CheckpointPolicy(KeepPolicy):
-    """When the run's state is written, how many checkpoints stay (`keep`), where else (`remote`).
+    """Checkpoint schedule, number of kept checkpoints (`keep`), and remote copies (`remote`).
 
     Attributes:
         every: steps between checkpoints; 0: five over the run, and the last step always.
@@ -299,7 +299,7 @@ class CheckpointPolicy(KeepPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressPolicy:
-    """What gradients travel as: none, int8, one-bit:STEPS, powersgd:RANK, topk:SHARE."""
+    """Compression of gradients: none, int8, one-bit:STEPS, powersgd:RANK, topk:SHARE."""
 
     compress: str = "none"
     """what gradients travel as: none; int8, one-bit:STEPS (ddp, zero1, zero2, fsdp; the first STEPS
@@ -308,10 +308,10 @@ class CompressPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPolicy:
-    """How layers are split over the ranks of tp and cp; its keys stand in [layout].
+    """Split of layers over the ranks of tp and cp; its keys are in [layout].
 
     Attributes:
-        strict: refuse a model of which tp would leave a part whole; False: name that part.
+        strict: refuse a model of which tp would leave a part unsplit; False: report that part.
         sequence_parallel: auto, on, off: under tp, ranks hold a part of the sequence between
             layers.
         split: PATTERN=WORD texts: names of parameters, and whole, column or row.
@@ -329,9 +329,9 @@ class TensorPolicy:
 
     @property
     def overrides(self) -> dict[str, str]:
-        """What the user said of parameters: pattern of names → whole, column or row.
+        """Parameter splits set by the user: pattern of names → whole, column or row.
 
-        Errors: ConfigError with the nearest right spelling.
+        Raises a ConfigError with the nearest right spelling.
 
         >>> TensorPolicy(split=("*.q.weight=column", "head.*=whole")).overrides
         {'*.q.weight': 'column', 'head.*': 'whole'}
@@ -354,10 +354,10 @@ class TensorPolicy:
         return found
 
     def check_split(self, tp: int | None = None, cp: int | None = None) -> None:
-        """Errors: ConfigError for a word outside the vocabulary, or with nothing to split.
+        """Raise ConfigError for a word outside the vocabulary, or with nothing to split.
 
         Args:
-            tp, cp: degrees, where they are known.
+            tp, cp: degrees, if known.
         """
         if self.context not in CONTEXT:
             raise ConfigError(one_of("layout.context", self.context, CONTEXT))
@@ -401,7 +401,7 @@ class Policies(
     """Every technique's keys in one object, by their names in run.toml; a `Plan` inherits them."""
 
     def asks(self, policy: type) -> bool:
-        """Whether a key of a policy has another value than its default.
+        """Return whether a key of a policy differs from its default.
 
         >>> Policies(recompute="full").asks(RecomputePolicy), Policies().asks(RecomputePolicy)
         (True, False)
@@ -414,14 +414,14 @@ POLICIES: Mapping[str, Field[Any]] = {key.name: key for key in fields(Policies)}
 
 
 MOST = 2**30
-"""No count of samples, tokens, steps or processes in a run is larger."""
+"""Upper bound of every count of samples, tokens, steps or processes."""
 
 MOST_SEED = 2**63 - 1
-"""What torch's generators take."""
+"""Largest seed of torch's generators."""
 
 
 def with_lists(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a mapping of policies' keys, lists as tuples, a lone text too; KeyError for other names.
+    """Copy a mapping of policy keys with lists as tuples; KeyError for unknown keys.
 
     >>> with_lists({"split": "*.q=row", "blocks": ["Block"], "clip": 1.0})
     {'split': ('*.q=row',), 'blocks': ('Block',), 'clip': 1.0}
@@ -437,9 +437,13 @@ def check_value(name: str, key: Field[Any], value: Any) -> None:
     """Refuse a value that a key's declaration (`word`, `number`) does not allow.
 
     Numbers must also be finite, whole ones at most 2^30, a seed 2^63 − 1. Words of `others` are
-    refused like any, and choose which word is proposed. A key declared otherwise passes.
-    name     of the key as the user wrote it
-    Errors   ConfigError with the nearest word, or the declared `usual` number
+    refused too, and determine the proposed word. A key with another declaration passes.
+
+    Args:
+        name: the key as the user wrote it.
+
+    Raises:
+        ConfigError: the value is refused; with the nearest word, or the declared `usual` number.
 
     >>> declared = Policies.__dataclass_fields__
     >>> check_value("memory.recompute", declared["recompute"], "ful")
@@ -473,9 +477,9 @@ try: full
 
 
 def check_compile(policy: str, recompute: str) -> None:
-    """Refuse an unknown `train.compile`, or blocks beside `memory.recompute` = selective.
+    """Refuse an unknown `train.compile`, or blocks with `memory.recompute` = selective.
 
-    Errors: ConfigError with the nearest policy; PlanError with the nearest recompute
+    Raises a ConfigError with the nearest policy, or a PlanError with the nearest recompute.
     """
     if policy not in COMPILE:
         raise ConfigError(one_of("train.compile", policy, COMPILE))
@@ -495,16 +499,16 @@ WHOLE_STEPS = {
 
 
 def check_whole_steps(name: str, strategy: str, tp: int, ep: int) -> None:
-    """Refuse lamb, muon and adafactor where a layout cuts parameters, before anything starts.
+    """Refuse lamb, muon and adafactor if a layout cuts parameters, before anything starts.
 
     Args:
-        name: any other optimizer passes; `optim/elementwise_probe.py` tries it once the run is
+        name: any other optimizer passes here; `optim/elementwise_probe.py` tests it once the run is
             built.
         strategy: `LayoutSection.named()`.
-        tp, ep: degrees; 0 where they are not given.
+        tp, ep: degrees; 0 if not given.
 
     Raises:
-        PlanError: with the nearest layout.
+        PlanError: the layout cuts parameters; with the nearest layout.
     """
     why = WHOLE_STEPS.get(name.lower())
     if why is None:

@@ -1,6 +1,6 @@
-"""How a policy's key is declared: one of a few words, or a number within bounds.
+"""Declarations of policy keys: one of a few words, or a number within bounds.
 
-What is declared here `policies.check_value` holds users to.
+`policies.check_value` enforces the declarations.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def word(legal: tuple[str, ...], others: Mapping[str, str] | None = None) -> Any:
-    """Declare a policy's key that is one of a few words, the first by default.
+    """Declare a policy key that is one of a few words, the first by default.
 
     Args:
-        others: what users write instead → the legal word that they mean; proposed by `check_value`.
+        others: other spellings → the legal word, which `check_value` proposes.
     """
     return field(default=legal[0], metadata={"legal": legal, "others": others or {}})
 
@@ -28,10 +28,10 @@ def number(
     usual: float | None = None,
     **more: Any,
 ) -> Any:
-    """Declare a policy's key that is a number of at least `least` and less than `below`.
+    """Declare a policy key that is a number of at least `least` and less than `below`.
 
     Args:
-        usual: proposed in the place of any number that is refused; default: `least`.
+        usual: number that `check_value` proposes instead of a refused one; default: `least`.
         more: further arguments of `dataclasses.field`; the value is checked by `check_value`.
     """
     near = least if usual is None else usual

@@ -1,4 +1,4 @@
-"""Decide what fsdp gathers at once, and where it lies between a block's passes."""
+"""Rules for what fsdp gathers at once, and where gathered weights stay between passes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import math
 from shoal.base.errors import PlanError
 
 MANY_BLOCKS = 32
-"""Fewer blocks wait for too little time to speak of, whatever their size."""
+"""Least number of blocks whose waits matter, whatever their size."""
 
 FEW_ELEMENTS = 2**20
-"""Weights of all blocks that nobody minds to have whole for a pass: 4 MiB of fp32."""
+"""Most weights of all blocks that may stay whole for a pass: 4 MiB of fp32."""
 
 
 def gathered_together(blocks: int, elements: float, names_blocks: bool) -> bool:
-    """Tell whether fsdp gathers all blocks of a model at once, with what is in no block.
+    """Return whether fsdp gathers all blocks of a model at once, with the root's parameters.
 
-    Many small blocks wait for each other's messages longer than they send: 300 of 272 weights took
-    14 times the step of ddp on two ranks. The rule looks at the model alone, so all ranks, the
-    planner and later starts find the same.
+    Many small blocks wait for messages longer than they send: 300 blocks of 272 weights took 14
+    times the step of ddp on two ranks. The rule depends on the model alone, so all ranks, the
+    planner and later starts agree.
 
     Args:
-        blocks: of the model, without experts.
-        elements: weights of all of them, before they are cut.
-        names_blocks: the user says what the blocks are, so they stay.
+        blocks: number of blocks of the model, without experts.
+        elements: weights of all blocks, unsplit.
+        names_blocks: the user names the blocks, so they stay separate.
 
     >>> gathered_together(300, 300 * 272, False), gathered_together(12, 12 * 272, False)
     (True, False)
@@ -32,13 +32,13 @@ def gathered_together(blocks: int, elements: float, names_blocks: bool) -> bool:
 
 
 def kept_over(reshard: str, shards: int, per_node: int, apart: int = 1) -> int:
-    """Returns the ranks that hold a block between its passes: all shards, 1 (whole), or some.
+    """Return the ranks that hold a block between its passes: all shards, 1 (whole), or some.
 
     Args:
         reshard: yes, no, node (`FsdpPolicy`).
-        shards: ranks that a block is cut over.
+        shards: ranks over which a block is cut.
         per_node: ranks of a node.
-        apart: ranks from one of the shards to the next.
+        apart: rank distance from one shard to the next.
 
     >>> [kept_over(word, 16, 8, 2) for word in ("yes", "no", "node")]
     [16, 1, 4]
@@ -48,9 +48,9 @@ def kept_over(reshard: str, shards: int, per_node: int, apart: int = 1) -> int:
 
 
 def check_reshard(reshard: str, zero: int, pp: int) -> None:
-    """Refuse to keep blocks where none is gathered, and in a pipeline.
+    """Refuse to keep gathered blocks without fsdp, and in a pipeline.
 
-    Errors: PlanError with the nearest legal choice
+    Raises a PlanError with the nearest legal choice.
     """
     if reshard == "yes":
         return

@@ -1,9 +1,9 @@
-"""The names of pipeline schedules: in which order the ranks of a pipeline do their passes.
+"""Names of pipeline schedules: the order of passes on the ranks of a pipeline.
 
-A schedule belongs to a pipeline (layout.pp > 1). `interleaved` gives every rank several stages,
-its chunks; `zbv` and `dualpipe` give it two, which for `dualpipe` are of two copies of the model.
-The last three cut a backward in two halves, one for the gradient of the input and one for those of
-the weights. The order itself is made by the planner.
+A schedule belongs to a pipeline (layout.pp > 1). Under `interleaved` every rank has several stages
+(chunks); under `zbv` and `dualpipe` it has two, which for `dualpipe` belong to two copies of the
+model. The last three split a backward into two halves, for the gradient of the input and for those
+of the weights. The planner generates the order itself.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe")
 ALIASES = {"afab": "gpipe", "zb-h1": "zero-bubble", "zb-v": "zbv"}
 
 SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipe")
-"""Schedules that run the two halves of a backward apart."""
+"""Schedules that run the two halves of a backward separately."""
 
 DEFAULT = "1f1b"
 
 
 def canonical(name: str) -> str:
-    """Returns the name of a schedule that is given by it or an alias; PlanError for no schedule.
+    """Return the canonical name of a schedule or alias; PlanError for an unknown one.
 
     >>> canonical("afab"), canonical("zb-h1")
     ('gpipe', 'zero-bubble')
@@ -35,7 +35,7 @@ def canonical(name: str) -> str:
 
 
 def stages_per_rank(schedule: str, chunks: int = 1) -> int:
-    """Returns how many stages a rank holds, of all copies: 2 for zbv and dualpipe, else `chunks`.
+    """Return the stages of a rank, of all copies: 2 for zbv and dualpipe, else `chunks`.
 
     >>> stages_per_rank("1f1b"), stages_per_rank("interleaved", 4), stages_per_rank("zbv")
     (1, 4, 2)
@@ -47,8 +47,8 @@ def stages_of(schedule: str, pp: int, rank: int, stages: int) -> list[int]:
     """List the stages that rank `rank` of a pipeline of `pp` ranks holds.
 
     Args:
-        stages: in all, of one copy of the model; of dualpipe a rank holds one stage of each copy,
-            in that order.
+        stages: all stages of one copy of the model; under dualpipe a rank holds one stage of each
+            copy, in that order.
 
     >>> stages_of("1f1b", 4, 1, 4), stages_of("interleaved", 2, 1, 4), stages_of("zbv", 2, 0, 4)
     ([1], [1, 3], [0, 3])
@@ -66,11 +66,11 @@ def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -
     """Refuse a pipeline of more stages than the model has blocks.
 
     Args:
-        schedule, pp, chunks: of the layout.
+        schedule, pp, chunks: fields of the layout.
         blocks: calls of `model`'s blocks in one forward pass.
 
     Raises:
-        PlanError: that names what was asked, and what would be legal.
+        PlanError: the model has fewer blocks; names the request and the legal values.
 
     >>> check_stages("interleaved", 2, 2, 4, "GPT")
     >>> check_stages("zbv", 4, 1, 4, "GPT")
@@ -99,7 +99,7 @@ def check_stages(schedule: str, pp: int, chunks: int, blocks: int, model: str) -
 
 
 def copies(schedule: str) -> int:
-    """Returns how many copies of the model a pipeline's ranks hold: 2 for dualpipe, else 1.
+    """Return the copies of the model on a pipeline's ranks: 2 for dualpipe, else 1.
 
     >>> copies("dualpipe"), copies("zbv"), copies("")
     (2, 1, 1)
@@ -108,7 +108,7 @@ def copies(schedule: str) -> int:
 
 
 def takes_turns(schedule: str, chunks: int = 1) -> bool:
-    """Whether a rank runs whole passes of one stage, one after another, in both directions.
+    """Return whether a rank runs whole passes of a single stage, one after another.
 
     >>> takes_turns("1f1b"), takes_turns("interleaved", 2), takes_turns("zero-bubble")
     (True, False, False)
@@ -117,17 +117,17 @@ def takes_turns(schedule: str, chunks: int = 1) -> bool:
 
 
 def check_recompute(schedule: str, recompute: str) -> None:
-    """Refuse recomputation, selective or full, where a schedule cuts the backward in two halves.
+    """Refuse recomputation, selective or full, with a schedule that splits the backward.
 
-    Those are zero-bubble, zbv and dualpipe: each weight's half would run its whole block again, 10
-    forwards' work in the place of 4 for a transformer's block.
+    Those are zero-bubble, zbv and dualpipe: the weight half of each parameter would recompute its
+    whole block, 10 forwards instead of 4 for a transformer block.
 
     Args:
-        schedule: of the pipeline, "" without one.
+        schedule: the pipeline schedule, "" without a pipeline.
         recompute: memory.recompute.
 
     Raises:
-        PlanError: with the nearest legal choice.
+        PlanError: the combination is refused; with the nearest legal choice.
     """
     if recompute != "none" and schedule in SPLIT_BACKWARD:
         raise PlanError(
@@ -138,18 +138,18 @@ def check_recompute(schedule: str, recompute: str) -> None:
 
 
 def settle_schedule(schedule: str, chunks: int, pp: int) -> tuple[str, int]:
-    """Returns (schedule, chunks) of a pipeline of `pp` ranks; what was left out is filled in.
+    """Return (schedule, chunks) of a pipeline of `pp` ranks, with defaults filled in.
 
     Args:
         schedule: a name, or "" for 1f1b.
-        chunks: stages per rank, or 0 for the schedule's own.
+        chunks: stages per rank, or 0 for the schedule's default.
 
     Returns:
         ("", 1) without a pipeline; chunks is 1 unless interleaved, so for zbv and dualpipe.
 
     Raises:
-        PlanError: for a schedule without a pipeline, an unknown one, chunks that it cannot have, or
-            an odd number of ranks that are to be fed from both ends (dualpipe).
+        PlanError: a schedule without a pipeline, an unknown schedule, chunks that it cannot have,
+            or an odd number of ranks under dualpipe.
 
     >>> settle_schedule("", 0, 4), settle_schedule("interleaved", 0, 4), settle_schedule("", 0, 1)
     (('1f1b', 1), ('interleaved', 2), ('', 1))

@@ -1,7 +1,7 @@
-"""What a strategy's name means on so many processes: its degrees, its stage, its schedule.
+"""Expansion of a strategy name to degrees, ZeRO stage and schedule for a number of processes.
 
-A name is refused with the nearest legal choice where it cannot be, or where what is given beside it
-says something else.
+An impossible name, or a name that contradicts other keys, raises an error with the nearest legal
+choice.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def expand(
     chunks: int = 0,
     **served: Any,
 ) -> Layout:
-    """Make the layout that a strategy's name, not "auto", means on `processes` processes.
+    """Return the layout of a strategy's name (not "auto") on `processes` processes.
 
     Args:
         threads: replicas of `dp`; 0: two.
-        zero: given beside the name, must be the name's own stage.
-        schedule, chunks: of a pipeline, given beside the name; "", 0: by the name.
-        served: servers, updates, staleness, serves of parameter-server, by `with_servers`.
+        zero: if given, must be the name's own stage.
+        schedule, chunks: of a pipeline, if given; "", 0: by the name.
+        served: servers, updates, staleness, serves of parameter-server, for `with_servers`.
 
     Raises:
-        PlanError: for an unknown name, one that is not built yet, an impossible size, or what is
-            given beside the name and contradicts it. On one process others give all degrees 1.
+        PlanError: the name is unknown or not built yet, the size is impossible, or another key
+            contradicts the name. On one process other names give all degrees 1.
 
     >>> expand("ddp", 4).dp_replicate, expand("zero2", 4).zero, expand("hsdp", 4).dp_shard
     (4, 2, 2)
@@ -78,7 +78,7 @@ def expand(
 
 
 def _check_beside(strategy: str, threads: int, zero: int | None) -> None:
-    """Errors: PlanError for a stage or for threads that the name does not have."""
+    """Raise PlanError for a stage or threads that the name does not have."""
     stage = STAGES.get(strategy, 0)
     if zero and strategy in ("tp", "cp", "3d", *PIPELINES):
         axis = {"tp": "tp", "cp": "cp", "3d": "tp=2 layout.pp"}.get(strategy, "pp")
@@ -101,7 +101,7 @@ def _check_beside(strategy: str, threads: int, zero: int | None) -> None:
 
 
 def _same_schedule(strategy: str, schedule: str) -> str:
-    """The schedule that a strategy is named after."""
+    """Return the schedule after which a strategy is named."""
     own = canonical(strategy)
     if schedule and canonical(schedule) != own:
         raise PlanError(
@@ -112,7 +112,7 @@ def _same_schedule(strategy: str, schedule: str) -> str:
 
 
 def _of_several(strategy: str, processes: int) -> Layout:
-    """Degrees on at least two processes."""
+    """Return the layout of a strategy on at least two processes."""
     if strategy == "ddp":
         return Layout(dp_replicate=processes)
     if strategy == "ep":

@@ -1,1 +1,1 @@
-"""Plans: what a run does, as plain data that can be saved, compared and executed."""
+"""Plans: the program of a run, as plain data that can be saved, compared and executed."""

@@ -1,4 +1,4 @@
-"""The micro-batch is the atom of training: a step is an ordered list of them, whatever the layout.
+"""Cutting of a step into an ordered list of micro-batches, independent of the layout.
 
 `train.batch` and `train.micro_batch` cut a step's samples into micro-batches 0, 1, 2, …; a layout
 only decides which rank runs which (round robin: micro-batch i on data rank i mod degree). A step
@@ -25,9 +25,9 @@ class MicroBatch:
 
 
 def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -> list[MicroBatch]:
-    """Cut the step that begins at stream position `position` into its micro-batches, of all ranks.
+    """Cut the step at stream position `position` into its micro-batches, of all ranks.
 
-    A step holds `batch` samples, or what is left of the epoch; its last micro-batch may be short.
+    A step has `batch` samples, or the rest of the epoch; its last micro-batch may be short.
 
     Args:
         samples: length of one epoch; None for a stream without epochs.
@@ -42,7 +42,7 @@ def cut_step(position: int, samples: int | None, batch: int, micro_batch: int) -
 
 
 def step_stop(position: int, samples: int | None, batch: int) -> int:
-    """Where in the stream the step ends that begins at `position`; the rest as `cut_step`."""
+    """Return the stream position at which the step from `position` ends; as `cut_step`."""
     return position + (batch if samples is None else min(batch, samples - position % samples))
 
 
@@ -54,7 +54,7 @@ def own_spans(
     Args:
         start, stop: stream positions of the step, over all ranks.
 
-    In order: those with index mod degree = rank; the last one may be short. Of rank −1: none.
+    In order: those with index mod degree = rank; the last one may be short. Rank −1 has none.
 
     >>> own_spans(4, 9, 2), own_spans(4, 9, 2, rank=1, degree=2)
     ([(4, 6), (6, 8), (8, 9)], [(6, 8)])
@@ -64,10 +64,10 @@ def own_spans(
 
 
 def turn_of(batch: int) -> int:
-    """Return the samples of a stream's turn where the user gives no micro-batch.
+    """Return the samples per turn of a stream if the user sets no micro-batch.
 
-    An eighth of the batch, where 8 divides it: so 1, 2, 4 and 8 ranks each read whole turns, and
-    the order of sharded data hangs neither on the layout nor on the micro-batch that suits it.
+    An eighth of the batch, if 8 divides it. So 1, 2, 4 and 8 ranks each read whole turns, and the
+    order of sharded data depends neither on the layout nor on its micro-batch.
 
     Args:
         batch: samples per optimizer step, over all ranks.
@@ -92,11 +92,11 @@ def divisors(number: int) -> list[int]:
 
 
 def proof_batch(layout: Layout, micro_batch: int) -> tuple[int, int]:
-    """Returns a step's samples in the proof before a run, and its micro-batch: at most 2 samples.
+    """Return a step's samples in the proof before a run, and its micro-batch: at most 2 samples.
 
-    Two micro-batches for each rank that draws its own, so that something accumulates, and in a
-    pipeline for each of its ranks too: what every schedule can run. Ranks that share a micro-batch
-    (tp, cp) ask for no more of them, which one process would have to compute as well.
+    Two micro-batches for each data rank, so that gradients accumulate, and in a pipeline for each
+    of its ranks too, which every schedule can run. Ranks that share a micro-batch (tp, cp) add
+    none, since one process must compute them as well.
 
     >>> proof_batch(Layout(dp_replicate=4), 16), proof_batch(Layout(pp=2, tp=2), 16)
     ((16, 2), (8, 2))
@@ -137,15 +137,15 @@ def share_of(batch: int, degree: int) -> int:
 
 
 def check_batch(batch: int, micro_batch: int, degree: int) -> int:
-    """Count the micro-batches that each data rank accumulates per full step; none is left over.
+    """Return the micro-batches per data rank and full step; refuse a remainder.
 
     Args:
         batch, micro_batch: samples per optimizer step over all ranks, and per forward pass.
         degree: data-parallel ranks.
 
     Raises:
-        ConfigError: where micro_batch × degree does not divide batch, with the nearest legal batch,
-            and the nearest micro_batch where one divides.
+        ConfigError: micro_batch × degree does not divide batch; with the nearest legal batch, and
+            the nearest micro_batch if one divides.
 
     >>> check_batch(24, 2, 4)
     3
@@ -163,17 +163,17 @@ def check_batch(batch: int, micro_batch: int, degree: int) -> int:
 
 
 def _multiple(number: int, unit: int) -> int:
-    """The multiple of `unit`, at least one, that is nearest to `number`; the smaller of two."""
+    """Return the multiple of `unit`, at least one, nearest to `number`; the smaller of two."""
     lower = number // unit * unit
     return min((n for n in (lower, lower + unit) if n), key=lambda n: abs(n - number))
 
 
 FAR = 100_000
-"""How far a divisor is looked for: a batch of billions gets an answer too."""
+"""Search range for a divisor, so that a batch of billions gets an answer too."""
 
 
 def nearest_divisor(number: int, near: int) -> int:
-    """Returns the divisor of `number` nearest to `near`, the smaller of two; 1 if all are far.
+    """Return the divisor of `number` nearest to `near`, the smaller of two; 1 if all are far.
 
     >>> nearest_divisor(12, 5), nearest_divisor(2**31 - 1, 1000), nearest_divisor(2**40, 3)
     (4, 1, 2)

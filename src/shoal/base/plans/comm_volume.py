@@ -1,4 +1,4 @@
-"""What a divided model makes travel, stated when it is divided: exchanges, stage by stage."""
+"""Communication volume of a split model: exchanges, stage by stage."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorExchange:
-    """One collective over the tensor-parallel ranks, as every micro-batch repeats it.
+    """One collective over the tensor-parallel ranks, repeated by every micro-batch.
 
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter.
         when: forward or backward.
-        payload_bytes: the whole tensor: that is summed, or that is there after gathering.
-        count: how many equal ones per micro-batch.
+        payload_bytes: bytes of the whole tensor: summed, or present after gathering.
+        count: equal collectives per micro-batch.
     """
 
     kind: str
@@ -24,11 +24,11 @@ class TensorExchange:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What one micro-batch of one tensor-parallel rank sends from one pipeline stage to the next.
+    """Bytes that one tensor-parallel rank sends per micro-batch from one stage to the next.
 
     Attributes:
-        forward_bytes: values sent to the next stage, those that only pass through it included.
-        backward_bytes: gradients sent back for them: floating-point values have one, others none.
+        forward_bytes: values sent to the next stage, including those for later stages.
+        backward_bytes: gradients sent back for the floating-point values among them.
     """
 
     forward_bytes: int
@@ -37,7 +37,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Travel:
-    """The messages of one micro-batch of `samples` samples in a model that tp and pp divide.
+    """Messages of one micro-batch of `samples` samples in a model that tp and pp split.
 
     Attributes:
         exchanges: by stage: the collectives over its tensor-parallel ranks.

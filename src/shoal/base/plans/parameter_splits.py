@@ -1,7 +1,7 @@
-"""How each parameter of a model is split: one plain row per parameter, without any tensor type.
+"""Split of each parameter of a model: one plain row per parameter, without any tensor type.
 
-`shoal plan --explain` shows these rows. They are made by whoever splits the model (torch) and drawn
-by `view`, which knows no torch.
+`shoal plan --explain` shows these rows. The code that splits the model (torch) makes them; `view`,
+which does not import torch, draws them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from shoal.base.plans.placement import Groups, even_cut
 
 @dataclass(frozen=True)
 class SplitRow:
-    """How one parameter of a model is split under a layout.
+    """Split of one parameter of a model under a layout.
 
     Attributes:
         name: the parameter's own name.
-        shape: of the whole.
-        axis: what splits it: `tp`, `dp_shard`, both as `tp, dp_shard`; "" where nothing does.
-        shard: what the first rank holds, in words (`shard_text`), or "whole".
-        collective: what travels because of it, such as "all_reduce after the product"; "" for
-            nothing.
-        reason: why it is split so, or why it is not.
+        shape: shape of the whole tensor.
+        axis: axes that split it: `tp`, `dp_shard`, both as `tp, dp_shard`; "" if none does.
+        shard: part of the first rank, in words (`shard_text`), or "whole".
+        collective: collective that the split causes, such as "all_reduce after the product"; "" if
+            none.
+        reason: reason for the split, or for none.
         stage: pipeline stages that hold it, ascending; () without a pipeline.
     """
 
@@ -39,12 +39,12 @@ class SplitRow:
 def shard_text(
     shape: tuple[int, ...], dim: int, degree: int, *, groups: Groups = 1, copies: int = 1
 ) -> str:
-    """Describe in words what the first of `degree` ranks holds of a tensor that is cut along `dim`.
+    """Describe the first of `degree` ranks' part of a tensor that is cut along `dim`.
 
     Args:
         groups: segments of `dim`, each of which is cut over the ranks: 3 for fused q, k and v, (4,
-            1, 1) where q has four times as many heads.
-        copies: ranks that hold the same part, where there are fewer parts than ranks.
+            1, 1) if q has four times as many heads.
+        copies: ranks that hold the same part, if there are fewer parts than ranks.
 
     >>> shard_text((256, 64), 0, 2), shard_text((64, 256), 1, 2)
     ('rows 0:128 of 256', 'columns 0:128 of 256')
@@ -67,14 +67,14 @@ def shard_text(
 
 @dataclass(frozen=True)
 class ExchangeRow:
-    """Equal collectives over the tensor-parallel ranks that one module makes in one pass.
+    """Equal collectives over the tensor-parallel ranks that one module calls in one pass.
 
     Attributes:
         name: the module's, "" for the model itself.
         kind: all_reduce, all_gather, reduce_scatter.
         when: forward or backward.
-        count: how many.
-        payload_bytes: of each: the tensor that is summed, or that is there after gathering.
+        count: number of equal collectives.
+        payload_bytes: bytes of each: the summed tensor, or the gathered one.
     """
 
     name: str
@@ -86,12 +86,12 @@ class ExchangeRow:
 
 @dataclass(frozen=True)
 class FlopsRow:
-    """Floating-point operations that modules of one class do themselves in a forward pass.
+    """Floating-point operations of modules of one class in a forward pass.
 
     Attributes:
-        kind: the class, or "loss" for what no module does.
-        modules: how many do some.
-        flops: of one sample, over all of them; products, convolutions and attention count.
+        kind: the class, or "loss" for operations outside of modules.
+        modules: number of modules with such operations.
+        flops: FLOP of one sample over all these modules: products, convolutions and attention.
     """
 
     kind: str
@@ -101,17 +101,17 @@ class FlopsRow:
 
 @dataclass(frozen=True)
 class Explained:
-    """How a layout splits a whole model, parameter by parameter: what `shoal plan --explain` shows.
+    """Split of a whole model, parameter by parameter, as `shoal plan --explain` shows it.
 
     Attributes:
         model: its name.
-        layout: as `Layout.text()` says it.
+        layout: result of `Layout.text()`.
         rows: one per parameter, in the model's order.
-        exchanges: what a forward and backward pass of `samples` samples makes the tensor-parallel
-            ranks exchange.
-        samples: that the model was looked at with, also without exchanges.
-        notices: what the user should hear: what stays whole although it could have been split.
-        flops: most first; their sum is what the plan counts.
+        exchanges: collectives of the tensor-parallel ranks in a forward and backward pass of
+            `samples` samples.
+        samples: samples of the traced pass, also without exchanges.
+        notices: lines for the user: parts that stay whole although they could be split.
+        flops: largest first; their sum is the FLOP of the plan.
     """
 
     model: str
@@ -124,11 +124,11 @@ class Explained:
 
     @property
     def split(self) -> int:
-        """How many parameters are split by some axis."""
+        """Number of parameters that some axis splits."""
         return sum(bool(row.axis) for row in self.rows)
 
     def record(self) -> dict[str, Any]:
-        """The JSON document that `shoal plan --explain --json` prints."""
+        """Return the JSON document that `shoal plan --explain --json` prints."""
         return {
             "version": 1,
             "model": self.model,

@@ -1,8 +1,8 @@
-"""Pipeline actions: what each rank of a pipeline does in one step, in order, as data.
+"""Pipeline actions: the ordered work of each rank of a pipeline in one step, as data.
 
-The planner generates and checks these lists, the simulator times them, the trainer executes them,
-the report draws them: there is one list. Messages are not actions: a stage's forward needs the
-previous stage's output and its backward the next stage's gradient, which says who sends what.
+The planner generates and checks one list of actions, the simulator times it, the trainer executes
+it, the report draws it. Messages are not actions: a stage's forward needs the previous stage's
+output and its backward the next stage's gradient, which determines all messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Action:
             weights.
         stage, micro_batch: numbers from 0, of all copies of the model and of the whole step.
 
-    `text()` gives kind, micro-batch @ stage
+    `text()` returns kind, micro-batch @ stage.
 
     >>> Action("F", 0, 3).text()
     'F3@0'
@@ -37,22 +37,22 @@ class Action:
     micro_batch: int
 
     def text(self) -> str:
-        """Kind, micro-batch and stage, as drawings show it."""
+        """Return kind, micro-batch and stage, as drawings show them."""
         return f"{self.kind}{self.micro_batch}@{self.stage}"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline's whole step: the actions of every rank, and which rank holds which stage.
+    """Actions of every rank in a pipeline's whole step, and the rank of each stage.
 
     Attributes:
-        ranks: actions of rank 0, 1, …, in the order in which it does them.
+        ranks: actions of rank 0, 1, …, in execution order.
         stage_rank: rank that holds stage 0, 1, …; a rank may hold several (virtual stages, chunks).
-        micro_batches: per step, over all copies.
-        copies: copies of the model that the ranks hold together: with two (dualpipe) the first half
-            of the stages is one copy, which runs the first half of the micro-batches (`runs`).
-        pairs: per rank: indices in its actions of a forward that may run as one block with the
-            backward after it, so that messages of one hide behind the work of the other.
+        micro_batches: micro-batches per step, over all copies.
+        copies: copies of the model on the ranks: with two (dualpipe) the first half of the stages
+            is one copy, which runs the first half of the micro-batches (`runs`).
+        pairs: per rank: indices in its actions of a forward that may run as one block with the next
+            backward, so that messages of one overlap with the work of the other.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Pieces of the model, all copies together."""
+        """Number of stages, all copies together."""
         return len(self.stage_rank)
 
     @property
     def pieces(self) -> int:
-        """Pieces of one copy of the model: a chain from stage k·pieces to (k + 1)·pieces − 1."""
+        """Number of stages of one copy: a chain from stage k·pieces to (k + 1)·pieces − 1."""
         return len(self.stage_rank) // self.copies
 
     def runs(self, stage: int) -> range:
-        """Micro-batches that a stage sees: all, or its copy's part of them.
+        """Return the micro-batches of a stage: all, or its copy's part of them.
 
         >>> odd = Schedule("two copies", ((), ()), (0, 1, 1, 0), 5, copies=2)
         >>> odd.runs(0), odd.runs(3)

@@ -1,9 +1,9 @@
-"""Who holds, sums and steps each tensor of a model: one row of plain data per parameter and buffer.
+"""Placement of each tensor of a model: the ranks that hold, sum and step it, as plain rows.
 
 `parallel/placement_rows.py` makes the rows once per start, the same on every rank, from the layout
-and from what the model does. Whatever has to know reads them: cutting weights, gradient buckets,
-sums over ranks, the gradient's norm, checkpoints, the prediction and the proof. A row names axes,
-never ranks; process groups are bound to axes when a run starts.
+and the traced model. All users read these rows: weight sharding, gradient buckets, sums over ranks,
+the gradient's norm, checkpoints, the prediction and the proof. A row names axes, never ranks;
+process groups are bound to axes when a run starts.
 
     data axes    dp_replicate, dp_shard; of experts that are dealt: expert_replicate, expert_shard
     model axes   tp and ep, which may cut a tensor inside; cp, whose ranks hold the same; pp
@@ -23,22 +23,23 @@ from shoal.base.plans.tensor_shards import Box, Shard, bytes_of
 DATA_AXES = ("dp_replicate", "dp_shard")
 EXPERT_AXES = ("expert_replicate", "expert_shard")
 TABLE_AXES = ("table_replicate", "table_shard")
-"""Of degree 1: a part of a table on a server is summed there alone."""
+"""Data axes of a table on a server, of degree 1: its gradient is summed there alone."""
 
 At = Mapping[str, int]
-"""Where a rank is along every axis (`Layout.at`)."""
+"""Index of a rank along every axis (`Layout.at`)."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the ranks of one axis cut a dim of a tensor, and which part each of them holds.
+    """Cut of a tensor's dim by the ranks of one axis, and the part of each rank.
 
     Attributes:
         axis: tp, ep, servers.
-        dim: of the whole tensor.
-        segments: the dim's segments, each cut into as many parts: where parts begin and end. A
-            fused q, k, v has three; a rank's parts of all segments are stored one after another.
-        part: number of the part of each rank of the axis; those with the same hold the same
+        dim: dim of the whole tensor.
+        segments: boundaries of the parts in each segment of the dim; all segments have as many
+            parts. A fused q, k, v has three segments; a rank stores its parts of all segments in
+            order.
+        part: index of the part of each rank of the axis; ranks with the same index hold the same
             elements.
 
     >>> fused = Cut("tp", 0, ((0, 2, 4), (4, 5, 6)), (0, 1))
@@ -55,16 +56,16 @@ class Cut:
 
     @property
     def copies(self) -> int:
-        """How many ranks of the axis hold the same part."""
+        """Number of ranks of the axis that hold the same part."""
         return len(self.part) // (len(self.segments[0]) - 1)
 
     def spans(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(start, stop) along the dim, of each segment's part that rank `rank` of the axis has."""
+        """Return (start, stop) along the dim of each segment's part on rank `rank` of the axis."""
         number = self.part[rank]
         return tuple((ends[number], ends[number + 1]) for ends in self.segments)
 
     def boxes(self, shape: tuple[int, ...], rank: int) -> tuple[Box, ...]:
-        """Where a rank's elements lie in the whole tensor, in the order in which they are stored.
+        """Return the boxes of a rank's elements in the whole tensor, in stored order.
 
         >>> Cut("tp", 1, ((0, 1, 2), (2, 3, 4)), (0, 1)).boxes((2, 4), 0)
         (((0, 1), (0, 1)), ((0, 1), (2, 3)), ((1, 2), (0, 1)), ((1, 2), (2, 3)))
@@ -72,18 +73,18 @@ class Cut:
         spans = tuple(span for span in self.spans(rank) if span[0] < span[1])
         after = tuple((0, n) for n in shape[self.dim + 1 :])
         before: Iterable[Box] = [tuple((0, n) for n in shape[: self.dim])]
-        if len(spans) > 1:  # row by row: what a segment has of one row is stored beside the next's
+        if len(spans) > 1:  # row by row: the parts of one row are adjacent
             rows = (range(n) for n in shape[: self.dim])
             before = (tuple((k, k + 1) for k in index) for index in itertools.product(*rows))
         return tuple((*head, span, *after) for head, span in itertools.product(before, spans))
 
 
 Groups = int | tuple[int, ...]
-"""Segments of a dim: how many equal ones, or their sizes in proportion (no common divisor)."""
+"""Segments of a dim: number of equal ones, or their relative sizes (no common divisor)."""
 
 
 def segment_sizes(size: int, groups: Groups) -> tuple[int, ...]:
-    """Sizes of a dim's segments, in order; none where the dim does not divide so.
+    """Return the sizes of a dim's segments, in order; () if the dim does not divide so.
 
     >>> segment_sizes(12, 3), segment_sizes(16, (2, 1, 1)), segment_sizes(10, (2, 1, 1))
     ((4, 4, 4), (8, 4, 4), ())
@@ -94,7 +95,7 @@ def segment_sizes(size: int, groups: Groups) -> tuple[int, ...]:
 
 
 def proportions(sizes: Sequence[int]) -> Groups:
-    """Segments of these sizes, whatever the size of the whole.
+    """Return the proportions of segments of these sizes, whatever the size of the whole.
 
     >>> proportions([64, 64, 64]), proportions([64, 32, 32])
     (3, (2, 1, 1))
@@ -108,7 +109,7 @@ def even_cut(axis: str, dim: int, size: int, parts: int, *, groups: Groups = 1) 
     """Cut a dim of `size` into segments, and each into `parts` equal parts, one per rank.
 
     Args:
-        size: divides into such segments, and each of them by `parts`, which is not checked.
+        size: must divide into these segments, and each segment by `parts`; not checked.
 
     >>> even_cut("tp", 0, 12, 2, groups=3).segments
     ((0, 2, 4), (4, 6, 8), (8, 10, 12))
@@ -122,22 +123,22 @@ def even_cut(axis: str, dim: int, size: int, parts: int, *, groups: Groups = 1) 
 
 @dataclass(frozen=True)
 class Placement:
-    """Who holds, sums and steps one parameter or buffer of the model under a layout.
+    """Placement of one parameter or buffer under a layout: the ranks that hold, sum and step it.
 
     Attributes:
-        name, shape, dtype: of the whole; dtype is what is kept and, of a parameter, stepped.
-        trains: a gradient is computed and the optimizer steps it.
-        is_buffer: no parameter.
-        compute: format of the copy that forward passes read, where that is narrower; "" without
-            one.
-        stages: ranks of the pipeline that hold it.
-        cut: how tp or ep cuts it inside; None: each rank of a stage has all of it.
+        name, shape, dtype: those of the whole tensor; dtype is the stored one, which the optimizer
+            updates.
+        trains: it has a gradient and the optimizer updates it.
+        is_buffer: it is a buffer, not a parameter.
+        compute: format of the narrower copy that forward passes read; "" without one.
+        stages: pipeline ranks that hold it.
+        cut: its cut by tp or ep; None: each rank of a stage has all of it.
         sum_over: axes over which its gradient is summed, in that order: data axes at first.
-        data: what data-parallel ranks do with it: `whole`, all keep and step it all · `states`, all
-            keep it, and each steps a share of its gradient bucket (zero 1, 2) · `rows`, each keeps
-            and steps some rows (zero 3).
-        unit: zero 3: name of the module with which it is gathered; "" the rest, at once.
-        calls: how often a forward pass calls that unit, and so gathers it.
+        data: its split over data-parallel ranks: `whole`, all keep and update it all · `states`,
+            all keep it, and each updates a share of its gradient bucket (zero 1, 2) · `rows`, each
+            keeps and updates some rows (zero 3).
+        unit: zero 3: name of the module with which it is gathered; "": with the root.
+        calls: calls of that unit in a forward pass, each of which gathers it.
     """
 
     name: str
@@ -155,7 +156,7 @@ class Placement:
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> Placement:
-        """Make a row of what `dataclasses.asdict` and JSON made of one."""
+        """Make a row from the result of `dataclasses.asdict` or from JSON."""
         cut = record["cut"]
         if cut is not None:
             segments = tuple(tuple(ends) for ends in cut["segments"])
@@ -165,59 +166,59 @@ class Placement:
 
     @property
     def element_bytes(self) -> int:
-        """Size of one element as it is kept."""
+        """Stored size of one element in bytes."""
         return bytes_of(self.dtype)
 
     @property
     def elements(self) -> int:
-        """Of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def is_expert(self) -> bool:
-        """Whether data-parallel ranks have dealt it out: it has data axes of its own."""
+        """True if data-parallel ranks share it as experts: it has its own data axes."""
         return self.cut is not None and self.cut.axis == "ep"
 
     @property
     def is_table(self) -> bool:
-        """Whether it is on servers, each of which has some columns, while the rest is not."""
+        """True if it is a table on servers, each of which has some columns."""
         return self.cut is not None and self.cut.axis == "servers"
 
     @property
     def tp_cut(self) -> Cut | None:
-        """How tensor-parallel ranks cut it; None where each has all of it."""
+        """Its cut by tensor-parallel ranks; None if each has all of it."""
         return self.cut if self.cut is not None and self.cut.axis == "tp" else None
 
     @property
     def data_axes(self) -> tuple[str, str]:
-        """The axes of the ranks that hold the same part and see other micro-batches."""
+        """Axes of the ranks that hold the same part and see other micro-batches."""
         if self.is_table:
             return TABLE_AXES
         return EXPERT_AXES if self.is_expert else DATA_AXES
 
     def degree(self, axis: str, layout: Layout) -> int:
-        """Degree of an axis, as this tensor sees the ranks."""
+        """Return the degree of an axis for this tensor."""
         if layout.serves and axis == "dp_replicate":
             return layout.dp_replicate - layout.servers  # which hold tables alone
         grid = layout.expert_degrees if self.is_expert else layout.degrees
         return grid.get(axis, 1)
 
     def shard(self, at: At) -> Shard:
-        """The part with which a rank computes; under zero 3, once it is gathered."""
+        """Return the part with which a rank computes; under zero 3, after gathering."""
         whole = Shard.whole(self.name, self.shape, self.dtype)
         if self.cut is None:
             return whole
         return replace(whole, slices=self.cut.boxes(self.shape, at[self.cut.axis]))
 
     def local_shape(self, at: At) -> tuple[int, ...]:
-        """Shape of that part."""
+        """Return the shape of that part."""
         if self.cut is None:
             return self.shape
         width = sum(stop - start for start, stop in self.cut.spans(at[self.cut.axis]))
         return (*self.shape[: self.cut.dim], width, *self.shape[self.cut.dim + 1 :])
 
     def kept(self, at: At, layout: Layout) -> Shard:
-        """The part that stays on a rank between steps: under zero 3, ceil(rows / ranks) rows."""
+        """Return a rank's part between steps: under zero 3, ceil(rows / ranks) rows."""
         part = self.shard(at)
         if self.data != "rows":
             return part
@@ -229,7 +230,7 @@ class Placement:
         return replace(part, slices=part.part(start, stop))
 
     def copies_in_model(self, layout: Layout) -> int:
-        """How many ranks of one copy of the model hold the same part of it.
+        """Return the ranks of one copy of the model that hold the same part of it.
 
         >>> Placement("norm", (8,), "float32").copies_in_model(Layout(tp=4))
         4
@@ -238,7 +239,7 @@ class Placement:
         return inside * layout.cp * len(self.stages)
 
     def copies_of_sum(self, layout: Layout) -> int:
-        """How many ranks hold the same element of its summed gradient.
+        """Return the ranks that hold the same element of its summed gradient.
 
         >>> row = Placement("w", (8,), "float32", data="rows")
         >>> row.copies_of_sum(Layout(dp_replicate=2, dp_shard=4, zero=3))
@@ -249,11 +250,11 @@ class Placement:
         return along[self.data] * self.copies_in_model(layout)
 
     def travels_with(self, layout: Layout) -> tuple[Any, ...]:
-        """Gradients that are equal in this may share a bucket: summed over the same ranks."""
+        """Return a key of its gradient's sums; gradients with equal keys may share a bucket."""
         sharers = self.stages if "pp" in self.sum_over else ()
         return self.is_expert, self.data, self.copies_in_model(layout), self.sum_over, sharers
 
 
 def rows_of_records(records: Iterable[Mapping[str, Any]]) -> tuple[Placement, ...]:
-    """Read the rows of a plan.json."""
+    """Parse the placement rows of a plan.json."""
     return tuple(Placement.of_record(record) for record in records)

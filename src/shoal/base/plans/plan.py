@@ -1,9 +1,9 @@
-"""The plan is the program: what a run will do, as data that can be saved, compared and executed.
+"""Plan of a run: its program, as data that can be saved, compared and executed.
 
 run.toml, the command line and `shoal.parallelize` make it, the planner ranks it, the proof and the
-trainer execute it, and plan.json is it. It holds the layout, the portions of a batch, every policy
-and the gradient buckets; two runs with equal plans send the same bytes in the same order, which is
-what makes a resume on the same layout exact to the bit.
+trainer execute it, and plan.json stores it. It has the layout, the division of a batch, every
+policy and the gradient buckets. Two runs with equal plans send the same bytes in the same order, so
+a resume on the same layout is exact to the bit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Bucket:
     """A gradient bucket: the parameters, by name, whose gradients lie in one flat buffer, in order.
 
     Attributes:
-        elements: of the buffer, padding included.
-        dtype: of the gradients and of their sum.
-        compute: type of the copies that forward passes read; "" where they read the weights.
-        cuts: where each rank's share begins and ends under zero1 and zero2, ranks + 1 of them; ()
-            elsewhere.
+        elements: elements of the buffer, padding included.
+        dtype: dtype of the gradients and of their sum.
+        compute: dtype of the copies that forward passes read; "" if they read the weights.
+        cuts: boundaries of the ranks' shares under zero1 and zero2, ranks + 1 of them; ()
+            otherwise.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class Bucket:
 
     @property
     def payload_bytes(self) -> int:
-        """Size of the buffer."""
+        """Size of the buffer in bytes."""
         return self.elements * self.element_bytes
 
 
@@ -50,14 +50,13 @@ class Plan(Policies):
     Attributes:
         layout: degrees of every axis.
         batch: samples per optimizer step, all ranks.
-        micro_batch: samples per forward pass on one data rank; 0 in a plan that is not settled:
-            defaults of `shoal.parallelize`.
+        micro_batch: samples per forward pass on one data rank; 0 if not set: defaults of
+            `shoal.parallelize`.
         accumulate: micro-batches per data rank in a full step; 0: derived.
-        why: one line: which rule chose the layout and what else was possible.
+        why: one line: the rule that chose the layout, and the alternatives.
         parameters: trainable elements.
-        placements: who holds, sums and steps what: a row per parameter and buffer of the model,
-            and.
-        buckets: gradient buffers, in sending order; both are made at the start of a run.
+        placements: a row per parameter and buffer of the model; made at the start of a run.
+        buckets: gradient buffers, in sending order; made at the start of a run.
     """
 
     layout: Layout
@@ -71,11 +70,11 @@ class Plan(Policies):
 
     @property
     def sums_parts_each_pass(self) -> bool:
-        """Tell whether a pass ends with sums of its gradients' parts, as under zero 2."""
+        """True if a pass ends with sums of its gradients' parts, as under zero 2."""
         return self.layout.zero == 2 and not self.defer_sync
 
     def arithmetic(self) -> str:
-        """The batch equation with this run's numbers.
+        """Return the batch equation with this run's numbers.
 
         >>> Plan(Layout(dp_replicate=2), 16, 4, 2).arithmetic()
         '2 ranks × 2 micro-batches × 4 samples = 16 samples per step'
@@ -88,11 +87,10 @@ class Plan(Policies):
         )
 
     def to_json(self, beside: Mapping[str, Any] | None = None) -> str:
-        """Write the plan as indented JSON; `from_json` gives it back equal.
+        """Return the plan as indented JSON; `from_json` restores an equal plan.
 
         Args:
-            beside: what the file also tells its readers of the run; of one name, the plan's key
-                wins.
+            beside: further entries on the run for readers of the file; the plan's own keys win.
 
         >>> json.loads(Plan(Layout(), 8).to_json({"batch": 4, "steps": 3}))["batch"]
         8
@@ -103,9 +101,9 @@ class Plan(Policies):
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what `to_json` wrote; what stands beside the plan is passed over.
+        """Parse the JSON of `to_json`; entries outside the plan are ignored.
 
-        Errors: ValueError, KeyError, TypeError for a text that is no plan
+        Raises a ValueError, KeyError or TypeError for a text that is no plan.
 
         >>> plan = Plan(Layout(), 4, 4, 1, split=("*=row",), buckets=(Bucket(("w",), 3, "f", 4),))
         >>> Plan.from_json(plan.to_json({"steps": 3})) == plan

@@ -1,7 +1,7 @@
-"""A shard: the part of one named tensor that one rank holds, described without any tensor type.
+"""Shard: the part of one named tensor that one rank holds, without any tensor type.
 
-Every room but `parallel` sees distributed tensors only like this: a global name, a global shape
-and the slices (one or more boxes) that are here. Plain `ddp` holds one box that is the whole.
+Every package except `parallel` sees distributed tensors only in this form: a global name, a global
+shape and the local slices (one or more boxes). Plain `ddp` has one box, the whole tensor.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of one named tensor that one rank holds, as places in the whole.
+    """The part of one named tensor that one rank holds, as boxes of the whole.
 
     Attributes:
         name: the parameter's or state's own name, e.g. `blocks.0.attention.q.weight`.
         global_shape: shape of the whole tensor.
         dtype: torch's name without the prefix: `float32`, `bfloat16`, `int64`, …
-        slices: the boxes held here, in the order in which their elements are stored; a box is
-            (start, stop) per dim, () for a scalar.
+        slices: boxes of this rank, in stored order; a box is (start, stop) per dim, () for a
+            scalar.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Shard:
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], dtype: str) -> Shard:
-        """The shard of a rank that holds all of a tensor.
+        """Return the shard of a rank that holds all of a tensor.
 
         >>> Shard.whole("w", (4, 2), "float32").slices
         (((0, 4), (0, 2)),)
@@ -54,7 +54,7 @@ class Shard:
 
     @property
     def elements(self) -> int:
-        """How many elements are held here.
+        """Number of elements that this rank holds.
 
         >>> Shard("w", (8, 2), "float32", (((0, 4), (0, 2)),)).elements
         8
@@ -62,7 +62,7 @@ class Shard:
         return sum(math.prod(stop - start for start, stop in box) for box in self.slices)
 
     def part(self, start: int, stop: int) -> tuple[Box, ...]:
-        """The boxes that elements start … stop − 1 of what is held here fill, in stored order.
+        """Return the boxes of this shard's elements start … stop − 1, in stored order.
 
         >>> rows = Shard("w", (8, 2), "float32", (((0, 2), (0, 2)), ((4, 6), (0, 2))))
         >>> rows.part(2, 6)
@@ -82,7 +82,7 @@ class Shard:
 
 
 def bytes_of(dtype: str) -> int:
-    """Returns the bytes of one element of a torch dtype, by its name without `torch.`.
+    """Return the bytes of one element of a torch dtype, by its name without `torch.`.
 
     >>> [bytes_of(name) for name in ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")]
     [4, 2, 8, 1, 1]
@@ -92,7 +92,7 @@ def bytes_of(dtype: str) -> int:
 
 
 def flat_slices(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """The boxes that elements start … stop − 1 of a tensor fill, elements counted row by row.
+    """Return the boxes of elements start … stop − 1 of a tensor, elements counted row by row.
 
     >>> flat_slices((4, 3), 2, 10)
     (((0, 1), (2, 3)), ((1, 3), (0, 3)), ((3, 4), (0, 1)))
@@ -117,14 +117,14 @@ def flat_slices(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
 
 
 def check_savable(dtypes: Mapping[str, str], where: str) -> None:
-    """Refuse tensors of a dtype that no checkpoint can hold.
+    """Refuse tensors of a dtype that no checkpoint can store.
 
     Args:
         dtypes: tensor's name → torch's name of its dtype, without "torch.".
-        where: begins the message.
+        where: start of the message.
 
     Raises:
-        ConfigError: with the first such tensor's name.
+        ConfigError: a dtype is unsupported; with the first such tensor's name.
     """
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:
@@ -136,12 +136,12 @@ def check_savable(dtypes: Mapping[str, str], where: str) -> None:
 
 @dataclass(frozen=True)
 class Slicing:
-    """In which ways ranks may share an optimizer's step: "" for yes, or a line saying why not.
+    """Divisions of an optimizer step that are exact: "" for yes, or a line with the reason for no.
 
     Attributes:
-        flat: a rank steps a 1-D piece of a parameter.
-        rows: … some rows of it.
-        apart: a rank steps some parameters whole, without seeing the others.
+        flat: a rank updates a 1-D piece of a parameter.
+        rows: a rank updates some rows of a parameter.
+        apart: a rank updates some parameters whole, without the others.
     """
 
     flat: str

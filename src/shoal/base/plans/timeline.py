@@ -1,4 +1,4 @@
-"""A timeline: what every rank does when, and what it holds, as data that can be drawn.
+"""Timeline: activity and memory of every rank over time, as data that can be drawn.
 
 The simulator makes it; the terminal, SVG and Chrome-trace views draw it.
 """
@@ -13,8 +13,9 @@ class Span:
     """One interval of time on one lane of one rank, as a timeline draws it.
 
     Attributes:
-        kind: what colours it: forward, backward, input, weight, update, compute, all-reduce,
-            reduce-scatter, all-gather, broadcast, send, receive, wait, copy, checkpoint, failure.
+        kind: activity, which determines the colour: forward, backward, input, weight, update,
+            compute, all-reduce, reduce-scatter, all-gather, broadcast, send, receive, wait, copy,
+            checkpoint, failure.
         label: short text drawn inside.
         lane: "compute" or "link": they may overlap.
         note: a longer text for views that show one.
@@ -31,11 +32,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds from `time_s` until its next `Held`.
+    """Memory of a rank from `time_s` until its next `Held`.
 
     Attributes:
-        held_bytes: in all, in the timeline's `held_unit`.
-        parts: name → how much of it.
+        held_bytes: total, in the timeline's `held_unit`.
+        parts: name → amount.
     """
 
     rank: int
@@ -46,11 +47,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans and memory of all ranks. `unit` names the time axis: "s", or "steps" for puzzles.
+    """Spans and memory of all ranks; `unit` of the time axis: "s", or "steps" for puzzles.
 
     Attributes:
         facts: name → figure, printed under a drawing: makespan, bubble, peak.
-        held_unit: what `memory` counts: "bytes", or a word (micro-batches, numbers).
+        held_unit: unit of `memory`: "bytes", or a word (micro-batches, numbers).
     """
 
     title: str
@@ -63,7 +64,7 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """When the last span ends.
+        """End of the last span.
 
         >>> Timeline("t", 1, (Span(0, 0.0, 2.0, "forward"),)).end_s
         2.0
@@ -71,5 +72,5 @@ class Timeline:
         return max((span.end_s for span in self.spans), default=0.0)
 
     def peak_bytes(self, rank: int) -> float:
-        """Most that a rank holds at once."""
+        """Return the peak memory of a rank."""
         return max((held.held_bytes for held in self.memory if held.rank == rank), default=0.0)

@@ -1,1 +1,1 @@
-"""Files of a run folder: events, metrics, records of ranks, and how each is read and cut back."""
+"""Files of a run folder: events, metrics, records of ranks; their readers and truncation."""

@@ -1,4 +1,4 @@
-"""Small files written whole or not at all; where what is slow to make is kept; what was saved."""
+"""Atomic writes of small files; cache folders; steps of saved checkpoints."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Returns the folder for what is kept between runs: $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal.
+    """Return the folder for caches between runs: $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal.
 
-    Without both it is ~/.cache/shoal, and where there is no home (a container's unnamed user) a
-    folder of this user's below the temporary one. It need not exist, and is not made here.
+    Without both it is ~/.cache/shoal; without a home (a container's unnamed user) it is this user's
+    folder below the temporary one. It need not exist, and is not created here.
     """
     own, shared = os.environ.get("SHOAL_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 
 
 def cache_trouble(folder: Path) -> str:
-    """Return why nothing can be kept in a folder, made if it is missing; "" where it can.
+    """Return why a cache folder, created if missing, is unusable; "" if it is usable.
 
     >>> cache_trouble(Path("/dev/null/cache"))
     'Not a directory'
@@ -46,7 +46,7 @@ def cache_trouble(folder: Path) -> str:
 
 
 def temporary_cache() -> Path:
-    """Make a cache folder that goes with this process; those that it forks leave it."""
+    """Create a cache folder that this process deletes at exit; forked processes do not."""
     own, pid = tempfile.mkdtemp(prefix="shoal-cache-"), os.getpid()
 
     def remove() -> None:
@@ -58,12 +58,13 @@ def temporary_cache() -> Path:
 
 
 def unusable_compiler_caches() -> list[tuple[str, Path, str]]:
-    """Find the cache folders of torch's compiler that cannot be used.
+    """Return the unusable cache folders of torch's compiler.
 
-    torch makes the first one when it imports its compiler, compiled or not, and fails if it cannot.
+    torch creates the first one when it imports its compiler, even without compiling, and fails if
+    it cannot.
 
     Returns:
-        (environment variable, folder, why) of each.
+        (environment variable, folder, reason) of each.
     """
     from getpass import getuser
 
@@ -84,10 +85,10 @@ def unusable_compiler_caches() -> list[tuple[str, Path, str]]:
 
 
 def replace_compiler_caches(make: Callable[[], Path] = temporary_cache) -> list[str]:
-    """Give torch's compiler other cache folders, for this process and those that it starts.
+    """Set other cache folders for torch's compiler, for this process and its children.
 
     Args:
-        make: the folder below which they lie; called where one is wanted.
+        make: returns their parent folder; called if one is needed.
 
     Returns:
         A line for the user for each.
@@ -103,10 +104,10 @@ def replace_compiler_caches(make: Callable[[], Path] = temporary_cache) -> list[
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all: into a new file beside `path`, renamed over it.
+    """Write a text file atomically: into a new file beside `path`, renamed over it.
 
     Raises:
-        OSError: also where the folder is missing; what was at `path` then stays.
+        OSError: the write failed or the folder is missing; the file at `path` then stays.
     """
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -117,9 +118,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """List the steps of which a run folder holds a complete checkpoint (a manifest), ascending.
+    """List the steps of which a run folder has a complete checkpoint (a manifest), ascending.
 
-    Nothing in them is verified; a folder without checkpoints gives [].
+    Checkpoints are not verified; a folder without checkpoints gives [].
     """
     manifests = (folder / "checkpoints").glob("step-*/manifest.json")
     names = [re.fullmatch(r"step-([0-9]+)", manifest.parent.name) for manifest in manifests]

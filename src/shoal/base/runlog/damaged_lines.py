@@ -1,8 +1,8 @@
-"""Reads what a run wrote about itself, although a disk, an editor or a crash may have damaged it.
+"""Tolerant readers of a run's JSON files, which a disk, an editor or a crash may damage.
 
-A run folder's JSON is for readers: one bad byte in it must not stop a run, a resume or a picture.
-So a line or a file that is no JSON object counts as not there, and a field of a step that is not
-the number it should be is left out. Checkpoints are read elsewhere, and take nothing on trust.
+A run folder's JSON is for information: one bad byte in it must not stop a run, a resume or a
+picture. So a line or a file that is no JSON object counts as absent, and a step's field that should
+be a number and is not is left out. Checkpoints have other, strict readers.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, BinaryIO, TypeGuard
 
 Record = dict[str, Any]
 BLOCK_BYTES = 1 << 16
-"""Read at once from the end of a file; about a hundred steps."""
+"""Bytes per read from the end of a file; about a hundred steps."""
 
 STEP_NUMBERS = (
     "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "mfu", "peak_memory_bytes",
     "comm_exposed_s", "data_wait_s", "gpu_utilisation",
 )  # fmt: skip
-"""Fields of a line of metrics.jsonl that are numbers, or null where a number was not finite."""
+"""Fields of a line of metrics.jsonl that are numbers, or null if a number was not finite."""
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Tell whether a value is a finite int or float; True and False are none.
+    """Return whether a value is a finite int or float; True and False are not.
 
     >>> is_number(3), is_number(True), is_number("3"), is_number(float("inf")), is_number(10**400)
     (True, False, False, False, False)
@@ -40,7 +40,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def parse_object(text: str | bytes) -> Record | None:
-    """Parse the JSON object in a line or a file; None where the text holds none. Raises nothing.
+    """Parse the JSON object in a line or a file; None if the text has none. Raises nothing.
 
     >>> parse_object('{"step": 1}'), parse_object(b"null"), parse_object(b"\\xff"), parse_object("")
     ({'step': 1}, None, None, None)
@@ -55,7 +55,7 @@ def parse_object(text: str | bytes) -> Record | None:
 
 
 def read_object(path: Path) -> Record:
-    """Read the JSON object in a file; {} where it cannot be read or holds none."""
+    """Read the JSON object in a file; {} if the file is unreadable or has none."""
     try:
         return parse_object(path.read_bytes()) or {}
     except OSError:
@@ -63,7 +63,7 @@ def read_object(path: Path) -> Record:
 
 
 def parse_step(text: str | bytes) -> Record | None:
-    """Parse one line of metrics.jsonl; None where it is no JSON object with a whole number `step`.
+    """Parse one line of metrics.jsonl; None if it is no JSON object with an integer `step`.
 
     Fields in STEP_NUMBERS (loss, lr, …) that are neither null nor a finite number are left out.
 
@@ -80,7 +80,7 @@ def parse_step(text: str | bytes) -> Record | None:
 
 
 def parse_event(text: str | bytes) -> Record | None:
-    """Parse one line of events.jsonl; None where it is no JSON object whose `event` is a text.
+    """Parse one line of events.jsonl; None if it is no JSON object whose `event` is a text.
 
     >>> parse_event('{"event": "notice", "text": "a"}'), parse_event('{"event": 1}')
     ({'event': 'notice', 'text': 'a'}, None)
@@ -90,10 +90,10 @@ def parse_event(text: str | bytes) -> Record | None:
 
 
 def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the whole lines of a file, the newest first, each with its place and no line break.
+    """Yield the complete lines of a file, newest first, each with its offset and no line break.
 
-    Only blocks that are asked for are read: what a run wrote in a year does not slow its resume.
-    What follows the last line break is a line that a kill cut short, or one that grows: left out.
+    It reads only the blocks that the caller consumes, so a year of logs does not slow a resume.
+    Text after the last line break is an incomplete line and is left out.
 
     >>> import io
     >>> list(lines_from_end(io.BytesIO(b"a\\nbc\\n\\nhalf")))
@@ -106,7 +106,7 @@ def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         size = min(BLOCK_BYTES, place)
         place = file.seek(place - size)
         *lines, last = file.read(size).split(b"\n")
-        # `last` belongs to the line that goes on in the block behind this one.
+        # `last` belongs to the line that continues in the following block.
         behind.append(last)
         end = place + size - len(last)
         for line in reversed(lines):
@@ -122,8 +122,8 @@ def newest_steps(path: Path, most: int, after: int = 0) -> list[Record]:
     """Read the newest readable lines of a metrics.jsonl, oldest of them first.
 
     Args:
-        most: lines, at most.
-        after: the step whose line, and all before it, are not wanted.
+        most: maximum number of lines.
+        after: last step to leave out.
     """
     found: list[Record] = []
     try:

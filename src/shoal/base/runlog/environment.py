@@ -1,7 +1,7 @@
-"""With what a run computes besides its settings: versions, and source files of the user's own.
+"""Environment of a run besides its settings: library versions, and the user's source files.
 
-A checkpoint keeps them, so that a resume can say what has changed since. Neither torch nor the
-user's modules are imported for that: `shoal train --resume` compares before it starts anything.
+A checkpoint stores them, so that a resume can report what has changed since. This imports neither
+torch nor the user's modules: `shoal train --resume` compares before it starts anything.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 LIBRARIES = ("torch", "numpy", "shoal")
-"""Always told; of the others those that were loaded."""
+"""Libraries that are always recorded; others only if loaded."""
 IF_LOADED = ("transformers", "peft", "datasets", "tokenizers", "webdataset", "torchvision", "timm")
 
 Code = dict[str, list[str]]
-"""Module → [path, from the working folder if it lies in it; digest of what it says]."""
+"""Module → [path, from the working folder if inside it; digest of its source]."""
 
 _TOKENS = re.compile(
     rb'("""[\s\S]*?"""|\'\'\'[\s\S]*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')'
     rb"|^[ \t]*(?:#[^\n]*)?\r?\n|[ \t]*(?:#[^\n]*)?(?=\r?\n)",
     re.MULTILINE,
 )
-"""Texts, which stay as they are; or a comment, an empty line, blanks at a line's end."""
+"""String literals, which are kept; or a comment, an empty line, blanks at a line's end."""
 
 
 def versions(then: Iterable[str] = ()) -> dict[str, str]:
-    """Find the versions of Python and of the libraries that count here, by name.
+    """Return the versions of Python and of the relevant libraries, by name.
 
     Args:
-        then: further names: those that a checkpoint tells, whether they are loaded now or not.
+        then: further names: those in a checkpoint, loaded now or not.
     """
     found = {"python": platform.python_version()}
     loaded = [name for name in IF_LOADED if name in sys.modules]
@@ -54,7 +54,7 @@ def _installed(name: str) -> str:
 
 
 def user_code() -> Code:
-    """Find the loaded modules that belong to the user: no library's, Python's or Shoal's.
+    """Return the loaded modules that belong to the user: no library's, Python's or Shoal's.
 
     Returns:
         the file and digest of each; the script itself is `__main__`.
@@ -78,11 +78,11 @@ def user_code() -> Code:
 
 
 def _resolve(path: str, known: dict[str, str]) -> str:
-    """Return `os.path.realpath(path)`, asking the system once about each folder on the way.
+    """Return `os.path.realpath(path)`, with one system call for each folder on the way.
 
     Args:
-        path: of one of some two thousand modules, which lie in three hundred folders.
-        known: path → its real path, of folders that were resolved before.
+        path: path of one of some two thousand modules in three hundred folders.
+        known: cache of folders: path → real path.
     """
     folder, name = os.path.split(path)
     if name in ("", ".", "..") or os.path.islink(path):
@@ -93,7 +93,7 @@ def _resolve(path: str, known: dict[str, str]) -> str:
 
 
 def source_digest(path: Path) -> str:
-    """Hash what a source file says: comments and empty lines do not count. "" if unreadable."""
+    """Hash a source file without comments and empty lines; "" if unreadable."""
     try:
         text = path.read_bytes()
     except OSError:
@@ -103,11 +103,11 @@ def source_digest(path: Path) -> str:
 
 
 def changed_code(then: Mapping[str, list[str]], now: Mapping[str, list[str]] | None) -> list[str]:
-    """List the files that say something else than they did; modules of one time only do not count.
+    """List the files whose source changed; modules present only once do not count.
 
     Args:
-        then: what a checkpoint tells.
-        now: `user_code()`; None: the files are read where they were.
+        then: the code of a checkpoint.
+        now: `user_code()`; None: the files are read at their old paths.
     """
     changed = []
     for name, (path, digest) in then.items():

@@ -1,6 +1,6 @@
-"""What happened in a run, as JSON lines that anyone can read later without torch.
+"""Events of a run, as JSON lines that are readable later without torch.
 
-Anything may emit an event; only `view` reads them. One event is one line in `events.jsonl`:
+Any code may emit an event; only `view` reads them. One event is one line in `events.jsonl`:
 `{"time_s": …, "event": "worker_started", "rank": 0, "step": null, "pid": 4711}`. Several processes
 append to one file: each line goes out in a single `write` on a descriptor opened with O_APPEND, so
 lines never mix on a local file system.
@@ -51,20 +51,20 @@ EVENTS = {
     "island_lost": "others are silent and this island stops: islands, after_s, round",
     "notice": "one line for the user, also shown in the terminal: text",
 }
-"""Every event by name, with what it says; `emit` refuses others so that no reader is surprised."""
+"""Every event by name, with its fields; `emit` refuses others so that no reader is surprised."""
 
 Emit = Callable[..., None]
-"""`emit(event, step=…, **fields)`: how a room reports; rooms receive it as an argument."""
+"""`emit(event, step=…, **fields)`: reports an event; packages receive it as an argument."""
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append an object as one line of JSON, by a single `write` with O_APPEND.
 
-    So lines of several processes do not mix. The file is made where there is none; a value that is
-    not JSON is written as its `str`.
+    So lines of several processes do not mix. The file is created if missing; a value that is not
+    JSON is written as its `str`.
 
     Raises:
-        OSError: also where the disk took a part of the line, which is then taken back.
+        OSError: the write failed; a partial line is removed.
     """
     line = json.dumps(record, separators=(",", ":"), default=str) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -81,12 +81,12 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 class EventLog:
-    """The events of one process: `EventLog(path, rank)` appends them to `path`, events.jsonl.
+    """Event log of one process: `EventLog(path, rank)` appends to `path`, events.jsonl.
 
     Attributes:
         path: None: nothing is written.
         rank: None for the supervisor.
-        owner: keeps lines out of a folder that another run's lies in the place of.
+        owner: prevents writes into a folder that another run's folder has replaced.
         emit: (event, *, step=None, **fields) writes one line now; KeyError for a name that is not
             in EVENTS. A line that the disk refuses is dropped and counted in `dropped`: a full disk
             must not kill training.
@@ -105,7 +105,7 @@ class EventLog:
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
 
     def emit(self, event: str, *, step: int | None = None, **fields: Any) -> None:
-        """Record `event` now; `fields` are JSON values. Errors: KeyError for an unknown name."""
+        """Record `event` now, with JSON `fields`; KeyError for an unknown name."""
         if event not in EVENTS:
             raise KeyError(f"unknown event {event}")
         rank = fields.pop("rank", self.rank)

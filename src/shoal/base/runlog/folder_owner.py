@@ -1,17 +1,17 @@
-"""Find out whether a run folder is still the one that this run took.
+"""Detection of run folders that were deleted or replaced while the run uses them.
 
-    owner.json     names the run that has the folder (checkpoint/format/lease.py); its text
-                   identifies it
-    ours           owner.json has our text, or is gone from the very same folder
-    deleted        the folder is gone, or one without rows and run.toml lies there: a save made it
-    replaced       another folder lies there, or another run took it
+    owner.json     names the run that owns the folder (checkpoint/format/lease.py); its text
+                   identifies the run
+    ours           owner.json has our text, or is missing from the very same folder
+    deleted        the folder is missing, or has neither rows nor run.toml: a save created it
+    replaced       another folder has its path, or another run owns it
 
-Whoever moves a run folder while the run trains, and puts another one in its place, would have two
-runs in one folder: rows mixed, checkpoints overwritten, old ones removed. So each process looks
-before it writes. The same text is found again in a sibling folder: there the run's folder lies now.
+If a user moves a run folder while the run trains, and puts another one in its place, two runs would
+share one folder: rows mixed, checkpoints overwritten, old ones removed. So each process checks
+before it writes. If a sibling folder has the same text, the run's folder was moved there.
 
-Limits: a folder without owner.json (a measurement, a script without a lease) is taken for ours; so
-is another run's that has none, where the file system gave it the number of our deleted folder
+Limits: a folder without owner.json (a measurement, a script without a lease) counts as ours; so
+does another run's folder without one, if the file system reused the inode of our deleted folder.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pathlib import Path
 
 OWNER_FILE = "owner.json"
 NEEDED = ("run.toml", "plan.json")
-"""Files of a run folder without which no resume begins."""
+"""Files of a run folder that a resume requires."""
 OF_A_RUN = ("run.toml", "metrics.jsonl")
 """Files that the folder of any run has after its first step."""
 OURS, DELETED, REPLACED = "ours", "deleted", "replaced"
 NOWHERE = Path(os.devnull)
-"""Stands for a folder that cannot be found: nothing can be read or written below it."""
+"""Path that stands for a folder that cannot be found: no file exists below it."""
 
 
 class FolderOwner:
-    """Compares a run folder with what it was when this process first looked.
+    """Comparison of a run folder with its state when this process first saw it.
 
     Attributes:
-        folder: the run's, as it was given.
-        text: of its owner.json; empty until there is one.
+        folder: the run's folder, as given.
+        text: content of its owner.json; empty until there is one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,12 +43,12 @@ class FolderOwner:
         self._needed: dict[str, bytes] = {}
 
     def learn(self) -> None:
-        """Take the folder as it is now for this run's."""
+        """Record the present folder as this run's."""
         self.text = _read(self.folder / OWNER_FILE)
         self.note()
 
     def note(self) -> None:
-        """Take the folder as it is now for this run's, and read no file."""
+        """Record the present folder as this run's, without reading a file."""
         self._file, self._inode = _stamp(self.folder / OWNER_FILE), _inode(self.folder)
 
     def state(self) -> str:
@@ -70,13 +70,13 @@ class FolderOwner:
         return OURS if _inode(self.folder) == self._inode else REPLACED
 
     def remake(self) -> str:
-        """Make the folder anew if it was deleted, with what a resume needs of it.
+        """Recreate a deleted folder, with the files that a resume requires.
 
         Returns:
-            The line for the user; empty where the folder was there.
+            The line for the user; empty if the folder exists.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be created.
         """
         paths = [] if self._needed else [self.folder / name for name in NEEDED]
         self._needed |= {path.name: path.read_bytes() for path in paths if path.is_file()}
@@ -92,14 +92,14 @@ class FolderOwner:
         )
 
     def fill(self, folder: Path) -> None:
-        """Write into a new folder what a resume needs, and whose it is."""
+        """Write the files that a resume requires, and owner.json, into a new folder."""
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         for name, data in {**self._needed, OWNER_FILE: self.text}.items():
             if data:
                 (folder / name).write_bytes(data)
 
     def place(self) -> Path:
-        """Return the folder as it lies now: as given, else a sibling; else `NOWHERE`."""
+        """Return the present folder: as given, else a sibling; else `NOWHERE`."""
         if self.state() != REPLACED:
             return self.folder
         return self.moved_to() or NOWHERE
@@ -125,7 +125,7 @@ def _read(path: Path) -> bytes:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return what identifies a file without reading it; (0, 0) where there is none."""
+    """Return a file's identity without reading it; (0, 0) if it is missing."""
     try:
         found = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Encode and decode what each rank of a run did in each step: `rank_steps/node-N.bin`.
+"""Binary records of each rank's steps: `rank_steps/node-N.bin`.
 
     bytes 0–63    b"SHOALRS1", then the node's number as 8 bytes, then zeros
     from byte 64  rows of 64 bytes:
@@ -10,9 +10,8 @@
         seconds            8 singles: of the parts of a step in which it did not wait for other
                            ranks (`PARTS`), then those in which it waited
 
-All is little-endian. Rows are in the order in which they were read, which for each rank is that of
-steps; a step that nobody read is missing. A torn last row is none. Who writes them:
-launch/watch/step_records.py.
+All is little-endian. Rows are in the order of reading, which for each rank is that of steps; a step
+that was not read is missing. A torn last row is ignored. Writer: launch/watch/step_records.py.
 """
 
 from __future__ import annotations
@@ -28,29 +27,29 @@ FOLDER = "rank_steps"
 MAGIC = b"SHOALRS1"
 HEADER, ROW = struct.Struct("<8sQ48x"), struct.Struct("<QIIdQ8f")
 PARTS = ("other", "data", "passes", "sum", "update", "hooks", "backward", "waiting")
-"""The parts of a step that a row counts seconds of; each moment counts once.
+"""Parts of a step for which a row has seconds; each moment counts once.
 
-other      a save, an evaluation, or another call beside the step
-data       from the end of the step before: the loader, and code of a loop of one's own
-passes     forward and backward passes; where `backward` is told, the forward passes alone
-sum        sums of gradients and numbers over ranks, but for waiting
+other      a save, an evaluation, or another call outside the step
+data       from the end of the previous step: the loader, and a user's own loop code
+passes     forward and backward passes; if `backward` is recorded, the forward passes alone
+sum        sums of gradients and numbers over ranks, without waiting
 update     the optimizer
-hooks      functions that hear the step
+hooks      callbacks of the step
 waiting    for other ranks, in any part
 """
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step of one rank, or the means of several.
+    """A step of one rank, or the means of several steps.
 
     Attributes:
-        step: its number; of several the last.
-        rank: whose.
-        steps: how many.
-        end_s: when it ended, seconds since 1970.
-        peak_memory_bytes: the most that the rank had held by then.
-        seconds: by part, in the order of `PARTS`.
+        step: step number; of several steps the last.
+        rank: rank of the steps.
+        steps: number of steps.
+        end_s: end of the step, in seconds since 1970.
+        peak_memory_bytes: peak memory of the rank until then.
+        seconds: seconds by part, in the order of `PARTS`.
     """
 
     step: int
@@ -61,7 +60,7 @@ class RankStep:
     seconds: tuple[float, ...]
 
     def encode(self) -> bytes:
-        """Return the row."""
+        """Return the step as a row of 64 bytes."""
         return ROW.pack(
             self.step, self.rank, self.steps, self.end_s, self.peak_memory_bytes, *self.seconds
         )
@@ -73,7 +72,7 @@ def header(node: int) -> bytes:
 
 
 def decode(content: bytes) -> Iterator[RankStep]:
-    """Yield the rows of a node's file, without a torn last one; none of what is no such file."""
+    """Yield the rows of a node's file, without a torn last one; none for another file."""
     if len(content) < HEADER.size or HEADER.unpack_from(content)[0] != MAGIC:
         return
     rows = memoryview(content)[HEADER.size :]
@@ -84,7 +83,7 @@ def decode(content: bytes) -> Iterator[RankStep]:
 
 
 def read_rank_steps(folder: str | Path) -> list[RankStep] | None:
-    """Return what is kept of a run's ranks, by step and rank; None where nobody watched the run."""
+    """Return a run's rank records, by step and rank; None if the run had no watchdog."""
     found: list[RankStep] = []
     files = sorted((Path(folder) / FOLDER).glob("node-*.bin"))
     for file in files:

@@ -1,7 +1,7 @@
-"""Cuts lines of later steps off metrics.jsonl, and puts damaged ones aside, when a run goes on.
+"""Truncation of metrics.jsonl after the resumed step, and quarantine of damaged lines.
 
-Only the end of the file is read, and mostly it is only made shorter: a run of a million steps goes
-on as fast as one of ten.
+It reads only the end of the file, and mostly only truncates it: a run of a million steps resumes as
+fast as one of ten.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import BinaryIO
 from shoal.base.runlog.damaged_lines import lines_from_end, parse_event, parse_object, parse_step
 
 UNREADABLE = math.inf
-"""In the place of the step of a damaged line: later than any."""
+"""Step number of a damaged line: later than any."""
 LOOK_BYTES = 1 << 20
-"""So much before the first line that goes is looked at too, for damaged lines."""
+"""Bytes before the first dropped line that are checked too, for damaged lines."""
 
 
 def cut_lines(path: Path, step: int) -> str:
-    """Drop the lines of steps after `step`, and a half-written last line; gives a line to tell.
+    """Drop the lines of steps after `step`, and a half-written last line; return a report line.
 
-    Lines near the end that cannot be read are put aside into `metrics.jsonl.damaged`, and told;
-    what is left of it where the disk refuses is told, too.
+    Unreadable lines near the end are moved to `metrics.jsonl.damaged` and reported; a failed write
+    is reported, too.
     """
 
     def step_of(line: bytes) -> float:
@@ -35,10 +35,11 @@ def cut_lines(path: Path, step: int) -> str:
 
 
 def mend_folder(folder: Path) -> list[str]:
-    """Put aside what of events.jsonl and plan.json cannot be read, before a run goes on there.
+    """Move unreadable parts of events.jsonl and plan.json to `*.damaged`, before a resume.
 
     Returns:
-        lines to tell. Half a line at the end of events.jsonl goes: it would spoil the next one.
+        report lines. An incomplete line at the end of events.jsonl is dropped, since it would spoil
+            the next one.
     """
     events, plan = folder / "events.jsonl", folder / "plan.json"
     told = [_told(events, lambda line: UNREADABLE if parse_event(line) is None else 0, 0, "")]
@@ -47,12 +48,12 @@ def mend_folder(folder: Path) -> list[str]:
             os.replace(plan, plan.with_name(f"{plan.name}.damaged"))
             told.append(f"{plan}: cannot be read, put aside as {plan.name}.damaged")
     except OSError:
-        pass  # there is none, or nothing can be mended here
+        pass  # the file is missing, or cannot be repaired here
     return [line for line in told if line]
 
 
 def _told(path: Path, step_of: Callable[[bytes], float], step: int, otherwise: str) -> str:
-    """Cut a file; gives the line to tell. otherwise: said where the disk refuses; "" nothing."""
+    """Truncate a file and return a report line; `otherwise`: the line if the disk refuses."""
     try:
         with path.open("rb") as file:
             damaged = _cut(path, file, step_of, step)
@@ -67,7 +68,7 @@ def _told(path: Path, step_of: Callable[[bytes], float], step: int, otherwise: s
 
 
 def _cut(path: Path, file: BinaryIO, step_of: Callable[[bytes], float], step: int) -> int:
-    """Gives how many damaged lines were put aside."""
+    """Truncate an open file; return the number of damaged lines moved away."""
     size = first = file.seek(0, os.SEEK_END)
     known: list[tuple[int, bytes, float]] = []
     for place, line in lines_from_end(file):
@@ -77,7 +78,7 @@ def _cut(path: Path, file: BinaryIO, step_of: Callable[[bytes], float], step: in
         elif place < first - LOOK_BYTES:
             break
     end = known[0][0] + len(known[0][1]) + 1 if known else 0
-    first = min(first, end)  # what follows the last line break is half a line
+    first = min(first, end)  # text after the last line break is an incomplete line
     if first == size:
         return 0
     tail = [one for one in reversed(known) if one[0] >= first]
@@ -102,6 +103,6 @@ def _copy(file: BinaryIO, out: BinaryIO, size: int) -> None:
     while size:
         block = file.read(min(size, LOOK_BYTES))
         if not block:
-            return  # somebody else cut it
+            return  # another process truncated it
         out.write(block)
         size -= len(block)

@@ -1,4 +1,4 @@
-"""Events as sentences: which of them a person is told of during a run, and in which words."""
+"""Sentences for events that are printed during a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shoal.base.text.units import bytes_text, count_text, seconds_text
 SHOWN_RUNS = 6
 LONG_STEP_S = 5.0
 DAMAGED = (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError)
-"""What it raises to make text of a record whose fields are not what they should be."""
+"""Exceptions that `event_text` may raise on a record with malformed fields."""
 
 
 def event_text(event: Record) -> str | None:
-    """What to tell about an event, or None if it is for the log only.
+    """Return the printed sentence of an event, or None if it is for the log only.
 
     >>> event_text({"event": "restarting", "attempt": 1, "of": 3})
     'restart 1 of 3, from the beginning: nothing was saved yet'
@@ -33,7 +33,7 @@ def event_text(event: Record) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Text that cannot move the cursor or change colours: a model may have written it.
+    """Return text without control characters, since a model may have written it.
 
     >>> printable("a\\x1b[31mb\\tc")
     'a·[31mb c'
@@ -43,7 +43,7 @@ def printable(text: str) -> str:
 
 
 def died_text(event: Record) -> str:
-    """Who died and how, in one line.
+    """Return one line on the worker that died and its cause.
 
     >>> died_text({"rank": 1, "pid": 4711, "how": "killed by SIGKILL", "traceback": ""})
     'rank 1 (pid 4711): killed by SIGKILL'
@@ -54,7 +54,7 @@ def died_text(event: Record) -> str:
 
 
 def signal_text(name: str) -> str:
-    """A signal as the user knows it.
+    """Return a signal's name as the user knows it.
 
     >>> signal_text("SIGINT"), signal_text("SIGTERM")
     ('Ctrl-C', 'SIGTERM')
@@ -88,7 +88,7 @@ def _hang(event: Record) -> str:
 
 
 def slow_text(event: Record) -> str:
-    """For whom all wait, where, and how long.
+    """Return one line on the slow rank: part of the step, and time per step.
 
     >>> slow_text({"rank": 1, "host": "a", "phase": "data", "extra_s": 0.032, "share": 0.3})
     'rank 1 on a is slow in data: 32.0 ms a step (30%) more than the others, who wait for it'
@@ -141,7 +141,7 @@ def _folder_name(event: Record) -> str:
 
 
 def leaps_out(event: Record) -> bool:
-    """Tell whether a step was skipped for finite outliers (trainer/step/skipped_steps.py).
+    """Return whether a step was skipped for finite outliers (trainer/step/skipped_steps.py).
 
     >>> leaps_out({"reason": "loss 436.2 is 307 times 1.419, the usual one"})
     True
@@ -158,7 +158,7 @@ def _skipped(event: Record) -> str:
 
 
 def left_out_text(event: Record) -> str:
-    """The sample that a step was made without, and why."""
+    """Return one line on the sample that a step left out, and the reason."""
     where = f"epoch {event.get('epoch')}, position {event.get('position')}"
     return (
         f"step {event.get('step')}: sample {event.get('sample')} ({where}) could not be read on "
@@ -167,7 +167,7 @@ def left_out_text(event: Record) -> str:
 
 
 def _spike(event: Record) -> str:
-    """Whose samples they were stays in the log: none of them is known to be at fault."""
+    """Return one line on a spike, without its samples: none of them is known to be at fault."""
     cure = "try: train.spikes=skip leaves such steps out"
     return f"step {event.get('step')}: {event.get('reason')}; the update was made; {cure}"
 
@@ -189,7 +189,7 @@ def _culprit(event: Record) -> str:
 
 
 def numbers_text(values: Any) -> str:
-    """Whole numbers with runs drawn together; the first few of many.
+    """Format integers with ranges for runs; only the first few of many.
 
     >>> numbers_text([3, 4, 5, 9]), numbers_text(7)
     ('3–5, 9', '7')
@@ -233,7 +233,7 @@ def _validated(event: Record) -> str:
 
 
 def number_text(value: Any, digits: int) -> str:
-    """A number at fixed precision; a dash for none.
+    """Format a number at fixed precision; a dash for None.
 
     >>> number_text(3.14159, 2), number_text(None, 2), number_text(float("nan"), 2)
     ('3.14', '–', 'nan')
@@ -296,4 +296,4 @@ SENTENCES: dict[str, Callable[[Record], str]] = {
     "round_discarded": _discarded,
     "island_refused": _refused,
 }
-"""The events that are shown; the others stay in the log."""
+"""Events that are printed; the others stay in the log."""

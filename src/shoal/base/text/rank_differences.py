@@ -1,4 +1,4 @@
-"""Words for ranks that differ where they must be alike, for whoever finds it: trainer or watch."""
+"""Texts on ranks that differ although they must be equal, for trainer and watchdog."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FEW = 8
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Name ranks, the first of them where there are many.
+    """Format names of ranks, only the first of many.
 
     >>> ranks_text([3]), ranks_text([0, 2]), ranks_text(range(10))
     ('rank 3', 'ranks 0, 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
@@ -19,7 +19,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def values_text(values: Mapping[int, str]) -> str:
-    """Say who has what: `values` by rank, which need not differ everywhere.
+    """Format which ranks have which value: `values` by rank.
 
     >>> values_text({0: "heads.a", 1: "heads.b", 2: "heads.a"})
     'heads.a on ranks 0, 2, heads.b on rank 1'
@@ -31,10 +31,10 @@ def values_text(values: Mapping[int, str]) -> str:
 
 
 def blocks_line(calls: Mapping[int, str], when: str) -> str:
-    """Say which blocks ranks ran in the place of each other, where units are gathered.
+    """Format the blocks that ranks run instead of each other, if units are gathered.
 
     Args:
-        calls: by rank, block and pass, or what it does instead; empty: unknown.
+        calls: by rank, block and pass, or another activity; empty: unknown.
         when: "step 3".
     """
     said = values_text(calls) or "in another order"

@@ -1,11 +1,11 @@
-"""Text for a terminal whose encoding lacks some of its letters: × becomes x, a box becomes ASCII.
+"""Text for a terminal whose encoding lacks some letters: × becomes x, a box becomes ASCII.
 
     READABLE       the name of an error handler: `text.encode("latin-1", READABLE)`
     PLAIN_ASCII    a codec that is ASCII under another name. Libraries take a stream that calls
                    itself ASCII for a mistake and write UTF-8 into it, which such a terminal shows
                    as noise
 
-What an encoding has stays as it is: latin-1 keeps × and loses only boxes.
+Letters of the encoding stay: latin-1 keeps × and loses only boxes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SPELT = {
     "▒": ":", "▓": "#", "▁": "_", "▂": "_", "▃": "-", "▄": "-", "▅": "=", "▆": "=", "▇": "#",
     "\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "•": "*", "✓": "v", "✗": "x",
 }  # fmt: skip
-"""Replacements of letters that an encoding lacks; figures above and below the line have a rule."""
+"""Replacements of letters that an encoding lacks; superscript and subscript figures have a rule."""
 
 
 def spelt(letter: str) -> str:
-    """Return the ASCII in place of one letter; "?" for one that has none.
+    """Return the ASCII replacement of one letter; "?" for one that has none.
 
     >>> spelt("×"), spelt("┼"), spelt("é"), spelt("⁹"), spelt("漢")
     ('x', '+', 'e', '^9', '?')
@@ -48,7 +48,7 @@ def spelt(letter: str) -> str:
 
 
 def _replace(failure: UnicodeError) -> tuple[str, int]:
-    """Replace letters that an encoding lacks; Python's codecs call it."""
+    """Replace letters that an encoding lacks, as an error handler of Python's codecs."""
     if not isinstance(failure, UnicodeEncodeError):
         raise failure
     lacking = failure.object[failure.start : failure.end]

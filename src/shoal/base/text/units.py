@@ -1,9 +1,9 @@
-"""Turns base units (bytes, seconds, FLOP) into text a person reads; the only place that formats."""
+"""Formatting of base units (bytes, seconds, FLOP) as text; no other module does it."""
 
 from __future__ import annotations
 
 LONGEST_S = 3600e5
-"""Eleven years: beyond it hours and minutes say nothing."""
+"""Eleven years: above it hours and minutes are meaningless."""
 
 
 def bytes_text(n_bytes: float) -> str:
@@ -73,5 +73,5 @@ def flops_text(flops_per_s: float) -> str:
 
 
 def _short(size: float) -> str:
-    """A figure of the largest unit there is: with an exponent where it has too many digits."""
+    """Format a figure in the largest unit, with an exponent if it has too many digits."""
     return f"{size:.1f}" if abs(size) < 1e5 else f"{size:.1e}"

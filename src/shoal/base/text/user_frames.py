@@ -1,4 +1,4 @@
-"""Finds the user's own line in a stack, which is mostly made of other people's."""
+"""Search for the user's own line in a stack, which consists mostly of library frames."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ OWN_FOLDER = str(Path(__file__).resolve().parents[2])
 
 
 def user_place(trace: TracebackType | None) -> str | None:
-    """Find the user's line in a traceback: `FILE:LINE` of the innermost frame that is the user's.
+    """Return `FILE:LINE` of the innermost user frame in a traceback.
 
-    Frames of Shoal, installed packages and Python itself are passed over; None where all are such.
-    FILE is relative to the working folder, or the bare name where it lies outside.
+    Frames of Shoal, installed packages and Python itself are skipped; None if there are no others.
+    FILE is relative to the working folder, or the bare name if it is outside.
     """
     foreign = tuple(_foreign_folders())
     found: str | None = None
@@ -27,10 +27,10 @@ def user_place(trace: TracebackType | None) -> str | None:
 
 
 def place_in(frame: FrameType | None) -> str:
-    """Find the user's line in a running thread's stack, by its innermost frame: `FILE:LINE`.
+    """Return `FILE:LINE` of the user's line in a running thread's stack, from its innermost frame.
 
-    Frames of Shoal, installed packages and Python itself are passed over; "" where all are such.
-    FILE is relative to the working folder, or the bare name where it lies outside.
+    Frames of Shoal, installed packages and Python itself are skipped; "" if there are no others.
+    FILE is relative to the working folder, or the bare name if it is outside.
     """
     foreign = tuple(_foreign_folders())
     while frame is not None:

@@ -1,1 +1,1 @@
-"""What ranks agree on before a save or load: who writes and reads which slice."""
+"""Agreement of the ranks before a save or load: the rank that writes or reads each slice."""

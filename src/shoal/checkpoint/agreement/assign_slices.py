@@ -1,7 +1,7 @@
-"""Decides which rank writes which slice, so that each is written once and all write alike much.
+"""Assign each slice to one writer rank, so that all ranks write about as many bytes.
 
     1. a slice that one rank holds is written by that rank
-    2. slices with several holders are dealt, largest first, to the holder with least to write
+    2. slices with several holders go, largest first, to the holder with the fewest bytes to write
 
 Every rank computes this from the same gathered offers and gets the same answer (ties go to the
 lower rank, then by name), so no further message is needed. Largest-first is within 4/3 of the best
@@ -23,16 +23,20 @@ Offer = tuple[str, tuple[int, ...], str, Box]
 
 @dataclass(frozen=True)
 class Deal:
-    """Who writes what: for each rank its (name, box), and how many bytes all ranks write."""
+    """Assignment of slices to ranks: for each rank its (name, box), and the bytes of all ranks."""
 
     shares: list[list[tuple[str, Box]]]
     total_bytes: int
 
 
 def deal(offers: Sequence[Sequence[Offer]]) -> Deal:
-    """Assign every slice that is offered, by rank, to one writer.
+    """Assign every offered slice to one writer rank.
 
-    Errors: CheckpointError when ranks disagree about a tensor, or their slices do not tile it.
+    Args:
+        offers: by rank.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or their slices do not tile it.
 
     >>> w = ("w", (4,), "float32", ((0, 4),))
     >>> b = ("b", (2,), "float32", ((0, 2),))

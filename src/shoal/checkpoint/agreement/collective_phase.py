@@ -1,4 +1,4 @@
-"""Runs one phase on every rank and lets all ranks learn how it went: nobody fails alone.
+"""Run one phase of work on every rank, and raise on all ranks if it failed on one.
 
 Each rank does its local work, then all gather (value, problem). If any rank has a problem, every
 rank raises the same `RankFailed`, naming the lowest such rank. Between two phases no rank can be
@@ -16,10 +16,11 @@ from shoal.fabric import World
 
 
 def exchange(world: World, work: Callable[[], Any]) -> list[Any]:
-    """Every rank's `work()` (a JSON value), by rank, on every rank.
+    """Run `work` on every rank, and return every rank's result (a JSON value), by rank.
 
-    Errors: RankFailed on all ranks if `work` raised on any; where it did, the cause is chained.
-    ClusterError when the world was left meanwhile, so that nobody can be asked.
+    Raises:
+        RankFailed: on all ranks if `work` raised on any; on that rank the cause is chained.
+        ClusterError: this rank has left the world meanwhile, so that it cannot reach the others.
     """
     failure: Exception | None = None
     message: dict[str, Any] = {"problem": None}
@@ -43,5 +44,9 @@ def exchange(world: World, work: Callable[[], Any]) -> list[Any]:
 
 
 def first_only(world: World, work: Callable[[], Any]) -> Any:
-    """Rank 0 does the work, every rank gets its result, or raises as in `exchange`."""
+    """Run `work` on rank 0, and return its result on every rank.
+
+    Raises:
+        RankFailed, ClusterError: as `exchange`.
+    """
     return exchange(world, lambda: work() if world.is_first else None)[0]

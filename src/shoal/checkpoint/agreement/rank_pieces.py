@@ -1,7 +1,7 @@
-"""From what each rank holds to what each rank writes: offers, the agreement, and this rank's share.
+"""Blocks of each rank, the agreement on the blocks that each rank writes, and its own share.
 
 A piece is a shard with its data; a block is one slice of one piece. All ranks gather all offers
-(names and boxes, no data) and compute the same deal from them. What is offered hardly ever changes
+(names and boxes, no data) and compute the same deal from them. The offers hardly ever change
 during a run, so the agreement may be kept: it holds until some rank offers something else.
 """
 
@@ -22,10 +22,10 @@ from shoal.checkpoint.format.manifest import plain
 from shoal.fabric import World
 
 SLICE_BYTES = 600
-"""Room for one slice in header and manifest, generous: the space check errs early, not late."""
+"""Bytes of one slice in header and manifest, generous: the space check refuses early, not late."""
 
 Key = tuple[str, Box]
-"""What names a block: its tensor and its slice."""
+"""Key of a block: its tensor's name and its slice."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Block:
     """One slice that this rank holds; `data` has any shape, and is flat once in host memory.
 
     Attributes:
-        piece, patch: which piece it was cut from, and where it lies there; None: it is all of it.
+        piece, patch: the piece that it was cut from, and its strides there; None: all of the piece.
     """
 
     name: str
@@ -54,45 +54,44 @@ class Block:
 
     @property
     def key(self) -> str:
-        """Its name in the file: the tensor's own, and the slice where that is not all of it."""
+        """Name in the file: the tensor's own, and the slice unless it is the whole tensor."""
         if self.box == boxes.whole(self.global_shape):
             return self.name
         return boxes.label(self.name, self.box, self.global_shape)
 
     @property
     def offer(self) -> Offer:
-        """The slice without its data."""
+        """Offer of the slice: its name, shape, dtype and box, without the data."""
         return self.name, self.global_shape, self.dtype, self.box
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The slice's own shape."""
+        """Shape of the slice."""
         return boxes.extents(self.box)
 
     def with_data(self, data: torch.Tensor) -> Block:
-        """The same slice with its elements at another place."""
+        """Return the same slice with its elements in `data`."""
         return replace(self, data=data)
 
     def found_in(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Its data in the pieces of a later save, which have the same shards in the same order."""
+        """Return the slice's data in a later save's pieces, whose shards are the same in order."""
         data = pieces[self.piece].data
         return data if self.patch is None else seen(data.reshape(-1), self.patch)
 
     def memory(self) -> memoryview:
-        """The bytes of the slice, not copied."""
+        """Return the bytes of the slice, not copied."""
         return self.data.view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Who writes what, as all ranks agreed it.
+    """Agreement of all ranks on the rank that writes each slice.
 
     Attributes:
-        share: what this rank writes.
-        total_bytes, slices: what all ranks write together.
+        share: slices that this rank writes.
+        total_bytes, slices: of all ranks together.
         aliases: tied names of all ranks.
-        offers, tied: what this rank had offered: the agreement holds while every rank offers the
-            same.
+        offers, tied: this rank's own: the agreement holds while every rank offers the same.
     """
 
     share: list[Key]
@@ -103,23 +102,29 @@ class Agreement:
     tied: dict[str, str]
 
     def disk_bytes(self, record: dict[str, Any]) -> int:
-        """Room that all of it needs, manifest included. Errors: CheckpointError, as of `plain`."""
+        """Return the bytes that the checkpoint needs on disk, the manifest included.
+
+        Raises:
+            CheckpointError: as `plain`.
+        """
         return self.total_bytes + len(str(plain(record))) + SLICE_BYTES * (self.slices + 1)
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What this rank writes, in host memory, and what all ranks agreed."""
+    """Blocks that this rank writes, in host memory, and the agreement of all ranks."""
 
     blocks: list[Block]
     agreement: Agreement
 
 
 def collect(pieces: Sequence[Piece], aliases: Mapping[str, str], world: World) -> Collected:
-    """Agree who writes what, and bring this rank's share to host memory. Every rank calls it.
+    """Agree on the writer of each slice, and copy this rank's share to host memory (collective).
 
     Data already in host memory is not copied: it must not change until it is written.
-    Errors: RankFailed on all ranks for a piece that contradicts its shard or another rank's.
+
+    Raises:
+        RankFailed: on all ranks, for a piece that contradicts its shard or another rank's.
     """
     held: dict[Key, Block] = {}
 
@@ -134,9 +139,10 @@ def collect(pieces: Sequence[Piece], aliases: Mapping[str, str], world: World) -
 
 
 def cut(pieces: Sequence[Piece], aliases: Mapping[str, str]) -> dict[Key, Block]:
-    """This rank's blocks, tied names left out; nothing is copied.
+    """Cut this rank's pieces into blocks, tied names left out; nothing is copied.
 
-    Errors: CheckpointError for a piece that contradicts its shard, or a slice that comes twice.
+    Raises:
+        CheckpointError: a piece contradicts its shard, or a slice comes twice.
     """
     held: dict[Key, Block] = {}
     for place, piece in enumerate(pieces):
@@ -148,16 +154,17 @@ def cut(pieces: Sequence[Piece], aliases: Mapping[str, str]) -> dict[Key, Block]
 
 
 def offers_of(held: Mapping[Key, Block]) -> dict[Key, Offer]:
-    """What a rank that holds these blocks offers."""
+    """Return the offers of a rank that holds these blocks."""
     return {key: block.offer for key, block in held.items()}
 
 
 def agree(
     world: World, offer: Callable[[], Mapping[Key, Offer]], aliases: Mapping[str, str]
 ) -> Agreement:
-    """Gather all ranks' offers and deal them; every rank calls it.
+    """Gather all ranks' offers and assign their slices to writers; every rank calls it.
 
-    Errors: RankFailed on all ranks if `offer` raised on any, or the offers do not fit together.
+    Raises:
+        RankFailed: on all ranks if `offer` raised on any, or the offers do not fit together.
     """
     mine: dict[Key, Offer] = {}
 
@@ -194,7 +201,7 @@ def _from_json(fields: Sequence[Any]) -> Offer:
 
 
 def _cut(piece: Piece, place: int) -> list[Block]:
-    """The piece's slices; empty ones only for tensors that are empty themselves."""
+    """Cut a piece into its slices; empty ones only for tensors that are empty themselves."""
     shard, data = piece.shard, piece.data.detach()
     dtype = str(data.dtype).removeprefix("torch.")
     if dtype != shard.dtype or data.numel() != shard.elements:
@@ -219,7 +226,7 @@ def _cut(piece: Piece, place: int) -> list[Block]:
 
 
 def seen(flat: torch.Tensor, patch: boxes.Patch) -> torch.Tensor:
-    """A box of what lies in flat memory, not copied."""
+    """Return a strided view of a box in flat memory."""
     return flat.as_strided(patch.shape, patch.strides, flat.storage_offset() + patch.begin)
 
 

@@ -1,8 +1,8 @@
-"""Turns a checkpoint of a model with adapters into a folder that peft opens.
+"""Export the adapter of a checkpoint as a folder that peft opens.
 
     adapter_config.json · adapter_model.safetensors · the tokenizer, from the run folder's hub/
 
-It is written beside its place and gets its name by one rename, as all exported folders.
+It is written to a temporary folder beside `out`, then renamed, as all exported folders.
 Source    peft, utils/save_and_load.py: which tensors are an adapter's, and what their file calls
           them; both stand in the checkpoint's record since the save
 """
@@ -36,12 +36,13 @@ def export_adapter(path: Path, out: Path, *, average: bool = False) -> Exported:
 
     Args:
         path: a checkpoint folder, `RUN/checkpoints/step-N`.
-        out: replaced once the new is complete.
-        average: averaged weights, as `outgoing` takes it.
+        out: replaced once the new folder is complete.
+        average: export averaged weights, as in `outgoing`.
 
     Raises:
-        CheckpointError: for a model without adapters; ConfigError for an `out` that holds anything
-            but an earlier export; as `export`.
+        CheckpointError: the model has no adapters.
+        ConfigError: `out` holds anything but an earlier export.
+        Damaged, OSError: as `export`.
     """
     out = Path(os.path.realpath(out))
     check_target(out)

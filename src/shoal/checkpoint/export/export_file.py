@@ -1,8 +1,8 @@
-"""Turns a checkpoint of any layout into one safetensors file that other tools open as a model.
+"""Export a checkpoint of any layout as one safetensors file that other tools open as a model.
 
 Shards are merged tensor by tensor, so memory holds one whole tensor at a time, and every slice is
-verified on the way. Tied weights are written once; the file's metadata says alias → stored name,
-as `safetensors.torch.save_model` does, beside `format = pt`, which transformers asks for.
+verified on the way. Tied weights are written once. The file's metadata maps alias → stored name,
+as `safetensors.torch.save_model` does, and has `format = pt`, which transformers requires.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ AVERAGE = "average."
 
 @dataclass(frozen=True)
 class Outgoing:
-    """The tensors of a checkpoint that leave it.
+    """Tensors of a checkpoint that an export writes.
+
+    `reader(told)` returns a function that reads a tensor's verified bytes, one step of `told` each.
 
     Attributes:
-        names: name outside → name in the checkpoint.
-        aliases: tied name → name outside, both short.
+        names: exported name → name in the checkpoint.
+        aliases: tied name → exported name, both without the prefix.
         entries: of `names`, as a safetensors file wants them, in the checkpoint's order.
-
-    `reader(told)` gives a function that reads a tensor's verified bytes, one step of `told` each
     """
 
     path: Path
@@ -51,7 +51,7 @@ class Outgoing:
         return [Entry(short, one.dtype, one.shape) for short, one in stored.items()]
 
     def reader(self, told: Phase) -> Callable[[str], memoryview]:
-        """A function from a short name to the whole tensor's bytes. Errors of it: Damaged."""
+        """Return a function from an exported name to a tensor's bytes; it may raise Damaged."""
 
         def data_of(short: str) -> memoryview:
             name = self.names[short]
@@ -65,15 +65,16 @@ class Outgoing:
 
 
 def outgoing(path: Path, prefix: str = "model.", *, average: bool = False) -> Outgoing:
-    """Find the tensors of a checkpoint whose names start with `prefix`, to be written without it.
+    """Select the tensors of a checkpoint whose names start with `prefix`, to be written without it.
 
     Args:
-        average: averaged weights in the place of those that were stepped; what is not averaged
-            (buffers, frozen weights) as it is.
+        average: take the averaged weights instead of the stepped ones; tensors without an average
+            (buffers, frozen weights) as they are.
 
     Raises:
-        CheckpointError: when no tensor has the prefix, there are no averages, or for a format
-            version of another Shoal; Damaged for a manifest that is not as it was written.
+        CheckpointError: no tensor has the prefix, there are no averages, or the format's version is
+            another Shoal's.
+        Damaged: the manifest differs from the one that was written.
     """
     manifest = read_manifest(path)
     names = {
@@ -105,19 +106,21 @@ def outgoing(path: Path, prefix: str = "model.", *, average: bool = False) -> Ou
 def export(path: Path, out_file: Path, prefix: str = "model.", *, average: bool = False) -> int:
     """Write a checkpoint's tensors whose names start with `prefix` as one safetensors file.
 
-    Tensors are whole, verified, and named without the prefix; tied weights are written once, the
-    file's metadata says alias → name.
+    Tensors are whole, verified, and named without the prefix. Tied weights are written once: the
+    file's metadata maps alias → name.
 
     Args:
         path: a checkpoint folder.
         out_file: replaced only once the new file is complete.
-        average: as `outgoing` takes it.
+        average: export averaged weights, as in `outgoing`.
 
     Returns:
-        the file's size in bytes.
+        The file's size in bytes.
 
     Raises:
-        Damaged where bytes are not those that were saved; as `outgoing`; OSError.
+        Damaged: bytes differ from those that were saved.
+        CheckpointError: as `outgoing`.
+        OSError: the file cannot be written.
     """
     found = outgoing(path, prefix, average=average)
     half = out_file.with_name(f"{out_file.name}.tmp-{os.getpid()}")

@@ -1,12 +1,12 @@
-"""Turns a checkpoint of any layout into a folder that `from_pretrained` of transformers opens.
+"""Export a checkpoint of any layout as a folder that `from_pretrained` of transformers opens.
 
     model.safetensors, or model-0000i-of-0000n.safetensors and model.safetensors.index.json
     config.json, generation_config.json, tokenizer.json, …     from the run folder's hub/, if there
 
-Memory holds one whole tensor at a time. The folder is written beside its place and gets its name
-by one rename, so a crash leaves the name as it was and, at most, a folder `NAME.tmp-<id>`. What it
-replaces is nothing, an empty folder, or an earlier export, recognised by its files' names and by a
-mark in the headers of its weights.
+Memory holds one whole tensor at a time. The folder is written to `NAME.tmp-<id>` and renamed, so
+a crash leaves the old folder as it was and, at most, a temporary one. It may replace nothing, an
+empty folder, or an earlier export, recognised by its files' names and by a mark in the headers of
+its weights.
 
 Source    transformers 5, modeling_utils.py: names of the files, the index, and ties, which
           `from_pretrained` restores whichever of the tied names is stored
@@ -38,16 +38,16 @@ from shoal.checkpoint.format.safetensors_file import Entry, write_file
 from shoal.wire.phases import phase
 
 SHARD_BYTES = 5 * 10**9
-"""A file of weights is no larger, unless one tensor is: what the hub takes without a word."""
+"""Largest file of weights, unless one tensor is larger: the limit of the Hugging Face hub."""
 
 
 @dataclass(frozen=True)
 class Translated:
-    """What makes a model of Shoal's own one of transformers: names, and a config.json.
+    """Names and config.json that turn one of Shoal's own models into one of transformers.
 
     Attributes:
-        name_of: our name of a tensor → theirs.
-        config: their configuration, as JSON.
+        name_of: Shoal's name of a tensor → the name in transformers.
+        config: of transformers, as JSON.
     """
 
     name_of: Callable[[str], str]
@@ -56,14 +56,14 @@ class Translated:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: bytes of the weights, names of all files."""
+    """Result of an export: bytes of the weights, names of all files."""
 
     size_bytes: int
     files: tuple[str, ...]
 
     @property
     def has_config(self) -> bool:
-        """Whether `from_pretrained` knows what model this is."""
+        """Return whether the folder has the config.json that `from_pretrained` needs."""
         return CONFIG in self.files
 
 
@@ -76,21 +76,22 @@ def export_folder(
     merged: Outgoing | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
-    """Write the model of a checkpoint as a folder of safetensors and what the run keeps beside it.
+    """Write the model of a checkpoint as a folder of safetensors, configuration and tokenizer.
 
     Args:
         path: a checkpoint folder, `RUN/checkpoints/step-N`.
         out: the folder, replaced only once the new one is complete.
-        average: averaged weights, as `outgoing` takes it.
-        merged: what leaves it, where adapters were merged into it.
+        average: export averaged weights, as in `outgoing`.
+        merged: tensors to write instead, where adapters were merged into the checkpoint's.
         translated: for a model of Shoal's own that transformers has too.
         shard_bytes: the largest file of weights, unless a single tensor is larger.
 
     Raises:
-        ConfigError: for an `out` that holds anything but an earlier export; Damaged and
-            CheckpointError as of `export`; OSError.
+        ConfigError: `out` holds anything but an earlier export.
+        Damaged, CheckpointError: as `export`.
+        OSError: the folder cannot be written.
     """
-    out = Path(os.path.realpath(out))  # a link keeps its place
+    out = Path(os.path.realpath(out))  # a symlink stays; its target is replaced
     check_target(out)
     found = merged or outgoing(path, average=average)
     if translated is not None:
@@ -115,7 +116,7 @@ def _renamed(found: Outgoing, name_of: Callable[[str], str]) -> Outgoing:
 
 
 def _write_weights(folder: Path, found: Outgoing, shard_bytes: int) -> int:
-    """Write the files of weights, and their index where there are several; gives their bytes."""
+    """Write the files of weights, and their index where there are several; return their bytes."""
     untold = found.manifest.record.get(TRANSFORMERS, {}).get(UNTOLD_TIES, [])
     twice = {alias: found.names[found.aliases[alias]] for alias in untold if alias in found.aliases}
     found = replace(found, names={**found.names, **twice})
@@ -142,7 +143,7 @@ def _write_weights(folder: Path, found: Outgoing, shard_bytes: int) -> int:
 
 
 def _in_shards(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
-    """Cut the tensors, in order, into files no larger than asked, unless one tensor is.
+    """Split the tensors, in order, into files of at most `shard_bytes`, or of one larger tensor.
 
     >>> sizes = {"a": 6, "b": 2, "c": 2, "d": 9}
     >>> entries = [Entry(name, "uint8", (size,)) for name, size in sizes.items()]
@@ -161,7 +162,7 @@ def _in_shards(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
 
 
 def _write_beside(folder: Path, path: Path, found: Outgoing, translated: Translated | None) -> None:
-    """Write what is no weight: the configuration with the weights' format, and the tokenizer."""
+    """Write the configuration with the weights' dtype, and the tokenizer."""
     dtype = _widest(found.entries)
     configs = CONFIGS if TRANSFORMERS in found.manifest.record else ()  # else of another model
     copy_beside(tokenizer_hub(path), folder, TOKENIZER_FILES)
@@ -174,16 +175,16 @@ def _write_beside(folder: Path, path: Path, found: Outgoing, translated: Transla
 
 
 def copy_beside(hub: Path, folder: Path, names: Sequence[str]) -> None:
-    """Copy those of some files that a run's hub/ has, as durable as the weights beside them."""
+    """Copy those of the named files that a run's hub/ has, and fsync them."""
     for name in names:
         source = hub / name
-        if source.is_file() and not source.is_symlink():  # no link out of somebody's run folder
+        if source.is_file() and not source.is_symlink():  # no link out of the run folder
             shutil.copyfile(source, folder / name)
             _make_durable(folder / name)
 
 
 def _widest(entries: Sequence[Entry]) -> str:
-    """The widest floating format of some tensors: read in it, none of them loses a digit.
+    """Return the widest floating dtype of some tensors: every tensor converts to it without loss.
 
     >>> _widest([Entry("a", "bfloat16", ()), Entry("b", "float16", ()), Entry("c", "int64", ())])
     'float32'
@@ -195,7 +196,7 @@ def _widest(entries: Sequence[Entry]) -> str:
 
 
 def _in_format(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The configuration for weights of a format, which `from_pretrained` reads them in.
+    """Return the configuration with the dtype in which `from_pretrained` reads the weights.
 
     >>> _in_format({"model_type": "x", "torch_dtype": "bfloat16"}, "float32")
     {'dtype': 'float32', 'model_type': 'x'}
@@ -219,7 +220,7 @@ def _make_durable(path: Path) -> None:
 
 
 def put(half: Path, out: Path) -> None:
-    """Give a complete folder its name; what had it is an earlier export, or empty."""
+    """Rename a complete folder to `out`, in place of an earlier export or an empty folder."""
     if not out.is_dir():
         os.rename(half, out)
     else:

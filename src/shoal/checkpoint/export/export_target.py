@@ -1,4 +1,4 @@
-"""Which folders an export may replace: none yet, an empty one, an earlier export. No torch here."""
+"""Check of the folder that an export may replace: none yet, empty, or an earlier export."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ WEIGHTS = re.compile(
     rf"model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors|{re.escape(ADAPTER_WEIGHTS)}"
 )
 MARK = {"written_by": "shoal checkpoint export"}
-"""Stands in the metadata of every file of weights of an exported folder."""
+"""Metadata of every file of weights in an exported folder."""
 
 
 def check_target(out: Path) -> None:
-    """Errors: ConfigError for a file, or a folder that holds anything but an earlier export."""
+    """Refuse a file, or a folder that an export must not replace.
+
+    Raises:
+        ConfigError: `out` is a file, or a folder that holds anything but an earlier export.
+    """
     if out.is_file():
         raise ConfigError(f"{out}: is a file; try: {out}.safetensors for one file of weights")
     if not out.is_dir():
@@ -43,7 +47,7 @@ def check_target(out: Path) -> None:
 
 
 def _marked(file: Path) -> bool:
-    """Whether a file of weights says that an export wrote it."""
+    """Return whether the header of a weights file carries the mark of an export."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(LENGTH_BYTES), "little")

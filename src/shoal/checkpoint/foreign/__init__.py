@@ -1,1 +1,1 @@
-"""Weights that other tools wrote: torch, DCP, DeepSpeed; pickles read as data."""
+"""Import of weights that other tools wrote: torch, DCP, DeepSpeed; pickles are read as data."""

@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed folder: fp32 weights of ZeRO 1, 2 and 3, put together from all ranks' parts.
+"""Read a DeepSpeed folder: fp32 weights of ZeRO 1, 2 and 3, merged from all ranks' partitions.
 
     latest                                            names the folder of the newest save
     TAG/mp_rank_00_model_states.pt                    stages 0 to 2: names, shapes, buffers
@@ -59,9 +59,10 @@ class _Part:
 
 
 def tagged_folder(folder: Path) -> Path | None:
-    """The folder of a save: this one, or the one that `latest` in it names; None if it is neither.
+    """Return the folder of a save: this one, or the one that its `latest` names; None if neither.
 
-    Errors: CheckpointError for a `latest` that leads elsewhere.
+    Raises:
+        CheckpointError: `latest` names no folder beside it.
     """
     latest = folder / "latest"
     if latest.is_file():
@@ -73,9 +74,11 @@ def tagged_folder(folder: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path) -> Found:
-    """The model in the folder of one save.
+    """Read the model in the folder of one save.
 
-    Errors: CheckpointError for parts that are missing or do not add up, and what is refused above
+    Raises:
+        CheckpointError: partitions are missing or do not add up, or the folder is of a kind that
+            the module's docstring lists under Refused.
     """
     models, optimizers = _files(folder)
     files = [*models, *optimizers]
@@ -121,7 +124,7 @@ def read_deepspeed(folder: Path) -> Found:
 
 
 def _with_rest(found: Found, first: TorchFile, module: Mapping[str, Any]) -> Found:
-    """With what the module has and no optimizer: whole in stages 1 and 2, nowhere in stage 3."""
+    """Add tensors that no optimizer holds: whole in stages 1 and 2, absent in stage 3."""
     known = {*found.tensors, *found.aliases}
     rest = _tensors(first, {name: t for name, t in module.items() if name not in known})
     lost = [
@@ -138,7 +141,11 @@ def _with_rest(found: Found, first: TorchFile, module: Mapping[str, Any]) -> Fou
 
 
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """(model states, optimizer states) by rank. Errors: CheckpointError for other kinds."""
+    """Return (model states, optimizer states) by rank.
+
+    Raises:
+        CheckpointError: the folder has files of other kinds.
+    """
     found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for path in sorted(folder.glob(TAGGED)):
         told = STATES.fullmatch(path.name)
@@ -190,7 +197,7 @@ def _buffers(file: TorchFile, module: Mapping[str, Any]) -> dict[str, Foreign]:
 
 
 def _shapes(groups: Any, file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
-    """Names and shapes, group by group, in the order of the flat vectors."""
+    """Return names and shapes, group by group, in the order of the flat vectors."""
     for group in groups if isinstance(groups, list) else [None]:
         for name, shape in group.items() if isinstance(group, dict) else [(None, None)]:
             if not isinstance(name, str) or not is_shape(shape):
@@ -199,7 +206,7 @@ def _shapes(groups: Any, file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _flat_groups(parts: Sequence[TorchFile], folder: Path) -> tuple[list[list[_Part]], bool]:
-    """(each rank's flat vectors, whether parameters are cut one by one)."""
+    """Return (each rank's flat vectors, whether parameters are partitioned one by one)."""
     found: list[list[_Part]] = []
     keys: set[str] = set()
     for file in parts:
@@ -229,7 +236,7 @@ def _flat_groups(parts: Sequence[TorchFile], folder: Path) -> tuple[list[list[_P
 
 
 def _cut(parts: Sequence[_Part], begin: int, end: int) -> list[Bytes]:
-    """Elements begin … end − 1 of vectors that follow each other, as views."""
+    """Return elements begin … end − 1 of consecutive vectors, as views."""
     found, start = [], 0
     for part in parts:
         low, high = max(begin - start, 0), min(end - start, part.elements)
@@ -242,7 +249,7 @@ def _cut(parts: Sequence[_Part], begin: int, end: int) -> list[Bytes]:
 def _joined(
     shape: tuple[int, ...], width: int, cuts: Callable[[], list[Bytes]]
 ) -> Callable[[], Bytes]:
-    """Reads a tensor from its pieces: a view where it is in one, else a copy."""
+    """Return a function that reads a tensor from pieces: a view of a single one, else a copy."""
 
     def read() -> Bytes:
         pieces = cuts()
@@ -256,7 +263,7 @@ def _joined(
 def _concatenated(
     ranks: list[list[_Part]], groups: list[dict[str, tuple[int, ...]]], folder: Path
 ) -> dict[str, Foreign]:
-    """Stages 1 and 2: a group's vector over all ranks, cut into its parameters."""
+    """Split each group's vector over all ranks into its parameters (stages 1 and 2)."""
     if len(ranks[0]) != len(groups):
         raise CheckpointError(
             f"{folder}: {len(groups)} groups of names and {len(ranks[0])} of fp32 weights"
@@ -283,7 +290,7 @@ def _concatenated(
 def _partitioned(
     ranks: list[list[_Part]], shapes: dict[str, tuple[int, ...]], folder: Path
 ) -> dict[str, Foreign]:
-    """Stage 3: of every parameter, a part of equal length on each rank."""
+    """Merge every parameter from one equal partition per rank (stage 3)."""
     found: dict[str, Foreign] = {}
     begin = 0
     for name, shape in shapes.items():
@@ -306,7 +313,7 @@ def _partitioned(
 
 
 def _zipped(ranks: list[list[_Part]], begin: int, each: int, count: int) -> list[Bytes]:
-    """Each rank's part of one parameter, without the padding of the last ones."""
+    """Return each rank's partition of one parameter, without the padding of the last ones."""
     found: list[Bytes] = []
     for rank, parts in enumerate(ranks):
         found += _cut(parts, begin, begin + max(min(each, count - rank * each), 0))
@@ -316,7 +323,7 @@ def _zipped(ranks: list[list[_Part]], begin: int, each: int, count: int) -> list
 def _frozen_parts(
     states: Sequence[TorchFile], fragments: Sequence[Any], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Foreign]:
-    """Stage 3: parameters that are not trained, from each rank's part."""
+    """Merge frozen parameters from each rank's partition (stage 3)."""
     found: dict[str, Foreign] = {}
     for name, shape in shapes.items():
         held = [one.get(name) if isinstance(one, dict) else None for one in fragments]

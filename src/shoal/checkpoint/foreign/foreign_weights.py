@@ -1,13 +1,13 @@
-"""Weights that other tools wrote: what is found of them, and which of their tensors are the model.
+"""Weights that other tools wrote: the tensors found in a file or folder, and those of the model.
 
     a folder of transformers   model.safetensors or its index of several, else pytorch_model.bin or
                                its index
     a file                     .safetensors, or of torch.save: a state dict, alone or among others
     torch's DCP, DeepSpeed     `torch_dcp.py`, `deepspeed_zero.py`
 
-A tensor is known by name, format and shape; its bytes are looked at when they are asked for. Where
-a file holds more than a model (`{"model": …, "optimizer": …}`), the model's part is taken, the rest
-is named, and where that is not plain `--key` says it. No torch here.
+A tensor is known by name, dtype and shape; its bytes are read on demand. If a file holds more than
+a model (`{"model": …, "optimizer": …}`), the model's part is taken and the other parts are listed.
+If the model's part is ambiguous, `--key` names it. No torch here.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from shoal.checkpoint.format.safetensors_file import (
 )
 
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state")
-"""What training scripts call the weights beside which they save other things."""
+"""Keys of the weights in training scripts' files, which hold other values too."""
 
 WRAPPERS = ("module.", "_orig_mod.", "_forward_module.")
-"""What DistributedDataParallel, torch.compile, Lightning with DeepSpeed put before all names."""
+"""Prefixes of all names from DistributedDataParallel, torch.compile, Lightning with DeepSpeed."""
 
 MAKERS = ("torch._utils", "torch._tensor")
 """Modules whose functions make tensors: sparse and quantized ones, DTensors, subclasses."""
 
 DEEP = 16
-"""Dicts within dicts that are looked into."""
+"""Depth of nested dicts that are searched."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """One tensor that another tool wrote; `read` gives its bytes, mapped or put together.
+    """One tensor that another tool wrote; `read` returns its bytes, mapped or merged.
 
     Attributes:
         same: equal for two names of one tensor; None if it has no other name.
@@ -61,19 +61,19 @@ class Foreign:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that dtype and shape ask for."""
+        """Bytes of a tensor of this dtype and shape."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
 @dataclass
 class Found:
-    """The weights of a model as another tool wrote them.
+    """Weights of a model as another tool wrote them.
 
     Attributes:
-        kind: for a person.
-        files: that they lie in.
-        aliases: tied name → the name that is there.
-        said: lines on what was left out or renamed.
+        kind: of the source, as messages name it.
+        files: that hold the tensors.
+        aliases: tied name → the stored name.
+        said: lines on tensors that were left out or renamed.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class Found:
 
 
 def counted(count: int) -> str:
-    """So many tensors, in words.
+    """Return a count of tensors in words.
 
     >>> counted(1), counted(2)
     ('1 tensor', '2 tensors')
@@ -93,9 +93,10 @@ def counted(count: int) -> str:
 
 
 def of_torch(file: TorchFile, value: Any) -> Foreign | None:
-    """A tensor of a torch file, or None; tied ones are the same.
+    """Return a tensor of a torch file, or None if `value` is none; tied ones have equal `same`.
 
-    One of another layout or class has what makes it for its format, so that it is not overlooked.
+    A tensor of another layout or class has its constructor's name as dtype, so that `check_formats`
+    refuses it.
     """
     if isinstance(value, StoredTensor):
         same = (id(file), *file.place(value))
@@ -107,9 +108,10 @@ def of_torch(file: TorchFile, value: Any) -> Foreign | None:
 
 
 def member(folder: Path, name: Any, says: Path) -> Path:
-    """A file of a folder by the name that another file says.
+    """Return the path of a file in `folder` whose name another file gives.
 
-    Errors: CheckpointError for what is no plain name, since a path could lead anywhere.
+    Raises:
+        CheckpointError: the name is no plain file name, since a path could point anywhere.
     """
     if not isinstance(name, str) or not name or Path(name).name != name or name == "..":
         raise CheckpointError(f"{says}: names {name!r} where a file beside it should be")
@@ -119,7 +121,11 @@ def member(folder: Path, name: Any, says: Path) -> Path:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Foreign], dict[str, str]]:
-    """(tensors by name, tied name → stored name) of one file. Errors: CheckpointError."""
+    """Return (tensors by name, tied name → stored name) of one file.
+
+    Raises:
+        CheckpointError: the file cannot be read or is no safetensors file.
+    """
     data = map_file(path)
     length = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
     if length > min(len(data), HEADER_LIMIT_BYTES):
@@ -149,9 +155,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, Foreign], dict[str, str]]:
 
 
 def read_hub_folder(folder: Path, listed: Path) -> Found:
-    """The weights of a transformers folder; `listed` is the one file, or the index of several.
+    """Read the weights of a transformers folder; `listed` is the one file, or the index of several.
 
-    Errors: CheckpointError for files that are missing, damaged, or hold a name twice.
+    Raises:
+        CheckpointError: files are missing, damaged, or hold a name twice.
     """
     files = [listed]
     if listed.suffix == ".json":
@@ -174,7 +181,7 @@ def read_hub_folder(folder: Path, listed: Path) -> Found:
 
 
 def read_file(path: Path, key: str) -> Found:
-    """The weights in one file of safetensors or torch.save, of which `key` names a part."""
+    """Read the weights in one file of safetensors or torch.save; `key` names a part of it."""
     if path.suffix == ".safetensors":
         tensors, aliases = read_safetensors(path)
         return only(Found("a safetensors file", tensors, [path], aliases), key)
@@ -184,7 +191,7 @@ def read_file(path: Path, key: str) -> Found:
 
 
 def only(found: Found, key: str) -> Found:
-    """Of a model its part under `key`, tied weights that lie in another part included."""
+    """Return a model's part under `key`, with tied weights that another part stores."""
     if not key:
         return found
     leaves: dict[tuple[str, ...], Foreign] = {(n,): t for n, t in found.tensors.items()}
@@ -196,7 +203,7 @@ def only(found: Found, key: str) -> Found:
 
 
 def _leaves(file: TorchFile) -> Iterator[tuple[tuple[str, ...], Foreign]]:
-    """Every tensor in dicts of dicts, by its keys.
+    """Yield every tensor in nested dicts, with its keys.
 
     A file can name one dict many times over: more tensors than its pickle has bytes are refused.
     """
@@ -214,13 +221,13 @@ def _leaves(file: TorchFile) -> Iterator[tuple[tuple[str, ...], Foreign]]:
 
 
 def model_part(leaves: Mapping[tuple[str, ...], Foreign], key: str, found: Found) -> Found:
-    """Put the model's tensors of many into `found`, by name, and say what is left.
+    """Add the model's tensors among `leaves` to `found`, by name, and note the parts left out.
 
     Args:
-        key: the part that is asked for, as `model` or `app.model`; without one it is looked for.
+        key: the model's part, as `model` or `app.model`; "" to look for it.
 
     Raises:
-        CheckpointError: where several parts could be the model, or none has tensors.
+        CheckpointError: several parts could be the model, or none has tensors.
     """
     where = found.files[0]
     if not leaves:
@@ -228,7 +235,7 @@ def model_part(leaves: Mapping[tuple[str, ...], Foreign], key: str, found: Found
     if key:
         names = {keys: ".".join(keys) for keys in leaves}
         chosen = {k: n.removeprefix(f"{key}.") for k, n in names.items() if n.startswith(f"{key}.")}
-    else:  # what lies deeper beside plain tensors is something else
+    else:  # deeper tensors beside plain ones are no weights of this model
         level = _model_keys(leaves, where)
         chosen = {keys: keys[-1] for keys in leaves if keys[:-1] == level}
     if not chosen:
@@ -243,7 +250,11 @@ def model_part(leaves: Mapping[tuple[str, ...], Foreign], key: str, found: Found
 
 
 def _model_keys(leaves: Mapping[tuple[str, ...], Foreign], where: Path) -> tuple[str, ...]:
-    """Under which keys the model's tensors are. Errors: CheckpointError when that is not plain."""
+    """Return the keys under which the model's tensors are.
+
+    Raises:
+        CheckpointError: several parts could be the model.
+    """
     level: tuple[str, ...] = ()
     while True:
         here = [keys for keys in leaves if keys[: len(level)] == level]
@@ -262,7 +273,7 @@ def _model_keys(leaves: Mapping[tuple[str, ...], Foreign], where: Path) -> tuple
 
 
 def unwrapped(found: Found) -> Found:
-    """Without the prefixes that wrappers of a whole model give to all its names."""
+    """Strip the prefixes that wrappers of a whole model add to all its names."""
     for wrapper in (*WRAPPERS, *WRAPPERS):
         names = [*found.tensors, *found.aliases]
         if names and all(name.startswith(wrapper) for name in names):
@@ -275,7 +286,11 @@ def unwrapped(found: Found) -> Found:
 
 
 def check_formats(found: Found) -> None:
-    """Errors: CheckpointError for a tensor that is no plain array of numbers."""
+    """Refuse tensors that are no plain arrays of numbers.
+
+    Raises:
+        CheckpointError: a tensor has another layout, class or dtype.
+    """
     for name, tensor in found.tensors.items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
@@ -285,7 +300,7 @@ def check_formats(found: Found) -> None:
 
 
 def untied(found: Found) -> Found:
-    """With every tensor once: of names for the same bytes the first keeps it."""
+    """Keep every tensor once: the first of several names for the same bytes."""
     first: dict[Hashable, str] = {}
     for name, tensor in list(found.tensors.items()):
         if tensor.same is not None and first.setdefault(tensor.same, name) != name:

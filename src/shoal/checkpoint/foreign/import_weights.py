@@ -1,13 +1,13 @@
-"""Makes one safetensors file of weights that other tools wrote, bit for bit, under their own names.
+"""Import weights of other tools into one safetensors file, bit for bit, under their own names.
 
-What kind of folder it is, is seen from its files. The new folder is what `checkpoint export` makes:
-model.safetensors, and beside it the configuration and the tokenizer where the source has them, so
-that `model.name=hf:FOLDER` trains from it. Tensors are written one after another: at most one is
-in memory whole, beside the mapped files. Tied weights are written once; the file's metadata says
+The kind of folder is recognised by its files. The new folder is like that of `checkpoint export`:
+model.safetensors, with the configuration and the tokenizer if the source has them, so that
+`model.name=hf:FOLDER` trains from it. Tensors are written one after another: at most one is whole
+in memory, beside the mapped files. Tied weights are written once; the file's metadata maps
 alias → stored name.
 
-Nothing of the source is ever executed (`pickle_reader.py`), and no more is written than the source
-has bytes: a file can name one tensor many times over.
+Nothing of the source is ever executed (`pickle_reader.py`). No more bytes are written than the
+source has, although a file can name one tensor many times over.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WEIGHTS = "model.safetensors"
 
 SAFE = (WEIGHTS, "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What transformers calls its weights, the one file first."""
+"""Names of transformers' weights, the one file first."""
 
 BESIDE = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
@@ -48,16 +48,16 @@ BESIDE = (
     "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
     "spiece.model",
 )  # fmt: skip
-"""What is copied beside the weights: data of transformers' own formats, no code."""
+"""Files copied with the weights: data of transformers' own formats, no code."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import wrote.
+    """Result of an import.
 
     Attributes:
         kind: of the source.
-        said: lines on what was left out or renamed.
+        said: lines on tensors that were left out or renamed.
         beside: names of the files that were copied.
     """
 
@@ -70,7 +70,7 @@ class Imported:
 
 
 def import_weights(source: Path, folder: Path, key: str = "") -> Imported:
-    """Write the weights in `source` as `folder`/model.safetensors, and configuration beside it.
+    """Write the weights in `source` as `folder`/model.safetensors, with their configuration.
 
     Args:
         source: a folder of transformers, DCP or DeepSpeed, or a file of safetensors or torch.save.
@@ -78,8 +78,9 @@ def import_weights(source: Path, folder: Path, key: str = "") -> Imported:
         key: the part of `source` that is the model, where it holds several.
 
     Raises:
-        CheckpointError: for a source that is none, is damaged, or asks for more than there is;
-            ConfigError for a folder that has weights already; OSError.
+        CheckpointError: the source has no weights, is damaged, or claims more bytes than it has.
+        ConfigError: the folder has weights already.
+        OSError: the file cannot be written.
     """
     _check_folder(source, folder)
     found = untied(unwrapped(look(source, key)))
@@ -115,9 +116,10 @@ def import_weights(source: Path, folder: Path, key: str = "") -> Imported:
 
 
 def look(source: Path, key: str = "") -> Found:
-    """What weights are in a file or folder, without reading their bytes.
+    """List the weights in a file or folder, without reading their bytes.
 
-    Errors: CheckpointError, for a folder with none the nearest that has some.
+    Raises:
+        CheckpointError: there are none; the message names the nearest folder that has some.
     """
     if source.is_file():
         return read_file(source, key)
@@ -137,7 +139,7 @@ def look(source: Path, key: str = "") -> Found:
 
 
 def kinds_of(folder: Path) -> list[str]:
-    """The files by which a folder of weights is known; more than one if it holds several saves."""
+    """Return the files that identify a folder of weights; several if it holds several saves."""
     hub = [name for name in (*SAFE, *PICKLED) if (folder / name).is_file()][:1]
     dcp = [METADATA] if (folder / METADATA).is_file() else []
     tagged = tagged_folder(folder) if folder.is_dir() else None
@@ -146,7 +148,7 @@ def kinds_of(folder: Path) -> list[str]:
 
 
 def _nothing(source: Path) -> str:
-    """Why a folder has no weights to import, and what is nearest."""
+    """Return the message for a folder without weights, and the nearest folder with some."""
     if not source.is_dir():
         return "there is no such file or folder"
     if (source / "checkpoints").is_dir() or (source / FILE_NAME).is_file():
@@ -163,7 +165,11 @@ def _nothing(source: Path) -> str:
 
 
 def _check_folder(source: Path, folder: Path) -> None:
-    """Errors: ConfigError for a folder that is a file, has no parent, or has weights already."""
+    """Refuse a target folder that cannot take the weights.
+
+    Raises:
+        ConfigError: the folder is a file, has no parent, or has weights already.
+    """
     if folder.exists() and not folder.is_dir():
         near = folder.with_suffix("") if folder.suffix else folder.parent
         raise ConfigError(f"{folder}: is a file; a folder is written; try: {near}")
@@ -180,10 +186,10 @@ def _check_folder(source: Path, folder: Path) -> None:
 
 
 def _copy_beside(source: Path, folder: Path) -> list[str]:
-    """Copy the configuration and the tokenizer, from the source or, of one save, the folder of all.
+    """Copy the configuration and the tokenizer from the source or, for one save, its parent.
 
     Returns:
-        the names that the folder has of them in the end.
+        The names of those files that the target folder has in the end.
     """
     inside = source if source.is_dir() else source.parent
     for root in (inside, inside.parent) if tagged_folder(inside) == inside else (inside,):

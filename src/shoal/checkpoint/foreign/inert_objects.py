@@ -1,4 +1,4 @@
-"""What stands for the objects of a pickle that are never made: names, calls, places of tensors.
+"""Inert records for the objects of a pickle that are never made: names, calls, tensors in storages.
 
 Plain values without any behaviour: nothing here looks up, imports or calls what a file names.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from shoal.base.errors import CheckpointError, short
 
 DIMS = 31
-"""A tensor has at most: numpy before 2 has 32, and its bytes are one more."""
+"""Most dims of a tensor: numpy before 2 has 32, and the bytes of an element are one."""
 
 
 class Refused(CheckpointError):
@@ -20,23 +20,23 @@ class Refused(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that a pickle wants to have looked up, and never is."""
+    """A name that a pickle asks to be looked up, kept as text."""
 
     module: str
     name: str
 
     def __str__(self) -> str:
-        """As one word."""
+        """Return the dotted name."""
         return f"{self.module}.{self.name}"
 
 
 class Record:
-    """An object that was not made: what a pickle would have called, and what it gave it.
+    """An object that was not made: the callable that a pickle named, and its arguments.
 
     Attributes:
-        of: a Global, or what another call would have returned.
+        of: a Global, or the result of another call.
         arguments: of the call.
-        state: what it would have been set to.
+        state: argument of its `__setstate__`.
         items: appended to it.
         pairs: set in it.
     """
@@ -50,17 +50,17 @@ class Record:
         self.pairs: list[tuple[Any, Any]] = []
 
     def field(self, name: str) -> Any:
-        """The attribute that its state gives it, or None."""
+        """Return the attribute `name` in its state, or None."""
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
         return state.get(name) if isinstance(state, dict) else None
 
     def __repr__(self) -> str:
-        """Without what it holds, which may hold it."""
+        """Return a text without its contents, which may contain the record itself."""
         return f"<record of {short(str(self.of))}>" if isinstance(self.of, Global) else "<record>"
 
 
 class Storage:
-    """Bytes elsewhere in a torch file: their key there, and how many elements of which kind."""
+    """A storage of a torch file: its key there, dtype and number of elements, without the bytes."""
 
     __slots__ = ("dtype", "elements", "key")
 
@@ -70,9 +70,9 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """Where a tensor lies in a storage: offset and strides in elements of `dtype`; no bytes.
+    """A tensor in a storage: offset and strides in elements of `dtype`; no bytes.
 
-    Sizes are checked to be whole numbers, not to lie within the storage: whoever reads does that.
+    Sizes are checked to be whole numbers, not to lie within the storage: the reader checks that.
     """
 
     storage: Storage
@@ -83,7 +83,7 @@ class StoredTensor:
 
 
 def is_shape(values: Any) -> bool:
-    """Whether this is a short tuple of whole numbers, as shapes, strides and offsets are."""
+    """Return whether `values` is a short tuple of whole numbers, as shapes and strides are."""
     return (
         isinstance(values, tuple)
         and len(values) <= DIMS

@@ -1,10 +1,10 @@
-"""Reads pickles as data: containers, tensors' places, and an inert record of everything else.
+"""Read pickles as data: containers, inert tensors, and an inert record of everything else.
 
 Pickle is a small program for a stack machine, and two of its instructions fetch any object of
 Python by name and call it. This machine has no such instruction: a name becomes `Global`, two
-strings, and a call of it becomes `Record`, which keeps what it was called with. Only the names of
-`TABLE` mean something; each has a function of this file, which makes a tuple, a dict or the place
-of a tensor. Nothing is imported, looked up or called by a name that a file says.
+strings, and a call of it becomes `Record`, which keeps the arguments. Only the names of
+`TABLE` have a meaning; each has a function of this file, which makes a tuple, a dict or an inert
+tensor. Nothing is imported, looked up or called by a name in a file.
 
     dict, list, tuple, str, numbers   as they are; a set is a list, an OrderedDict a dict
     a tensor                          StoredTensor: its storage's key, format, offset, size, strides
@@ -42,17 +42,17 @@ KEY_PARTS, KEY_LETTERS = 64, 4096
 """Values in one key of a dict, and letters of each: both are visited whenever it is looked up."""
 
 ARGUMENTS = 8
-"""Of a call that this file makes something of; the longest is a tensor's."""
+"""Most arguments of a call in `TABLE`; a tensor's call has most."""
 
 
 def read_pickle(data: bytes | memoryview, where: str) -> Any:
-    """What a pickle says, with inert records for all that is no container and no tensor.
+    """Read the value of a pickle, with inert records for all that is no container and no tensor.
 
     Args:
-        where: begins every message.
+        where: prefix of every message.
 
     Raises:
-        Refused.
+        Refused: the pickle is cut, broken, or asks for what no weights need.
     """
     if len(data) > LIMIT_BYTES:
         raise Refused(f"{where}: a pickle of {len(data)} bytes; at most {LIMIT_BYTES} are read")
@@ -72,7 +72,7 @@ def read_pickle(data: bytes | memoryview, where: str) -> Any:
 
 
 class _Machine:
-    """The stack, the marks and the memo of one pickle."""
+    """Stack machine of one pickle: its stack, marks and memo."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -171,7 +171,11 @@ def _set_items(target: Any, items: list[Any]) -> None:
 
 
 def _check_key(key: Any) -> None:
-    """Errors: Refused for a key that takes long to hash, or that is no value."""
+    """Refuse a dict key that is slow to hash.
+
+    Raises:
+        Refused: the key takes long to hash, or is no plain value.
+    """
     seen, left = 0, [key]
     while left:
         one = left.pop()
@@ -189,7 +193,7 @@ def _check_key(key: Any) -> None:
 
 
 def _call(of: Any, arguments: Any) -> Any:
-    """What stands for a call: made by a function of ours if `TABLE` has the name, else a record."""
+    """Return the result of our function in `TABLE` for a call, else a `Record` of the call."""
     if not isinstance(arguments, tuple):
         raise Refused("a pickle that calls something without a tuple of arguments")
     make = TABLE.get((of.module, of.name)) if isinstance(of, Global) else None
@@ -247,7 +251,7 @@ def _get(m: _Machine, place: int) -> None:
 
 
 def _persistent(m: _Machine, _: Any) -> None:
-    """A storage of a torch file: ("storage", kind, key, where it was, elements)."""
+    """Push a storage of a torch file: ("storage", kind, key, location, elements)."""
     told = m.pop()
     if not isinstance(told, tuple) or len(told) != 5 or told[0] != "storage":
         raise Refused("a pickle that refers to what is no storage of tensors")
@@ -289,7 +293,7 @@ RUN: dict[str, Callable[[_Machine, Any], None]] = {
     "PROTO": _proto, "FRAME": lambda m, _: None, "STOP": _stop,
     "NONE": _push(lambda: None), "NEWTRUE": _push(lambda: True), "NEWFALSE": _push(lambda: False),
     "EMPTY_TUPLE": _push(tuple), "EMPTY_LIST": _push(list), "EMPTY_DICT": _push(dict),
-    "EMPTY_SET": _push(list),  # a list: no hashing of what a file says
+    "EMPTY_SET": _push(list),  # a list: values of a file are not hashed
     "MARK": _mark, "POP": _pop, "POP_MARK": _pop_mark,
     "DUP": lambda m, _: m.stack.append(m.stack[-1]),
     "TUPLE": _from_mark(tuple), "LIST": _from_mark(list), "FROZENSET": _from_mark(list),
@@ -303,7 +307,7 @@ RUN: dict[str, Callable[[_Machine, Any], None]] = {
     "MEMOIZE": lambda m, _: _put(m, len(m.memo)),
     "GET": _get, "BINGET": _get, "LONG_BINGET": _get,
 }  # fmt: skip
-"""Instructions that do something. Left out, so refused: EXT1 to EXT4, PERSID, NEXT_BUFFER, …"""
+"""Instructions with a function. Refused: EXT1 to EXT4, PERSID, NEXT_BUFFER, …"""
 
 
 def _ordered_dict(*arguments: Any) -> Any:
@@ -317,7 +321,7 @@ def _size(*arguments: Any) -> Any:
 
 
 def _tensor(dtype: str | None, *told: Any) -> StoredTensor:
-    """A tensor as torch tells it: storage, offset, size, stride, gradient, hooks, metadata."""
+    """Return a tensor from torch's arguments: storage, offset, size, stride, gradient, hooks, …"""
     if not 6 <= len(told) <= 7 or not isinstance(told[0], Storage):
         raise Refused("a tensor without a storage")
     storage, offset, size, stride = told[:4]
@@ -347,7 +351,7 @@ def _parameter(*told: Any) -> Any:
 
 
 def _with_attributes(*told: Any) -> Any:
-    """A tensor that carries attributes of Python: the tensor, if it is a plain one."""
+    """Return the tensor inside one that carries Python attributes, if it is a plain one."""
     made, kind, arguments = (*told, None, None, None)[:3]
     if (
         kind in (Global("torch", "Tensor"), PARAMETER)
@@ -370,7 +374,7 @@ TABLE: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
 }
-"""(module, name) → what this file makes of a call of it. Nothing else is ever made."""
+"""(module, name) → the function of this file for a call of it. No other object is made."""
 
 STORAGES = {
     ("torch", "DoubleStorage"): "float64", ("torch", "FloatStorage"): "float32",
@@ -381,4 +385,4 @@ STORAGES = {
     ("torch", "ComplexFloatStorage"): "complex64",
     ("torch.storage", "UntypedStorage"): "uint8", ("torch", "UntypedStorage"): "uint8",
 }  # fmt: skip
-"""(module, name) of a storage's kind → torch's name of its elements' format."""
+"""(module, name) of a storage class → torch's name of its dtype."""

@@ -1,12 +1,12 @@
-"""Reads a folder of torch.distributed.checkpoint (DCP): whole tensors from the slices of all ranks.
+"""Read a folder of torch.distributed.checkpoint (DCP): whole tensors from the slices of all ranks.
 
     .metadata      a pickle: per tensor its format, shape and slices; per slice its file, where in
                    it, how many bytes; and by which keys of the saved dict each tensor was reached
     __R_K.distcp   slices of rank R, one torch.save archive after another
 
-Tensors are found by their keys, so `{"model": …, "optimizer": …}` gives the model. Slices must tile
-their tensor; each is held against the format and shape that .metadata says. What is no tensor
-(BytesStorageMetadata) is a pickle of its own and is not looked at.
+Tensors are found by their keys, so `{"model": …, "optimizer": …}` yields the model. Slices must
+tile their tensor; each is checked against the dtype and shape in .metadata. Other values
+(BytesStorageMetadata) are pickles of their own and are not read.
 
 Source: torch 2.13, `torch/distributed/checkpoint/metadata.py`, `filesystem.py` (format version
 1.0.0); fields are read by name, so that those of later versions are ignored.
@@ -34,7 +34,7 @@ OF_TENSORS = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
 
 @dataclass(frozen=True)
 class _Slice:
-    """Which bytes of which file are a box of a tensor."""
+    """Byte range of a file that holds one box of a tensor."""
 
     box: Box
     file: Path
@@ -43,10 +43,12 @@ class _Slice:
 
 
 def read_dcp(folder: Path, key: str) -> Found:
-    """The model in a folder of DCP; `key` names a part of what was saved, if that is not plain.
+    """Read the model in a folder of DCP; `key` names its part of the saved dict, if ambiguous.
 
-    Errors: CheckpointError for files that are missing, cut or damaged, slices that do not tile
-    their tensor, slices that were packed or encrypted on the way; Refused for its pickle.
+    Raises:
+        CheckpointError: files are missing, cut or damaged, slices do not tile their tensor, or they
+            were compressed or encrypted.
+        Refused: as `read_pickle`.
     """
     says = folder / METADATA
     root = read_pickle(map_file(says), str(says))
@@ -75,14 +77,14 @@ def _field(record: Any, name: str) -> Any:
 def _places(
     stored: dict[Any, Any], folder: Path, says: Path
 ) -> dict[tuple[str, tuple[int, ...]], _Slice]:
-    """Where slices lie, by (tensor's name, where in the tensor they begin)."""
+    """Return the byte range of each slice, by (tensor's name, the slice's offset in the tensor)."""
     found: dict[tuple[str, tuple[int, ...]], _Slice] = {}
     known: dict[str, Path] = {}
     for index, told in stored.items():
         name, offsets = _field(index, "fqn"), _field(index, "offset")
         begin, length = _field(told, "offset"), _field(told, "length")
         if offsets is None:
-            continue  # what is no tensor
+            continue  # a value that is no tensor
         file = _field(told, "relative_path")
         plain = isinstance(name, str) and isinstance(file, str)
         if not (plain and is_shape(offsets) and is_shape((begin, length))):
@@ -104,7 +106,7 @@ def _tensor(
     mapped: dict[Path, memoryview],
     says: Path,
 ) -> Foreign:
-    """One tensor of the metadata, with its slices found and seen to tile it."""
+    """Return one tensor of the metadata, after a check that its slices exist and tile it."""
     properties, shape, chunks = (told.field(one) for one in ("properties", "size", "chunks"))
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else _field(properties, "dtype")
@@ -138,7 +140,7 @@ def _tensor(
 
 
 def _slice(name: str, dtype: str, part: _Slice, mapped: dict[Path, memoryview]) -> Bytes:
-    """A slice's bytes, from the archive that holds nothing else."""
+    """Return a slice's bytes, from the archive that holds nothing else."""
     if part.file not in mapped:
         mapped[part.file] = map_file(part.file)
     data = mapped[part.file]

@@ -1,13 +1,13 @@
-"""Reads what `torch.save` wrote without running it: a zip of one pickle and the tensors' bytes.
+"""Read a file of `torch.save` without running it: a zip of one pickle and the tensors' bytes.
 
-    NAME/data.pkl    says what there is, and where (`pickle_reader.py`)
-    NAME/data/KEY    one storage's bytes, stored, not packed
+    NAME/data.pkl    names the tensors, and their storages (`pickle_reader.py`)
+    NAME/data/KEY    one storage's bytes, stored, not compressed
     NAME/byteorder   little; absent before torch 2.1
 
-The file is mapped; a tensor is a view of its pages until somebody copies it. Every storage is held
-against its CRC-32 before the first of its tensors is given out, which torch itself leaves out.
-Nothing is unpacked and no name of the archive becomes a path. Parts of a file are read alike: a
-`.distcp` file is one such zip after another. No torch here.
+The file is mapped; a tensor is a view of its pages until it is copied. Every storage is compared
+with its CRC-32 before the first of its tensors is returned, a check that torch itself omits.
+Nothing is unpacked and no name of the archive becomes a path. Part of a file is read the same way:
+a `.distcp` file is one such zip after another. No torch here.
 
 Source: torch 2.13, `serialization.py` (`_save`); PKWARE's APPNOTE 6.3.10 for zip.
 """
@@ -36,11 +36,15 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """A tensor as bytes: its shape, and one dim more, the bytes of an element."""
 
 LOCAL = struct.Struct("<4s22xHH")
-"""Before each member: a mark, and how long its name and its extra field are."""
+"""Header before each member: a mark, and the lengths of its name and its extra field."""
 
 
 def map_file(path: Path) -> memoryview:
-    """A file's bytes, mapped to be read. Errors: CheckpointError for what is no file with bytes."""
+    """Map a file's bytes for reading.
+
+    Raises:
+        CheckpointError: the path is no file, or an empty one.
+    """
     try:
         # Without O_NONBLOCK, opening a named pipe that somebody put here would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -63,15 +67,16 @@ class _Member:
 
 
 class TorchFile:
-    """What one `torch.save` wrote: its `value`, tensors as places in it, and their bytes.
+    """Content of one `torch.save` archive: its `value`, with inert tensors, and their bytes.
 
     Args:
         data: the file's bytes, or the part of a file that is one archive.
-        where: begins messages.
+        where: prefix of messages.
 
     Raises:
-        CheckpointError: for another kind of file (the old format of torch before 1.6 too), one that
-            is cut, packed, or of the other byte order; Refused for its pickle.
+        CheckpointError: another kind of file (the old format of torch before 1.6 too), one that is
+            cut, compressed, or of the other byte order.
+        Refused: as `read_pickle`.
     """
 
     def __init__(self, data: memoryview, where: str) -> None:
@@ -100,10 +105,11 @@ class TorchFile:
         self.value = read_pickle(self.pickle_bytes, where)
 
     def view(self, tensor: StoredTensor) -> Bytes:
-        """A tensor's bytes where they lie, in its own strides.
+        """Return a view of a tensor's bytes in the file, in its own strides.
 
-        Errors: CheckpointError when they are not all there, not those that were written, or fewer
-        than its shape has elements (`expand`), since what is written out has them all.
+        Raises:
+            CheckpointError: bytes are missing or damaged, or fewer than the shape's elements
+                (`expand`), since an import writes all elements.
         """
         storage = tensor.storage
         what = f"{self.where}: a tensor of shape {list(tensor.size)}"
@@ -131,17 +137,17 @@ class TorchFile:
         )
 
     def place(self, tensor: StoredTensor) -> tuple[Any, ...]:
-        """What two tensors have in common that are one."""
+        """Return a key that is equal for two names of one tensor."""
         return (tensor.storage.key, tensor.dtype, tensor.offset, tensor.size, tensor.stride)
 
     def _checked(self, name: str) -> memoryview:
-        """A member's bytes, equal to what was written."""
+        """Return a member's bytes after comparing their CRC-32."""
         member = self.members.get(name)
         if member is None:
             raise CheckpointError(f"{self.where}: {name} is missing in it")
         data = self.data[member.begin : member.end]
         if name not in self.checked:
-            # torch writes 0 where it was told to compute none (set_crc32_options).
+            # torch writes 0 if set_crc32_options disabled the checksum.
             if member.crc and zlib.crc32(data) != member.crc:
                 raise CheckpointError(
                     f"{self.where}: {name} does not match its CRC-32: the file is damaged; "
@@ -151,7 +157,7 @@ class TorchFile:
         return data
 
     def _members(self) -> dict[str, _Member]:
-        """Where each member's bytes are. No two share any, so none is counted twice."""
+        """Return the byte range of each member; no two overlap, so none counts twice."""
         where = self.where
         if bytes(self.data[:2]) != b"PK":
             raise CheckpointError(
@@ -185,7 +191,7 @@ class TorchFile:
 
 
 class _Seekable:
-    """Mapped bytes as `zipfile` reads them: never more than there are, whatever is asked for."""
+    """Mapped bytes as a file for `zipfile`, which never reads past their end."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.position = data, 0

@@ -1,8 +1,8 @@
-"""Arithmetic on boxes: which part of a tensor a slice is, and where two slices meet.
+"""Arithmetic on boxes: the part of a tensor that a slice is, and the overlap of two slices.
 
 A box is one (start, stop) per dim of the global tensor. Resharding is nothing but overlaps: a
 wanted box is filled from every stored box that it meets. That works only if the stored boxes tile
-the tensor, which is what `untiled` checks.
+the tensor, which `untiled` checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.base.plans.tensor_shards import Box
 
 @dataclass(frozen=True)
 class Patch:
-    """A box within flat memory: from which element on, and how far apart its neighbours lie there.
+    """A box within flat memory: its first element, and its strides.
 
     Attributes:
         strides: in elements, per dim of the box.
@@ -29,16 +29,16 @@ class Patch:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the box."""
+        """Shape of the box."""
         return extents(self.box)
 
 
-@functools.lru_cache(64)  # a weight, its gradient and its moments are cut alike
+@functools.lru_cache(64)  # a weight, its gradient and its moments have the same boxes
 def patches(slices: tuple[Box, ...]) -> tuple[Patch, ...]:
-    """Boxes that are stored one after another, with runs of thin ones seen as one box.
+    """Merge boxes that are stored one after another into strided patches where they are thin.
 
     A weight whose columns are cut within segments (q, k and v in one, transposed) is held as one
-    box per row and segment: thousands of slices where one per segment says the same.
+    box per row and segment: thousands of slices that one patch per segment describes.
 
     >>> [patch.box for patch in patches((((0, 1), (2, 4)), ((1, 2), (2, 4))))]
     [((0, 2), (2, 4))]
@@ -57,7 +57,7 @@ def patches(slices: tuple[Box, ...]) -> tuple[Patch, ...]:
 
 
 def _joined(found: list[Patch], dim: int) -> list[Patch]:
-    """Patches that follow each other along `dim`, evenly spaced in memory, made one.
+    """Merge patches that follow each other along `dim`, evenly spaced in memory.
 
     Only thin ones (of extent 1): which boxes make one must not depend on what else a rank holds,
     or else ranks that hold copies of a box would not offer the same box.
@@ -97,12 +97,12 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def extents(box: Box) -> tuple[int, ...]:
-    """The shape of what a box holds."""
+    """Return the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def elements(box: Box) -> int:
-    """How many elements a box holds; a scalar's box () holds one.
+    """Return the number of elements in a box; a scalar's box () holds one.
 
     >>> elements(((0, 4), (2, 5))), elements(())
     (12, 1)
@@ -111,12 +111,12 @@ def elements(box: Box) -> int:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor of this shape."""
+    """Return the box that is all of a tensor of this shape."""
     return tuple((0, n) for n in shape)
 
 
 def text(box: Box, shape: Sequence[int]) -> str:
-    """A box as Python slices, a full dim as `:`; empty for a scalar.
+    """Return a box as Python slices, a full dim as `:`; empty for a scalar.
 
     >>> text(((0, 512), (0, 8)), (1024, 8))
     '[0:512, :]'
@@ -129,12 +129,12 @@ def text(box: Box, shape: Sequence[int]) -> str:
 
 
 def label(name: str, box: Box, shape: Sequence[int]) -> str:
-    """A tensor's name with its slice, as messages show it."""
+    """Return a tensor's name with its slice, as messages show it."""
     return f"{name} {text(box, shape)}".rstrip()
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor share, or None.
+    """Return the overlap of two boxes of one tensor, or None.
 
     >>> overlap(((0, 4), (0, 2)), ((3, 9), (1, 2)))
     ((3, 4), (1, 2))
@@ -144,7 +144,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Index of `box` within an array that holds `outer`.
+    """Return the index of `box` within an array that holds `outer`.
 
     >>> inside(((3, 4),), ((2, 6),))
     (slice(1, 2, None),)
@@ -156,14 +156,14 @@ def inside(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def fits(box: Box, shape: Sequence[int]) -> bool:
-    """Whether a box lies within a tensor of this shape."""
+    """Return whether a box lies within a tensor of this shape."""
     return len(box) == len(shape) and all(
         0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True)
     )
 
 
 def untiled(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why these boxes are not a tiling (every element exactly once), or None if they are.
+    """Return why boxes do not tile the tensor (every element exactly once), or None if they do.
 
     Sweeps along the dim with most cuts, so n boxes cut along one dim cost n log n.
 

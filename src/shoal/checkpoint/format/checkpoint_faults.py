@@ -1,6 +1,6 @@
-"""What can be wrong with a checkpoint, said so that a person knows which file to look at.
+"""Exceptions about checkpoints, each with a text that names the file at fault.
 
-`Damaged` means that the bytes on disk are not the bytes that were written: the reader may fall
+`Damaged` means that the bytes on disk differ from the bytes that were written: the reader may fall
 back to an older checkpoint. Every other `CheckpointError` (another model, a newer format) is not
 mended by an older file and must not be skipped.
 """
@@ -13,7 +13,7 @@ from shoal.base.errors import CheckpointError, ShoalError
 
 
 def shown(path: Path) -> str:
-    """The end of a path that a person recognises: the checkpoints folder, the step, the file.
+    """Return the recognisable end of a path: the checkpoints folder, the step, the file.
 
     >>> shown(Path("/home/ada/runs/llama/checkpoints/step-1200/rank-3.safetensors"))
     'checkpoints/step-1200/rank-3.safetensors'
@@ -29,7 +29,7 @@ class Damaged(CheckpointError):
     Attributes:
         file: its path from the checkpoints folder on.
         tensor: name and slice, or "" when the whole file is at fault.
-        reason: what differs.
+        reason: the difference found.
     """
 
     def __init__(self, path: Path, reason: str, tensor: str = "") -> None:
@@ -39,16 +39,16 @@ class Damaged(CheckpointError):
         super().__init__(f"{self.file}: {tensor + ' ' if tensor else ''}{reason}")
 
     def fields(self) -> dict[str, str]:
-        """The same as JSON, for events and for other ranks."""
+        """Return the attributes as JSON, for events and for other ranks."""
         return {"file": self.file, "tensor": self.tensor, "reason": self.reason}
 
 
 class WantedDamaged(CheckpointError):
-    """The checkpoint of the step that was asked for, and of no other, is damaged."""
+    """CheckpointError: the checkpoint of the one step that the caller wants is damaged."""
 
 
 class RankFailed(CheckpointError):
-    """One rank could not do its part; raised with the same text on every rank."""
+    """CheckpointError for a phase that failed on one rank, with the same text on every rank."""
 
     def __init__(self, rank: int, reason: str, text: str) -> None:
         self.rank = rank
@@ -57,7 +57,7 @@ class RankFailed(CheckpointError):
 
 
 def explain(failure: BaseException) -> str:
-    """A failure's cause in a few words: the system's own for OSError, else type and text.
+    """Return a failure's cause in a few words: the system's own for OSError, else type and text.
 
     >>> explain(OSError(28, "No space left on device"))
     'No space left on device'

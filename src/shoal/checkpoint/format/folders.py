@@ -1,13 +1,13 @@
-"""Moves checkpoint folders about so that a name `step-N` is always whole, or visibly not.
+"""Make, rename and delete checkpoint folders: a name `step-N` is always a complete checkpoint.
 
-    step-N.tmp-<id>          being written, or being deleted; removed when found by the next save
-    step-N                   complete: it got this name by one rename, after every file was durable
-    step-N.damaged[-k]       was called step-N and did not verify; kept for a person to look at
-    step-N.other[-k]         of a future that other nodes did not go on from (`own_disks`)
+    step-N.tmp-<id>          being written, or being deleted; the next save removes leftovers
+    step-N                   complete: renamed to this after every file was durable
+    step-N.damaged[-k]       was called step-N and did not verify; kept for inspection
+    step-N.other[-k]         of a history that the other nodes did not continue (`save.node_local`)
 
 Renames are atomic, and durable once the parent folder is fsynced (POSIX; the Linux file systems
-ext4, xfs, btrfs and NFS keep this order). Only rank 0 calls these, or who keeps a disk
-(`own_disks`). No torch here.
+ext4, xfs, btrfs and NFS keep this order). Only rank 0 calls these, or each disk's keeper
+(`save.node_local`). No torch here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from shoal.checkpoint.format.manifest import FILE_NAME, Manifest, encode
 from shoal.checkpoint.format.safetensors_file import write_all
 
 IN_USE: set[Path] = set()
-"""Checkpoints that this process copies elsewhere: they stay until that is done, and go after the
+"""Checkpoints that an upload copies: retention keeps them until it ends, and deletes them after the
 next save."""
 
 TEMPORARY = re.compile(r"step-[0-9]+\.tmp-[0-9a-f]+")
 
 
 def fsync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Fsync a folder, so that the names in it are durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -41,22 +41,24 @@ def fsync_folder(path: Path) -> None:
 
 
 def temporary(folder: Path) -> Path:
-    """Make up a path beside `folder`, its name with `.tmp-` and random digits; make nothing."""
+    """Return a path beside `folder`, its name with `.tmp-` and random digits; create nothing."""
     return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete what saves and deletions of dead attempts left behind."""
+    """Delete temporary folders of dead saves and deletions."""
     for path in list(root.iterdir()) if root.is_dir() else ():
         if TEMPORARY.fullmatch(path.name):
-            # One that cannot go must not stop the save: the space check still guards the disk.
+            # One that cannot be deleted must not stop the save: the space check guards the disk.
             shutil.rmtree(path, ignore_errors=True)
 
 
 def begin(final: Path, needed_bytes: int) -> Path:
-    """Make the temporary folder for `final`, if the disk has room for so much.
+    """Make the temporary folder for `final`, if the disk has room for `needed_bytes`.
 
-    Errors: OSError; CheckpointError when space lacks.
+    Raises:
+        OSError: the folder cannot be made.
+        CheckpointError: the disk lacks space.
     """
     root = final.parent
     root.mkdir(parents=True, exist_ok=True)
@@ -68,9 +70,11 @@ def begin(final: Path, needed_bytes: int) -> Path:
 
 
 def commit(folder: Path, final: Path, manifest: Manifest) -> int:
-    """Give the written folder its manifest and its name; gives its bytes.
+    """Write the manifest of a complete folder and rename it to `final`; return its bytes.
 
-    Errors: OSError; Damaged when the manifest reads back otherwise than it was written.
+    Raises:
+        OSError: the disk refuses a write or the rename.
+        Damaged: the manifest reads back otherwise than it was written.
     """
     data = encode(manifest)
     descriptor = os.open(folder / FILE_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -87,7 +91,7 @@ def commit(folder: Path, final: Path, manifest: Manifest) -> int:
 
 
 def quarantine(folder: Path, word: str = "damaged") -> Path:
-    """Rename a checkpoint out of the way, to the first free `.damaged[-k]` name."""
+    """Rename a checkpoint to the first free name of `.damaged[-k]`; `word` replaces damaged."""
     target, count = folder.with_name(f"{folder.name}.{word}"), 1
     while os.path.lexists(target):
         count += 1
@@ -100,8 +104,8 @@ def quarantine(folder: Path, word: str = "damaged") -> Path:
 def retire(root: Path, newest_step: int, keep: int) -> None:
     """Delete checkpoints beyond the `keep` newest, counted back from `newest_step`.
 
-    Later steps are neither counted nor touched: they are of a future that the run went back from,
-    and may be damaged. A folder loses its name before its files, so a crash leaves no half of one.
+    Later steps are neither counted nor touched: the run went back before them, and they may be
+    damaged. A folder loses its name before its files, so a crash leaves no half of one.
     """
     past = [found.path for found in find(root) if found.step <= newest_step]
     for path in past[keep:]:
@@ -110,7 +114,7 @@ def retire(root: Path, newest_step: int, keep: int) -> None:
 
 
 def retire_later(root: Path, step: int) -> None:
-    """Delete checkpoints of later steps: of a future that is not the last saved any more."""
+    """Delete checkpoints of later steps than `step`, from before the run went back."""
     for found in find(root):
         if found.step > step and found.path.resolve() not in IN_USE:
             _delete(found.path)
@@ -123,7 +127,11 @@ def _delete(path: Path) -> None:
 
 
 def check_space(root: Path, needed_bytes: int) -> None:
-    """Refuse a save that cannot fit, before it writes anything. Errors: CheckpointError."""
+    """Refuse a save that does not fit on the disk, before it writes anything.
+
+    Raises:
+        CheckpointError: the disk lacks space.
+    """
     status = os.statvfs(root)
     free_bytes = status.f_bavail * status.f_frsize
     if needed_bytes > free_bytes:

@@ -1,11 +1,11 @@
-"""The folder `hub/` of a run: what `from_pretrained` wants beside weights, kept where it is known.
+"""The folder `hub/` of a run: files beside the weights that `from_pretrained` needs.
 
 config.json, generation_config.json     of a model of transformers, written at every save
 adapter_config.json                     of a model with adapters of peft, at every save
 tokenizer.json, tokenizer_config.json   of text that `shoal train` reads, written at its start;
                                         `parallelize(tokenizer=…)`, at every save
 
-A tag has a hub/ of its own for what a save writes, and the run's tokenizer is its too.
+A tag has a hub/ of its own for the files that a save writes, and shares the run's tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BESIDE_TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""What transformers keeps beside a tokenizer.json; none of it is code that is run."""
+"""Files that transformers stores beside a tokenizer.json; none is executed."""
 
 TOKENIZER_FILES = (TOKENIZER, *BESIDE_TOKENIZER)
 
@@ -39,7 +39,7 @@ its name in the module."""
 
 
 def run_folder(checkpoint: Path) -> Path:
-    """Tell the run's folder of a checkpoint, also of one that is kept under a tag.
+    """Return the run's folder of a checkpoint, also of one under a tag.
 
     >>> str(run_folder(Path("runs/x/checkpoints/step-3")))
     'runs/x'
@@ -51,6 +51,6 @@ def run_folder(checkpoint: Path) -> Path:
 
 
 def tokenizer_hub(checkpoint: Path) -> Path:
-    """Tell which hub/ holds a checkpoint's tokenizer: a tag's own if it has one, or the run's."""
+    """Return the hub/ with a checkpoint's tokenizer: a tag's own if it has one, or the run's."""
     own = checkpoint.parent.parent / HUB
     return own if (own / TOKENIZER).is_file() else run_folder(checkpoint) / HUB

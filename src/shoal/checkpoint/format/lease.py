@@ -1,11 +1,12 @@
-"""One run folder, one run: a second process that wants to write there is refused, by name.
+"""Exclusive lease on a run folder: a second process that wants to write there is refused.
 
     owner.lock   an empty file, locked (flock) by the owner while it lives
-    owner.json   who that is: run, pid, host, when; for the message only
+    owner.json   the owner: run, pid, host, start; for messages only
 
-The kernel drops the lock when the owner ends, however it ends, so after SIGKILL the next one takes
-over at once and no timeout is guessed. A forked child lets go of its copy of the lock: it must not
-keep the folder when its parent dies. Stdlib only: the supervisor uses it before torch is loaded.
+The kernel drops the lock when the owner ends, however it ends, so after SIGKILL the next process
+takes the folder at once, without a timeout. A forked child releases its copy of the lock: it must
+not keep the folder when its parent dies. Stdlib only: the supervisor uses it before torch is
+loaded.
 
 Limits: on network file systems flock works across hosts if the mount passes it on (NFS since
 Linux 2.6.12, Lustre with `flock`); with a mount that keeps locks local, two hosts do not see each
@@ -50,20 +51,20 @@ class Owner:
 
     @staticmethod
     def this_process(run: str) -> Owner:
-        """The calling process as an owner."""
+        """Return the calling process as an owner."""
         boot = _read(Path("/proc/sys/kernel/random/boot_id")).strip()
         return Owner(run, os.getpid(), socket.gethostname(), time.time(), boot, _born(os.getpid()))
 
     @property
     def has_ended(self) -> bool:
-        """Whether this process is known to be gone; False where that cannot be seen."""
+        """Return whether this process is known to have ended; False if that is unknown."""
         here = Owner.this_process("")
         # The host too: containers of one machine share the boot id and have pids of their own.
         same_machine = bool(here.boot) and (here.boot, here.host) == (self.boot, self.host)
         return same_machine and _born(self.pid) != self.born
 
     def text(self) -> str:
-        """As messages name it."""
+        """Return the owner as messages name it."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started_s))
         return f"pid {self.pid} on host {self.host} since {since}"
 
@@ -71,13 +72,15 @@ class Owner:
 class RunLease:
     """Exclusive lock on one run folder, from `acquire` to `release`, or as long as `with` lasts.
 
-    `acquire` makes the folder if it is missing, and raises CheckpointError while another process
-    has the lock, or where the file system has none. The kernel frees it when the process ends; a
+    `acquire` makes the folder if it is missing. The kernel frees the lock when the process ends; a
     forked child does not hold it.
 
     Args:
         folder: the run's folder.
         run_id: this run's name, which `acquire` writes to owner.json.
+
+    Raises:
+        CheckpointError: from `acquire`: another process has the lock, or the file system has none.
     """
 
     def __init__(self, folder: Path, run_id: str) -> None:
@@ -87,10 +90,11 @@ class RunLease:
         self._descriptor: int | None = None
 
     def acquire(self) -> Owner | None:
-        """Take the folder; gives the owner before, if it ended without letting go.
+        """Lock the folder; return the previous owner if it ended without a release.
 
-        Errors: CheckpointError when another process has it (or this one, by another lease), or
-        when the file system has no locks.
+        Raises:
+            CheckpointError: another process has it (or this one, by another lease), or the file
+                system has no locks.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -112,10 +116,10 @@ class RunLease:
         return before
 
     def release(self) -> None:
-        """Let the folder go; nothing happens if it is not held."""
+        """Unlock the folder; do nothing if it is not locked."""
         if self._descriptor is None:
             return
-        with contextlib.suppress(OSError):  # it may lie elsewhere, or be gone
+        with contextlib.suppress(OSError):  # the folder may have been moved or deleted
             (self.owner.place() / OWNER_FILE).unlink(missing_ok=True)
         self._forget()
 
@@ -146,7 +150,7 @@ class RunLease:
         return f"{shown}: in use by {owner.text()}; stop that run, or choose another run.name"
 
     def __enter__(self) -> RunLease:
-        """Take the folder."""
+        """Lock the folder."""
         self.acquire()
         return self
 
@@ -156,12 +160,12 @@ class RunLease:
         failure: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let it go."""
+        """Unlock the folder."""
         self.release()
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Read which process a folder's owner.json names, alive or not; None if missing or damaged."""
+    """Read the process that a folder's owner.json names, alive or not; None if damaged."""
     try:
         fields: dict[str, Any] = json.loads(_read(folder / OWNER_FILE))
         return Owner(**fields)
@@ -170,7 +174,7 @@ def read_owner(folder: Path) -> Owner | None:
 
 
 def _born(pid: int) -> int:
-    """Start of a process in ticks since boot, 0 if there is none (field 22 of proc(5) stat)."""
+    """Return a process's start in ticks since boot, 0 for none (field 22 of proc(5) stat)."""
     stat = _read(Path(f"/proc/{pid}/stat"))
     return int(stat.rpartition(")")[2].split()[19]) if stat else 0
 

@@ -1,4 +1,4 @@
-"""Which checkpoints exist, what is in them, and whether every byte is still what was written.
+"""List and verify the checkpoints of a folder.
 
 A checkpoint is a folder `step-N` with a manifest; temporary and quarantined folders have other
 names and are never found. No torch here, so `shoal checkpoint list` and `verify` answer at once.
@@ -26,14 +26,14 @@ STEP_FOLDER = re.compile(r"step-([0-9]+)")
 
 @dataclass(frozen=True)
 class Found:
-    """A folder that calls itself a checkpoint; nothing in it is verified yet."""
+    """A folder named and laid out as a checkpoint; nothing in it is verified yet."""
 
     step: int
     path: Path
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Name the folder of a step's checkpoint, `root/step-N`; nothing is looked at or made.
+    """Return the folder of a step's checkpoint, `root/step-N`, without touching the disk.
 
     >>> step_folder(Path("checkpoints"), 1200).name
     'step-1200'
@@ -58,9 +58,9 @@ def read_manifest(path: Path) -> Manifest:
     """Read and verify the manifest of the checkpoint folder `path`; other files are not opened.
 
     Raises:
-        Damaged if it is missing, unreadable or no regular file, if its bytes are not those that
-            were written, or if it is of another step than the folder's name says; CheckpointError
-            for a format version of another Shoal.
+        Damaged: it is missing, unreadable or no regular file, its bytes differ from those that were
+            written, or it is of another step than the folder's name.
+        CheckpointError: another version of Shoal wrote the format.
     """
     file = path / FILE_NAME
     try:
@@ -80,7 +80,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> list[str]:
-    """Every problem of a checkpoint, one line each; empty if every byte is as it was written.
+    """Return every problem of a checkpoint, one line each; empty if every byte is as written.
 
     Reads all files once (about as fast as SHA-256, 1 GB/s or more); executes nothing.
     """
@@ -95,7 +95,7 @@ def verify(path: Path) -> list[str]:
 
 
 def strangers(path: Path, manifest: Manifest) -> list[Damaged]:
-    """Things in the folder that the manifest does not list; they are never opened."""
+    """Return the folder's entries that the manifest does not list; they are never opened."""
     try:
         names = sorted(os.listdir(path))
     except OSError as failure:
@@ -108,7 +108,7 @@ def strangers(path: Path, manifest: Manifest) -> list[Damaged]:
 
 
 def slices_by_file(manifest: Manifest) -> dict[str, list[NamedSlice]]:
-    """For every file of the checkpoint: (tensor, slice) of all that it holds."""
+    """Return (tensor, slice) of everything in each file of the checkpoint."""
     grouped: dict[str, list[NamedSlice]] = {file: [] for file in manifest.files}
     for name, tensor in manifest.tensors.items():
         for piece in tensor.slices:
@@ -119,7 +119,7 @@ def slices_by_file(manifest: Manifest) -> dict[str, list[NamedSlice]]:
 def file_problems(
     path: Path, manifest: Manifest, name: str, slices: Sequence[NamedSlice]
 ) -> list[Damaged]:
-    """Everything wrong with one shard file: size, header, each slice, and keys nobody listed."""
+    """Return every problem of one shard file: size, header, each slice, and unlisted keys."""
     try:
         with StoredReader(path / name, manifest.files[name]) as reader:
             return _slice_problems(reader, manifest, slices)

@@ -1,4 +1,4 @@
-"""The manifest: a small file that says what a checkpoint holds and how to recognise its bytes.
+"""The manifest: a small file that lists the content of a checkpoint and the digests of its bytes.
 
 `manifest.json` is canonical JSON (keys sorted, no spaces, one newline at the end):
 
@@ -38,7 +38,7 @@ SHARD_FILE = re.compile(r"rank-[0-9]+\.safetensors")
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """One box of a tensor: in which file, under which key, with which digest."""
+    """One box of a tensor: its file, its key there, and its digest."""
 
     file: str
     key: str
@@ -89,7 +89,11 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json. Errors: CheckpointError if the record is not plain JSON."""
+    """Return the bytes of manifest.json.
+
+    Raises:
+        CheckpointError: the record is not plain JSON.
+    """
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -110,9 +114,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def plain(record: dict[str, Any]) -> dict[str, Any]:
-    """A record as it will be read back: tuples become lists, keys become text.
+    """Return a record as it will be read back: tuples become lists, keys become text.
 
-    Errors: CheckpointError for what JSON cannot hold (tensors, NaN, infinities).
+    Raises:
+        CheckpointError: JSON cannot hold it (tensors, NaN, infinities).
     """
     try:
         result: dict[str, Any] = json.loads(json.dumps(record, allow_nan=False))
@@ -122,10 +127,11 @@ def plain(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(data: bytes, path: Path) -> Manifest:
-    """The manifest in these bytes, every field checked; `path` is for messages only.
+    """Return the manifest in these bytes, every field checked; `path` is for messages only.
 
-    Errors: Damaged for bytes that were not written by `encode`; CheckpointError for a version that
-    this Shoal does not read.
+    Raises:
+        Damaged: the bytes were not written by `encode`.
+        CheckpointError: this Shoal does not read the version.
     """
     try:
         content = json.loads(data)
@@ -161,7 +167,7 @@ def _canonical(content: dict[str, Any]) -> bytes:
 
 
 def _contradiction(manifest: Manifest) -> str | None:
-    """What in a well-typed manifest cannot be true, or None."""
+    """Return a contradiction in a well-typed manifest, or None."""
     for file in manifest.files:
         # A path with a folder in it could point anywhere on the machine.
         if not SHARD_FILE.fullmatch(file):

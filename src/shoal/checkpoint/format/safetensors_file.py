@@ -25,7 +25,7 @@ from shoal.base.errors import CheckpointError
 from shoal.base.plans.tensor_shards import DTYPES
 
 CHUNK_BYTES = 1 << 20
-"""Bytes hashed and moved at a time: small enough that the second touch finds them in cache."""
+"""Bytes hashed and written at a time: small enough that the second access finds them in cache."""
 
 LENGTH_BYTES = 8
 HEADER_LIMIT_BYTES = 100_000_000
@@ -44,13 +44,13 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that dtype and shape ask for."""
+        """Bytes of a tensor of this dtype and shape."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a writer put on disk: the file's size, its header's digest, a digest per key."""
+    """Facts of a written file: its size, its header's digest, a digest per key."""
 
     size_bytes: int
     header_sha256: str
@@ -58,10 +58,12 @@ class WrittenFile:
 
 
 def arrange(tensors: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[Entry]]:
-    """The header for these tensors, and the tensors in file order with their offsets.
+    """Return the header for these tensors, and the tensors in file order with their offsets.
 
     Widest elements first, so that each tensor begins at a multiple of its element's size.
-    Errors: CheckpointError for a dtype that the format lacks, or a key used twice.
+
+    Raises:
+        CheckpointError: the format lacks a dtype, or a key is used twice.
     """
     for entry in tensors:
         if entry.dtype not in DTYPES:
@@ -94,9 +96,12 @@ def arrange(tensors: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[byte
 
 
 def parse(header: bytes, file_bytes: int) -> dict[str, Entry]:
-    """The tensors that a header names, by key. Errors: ValueError saying what is wrong with it.
+    """Return the tensors that a header names, by key.
 
     Refuses holes, overlaps and bytes after the last tensor, so every byte belongs to one tensor.
+
+    Raises:
+        ValueError: the header is wrong; the text names the fault.
     """
     try:
         fields = json.loads(header[LENGTH_BYTES:])
@@ -123,7 +128,11 @@ def parse(header: bytes, file_bytes: int) -> dict[str, Entry]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write every byte; the system may take fewer at a time. Errors: OSError, e.g. a full disk."""
+    """Write every byte; the system may take fewer at a time.
+
+    Raises:
+        OSError: for example a full disk.
+    """
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
@@ -138,11 +147,12 @@ def write_file(
     """Write a new safetensors file and make it durable (fsync).
 
     Args:
-        data_of: gives the bytes of a key, asked for once, in file order, so one tensor is in
+        data_of: returns the bytes of a key; called once per key, in file order, so one tensor is in
             memory.
 
     Raises:
-        OSError: (full disk, file exists); CheckpointError as in `arrange`.
+        OSError: the disk is full, or the file exists.
+        CheckpointError: as `arrange`.
     """
     header, placed = arrange(tensors, metadata)
     digests: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Reads one shard file of a checkpoint, and believes nothing that its manifest does not confirm.
+"""Read one shard file of a checkpoint, and verify everything against the manifest.
 
 On opening: regular file, size, digest of the header, then the header itself. On reading a slice:
-its bytes are hashed while they are copied to where they belong. Bytes are only ever copied, never
+its bytes are hashed while they are copied to their destination. Bytes are only ever copied, never
 interpreted, so a file full of pickle is just a file with the wrong digest. No torch here.
 """
 
@@ -31,7 +31,8 @@ MISMATCH = f"does not match its hash in {FILE_NAME}"
 class StoredReader:
     """An open shard file whose size and header are those of the manifest; use it in `with`.
 
-    Errors, here and in `read`: Damaged, naming the file, the slice and what differs.
+    Raises:
+        Damaged: here and in `read`, with the file, the slice and the difference.
     """
 
     def __init__(self, path: Path, expected: StoredFile) -> None:
@@ -114,11 +115,11 @@ class StoredReader:
             raise Damaged(self.path, f"cannot be read: {explain(failure)}") from failure
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self.descriptor)
 
     def __enter__(self) -> StoredReader:
-        """The reader itself."""
+        """Return the reader itself."""
         return self
 
     def __exit__(
@@ -127,7 +128,7 @@ class StoredReader:
         failure: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self.close()
 
 

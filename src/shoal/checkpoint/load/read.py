@@ -1,12 +1,12 @@
-"""Loads a checkpoint on any layout: ranks read only the slices that their own boxes meet.
+"""Load a checkpoint on any layout: each rank reads only the slices that overlap its own boxes.
 
     wanted box ∩ stored box ≠ ∅  →  read the stored slice, hash it on the way, copy the overlap
 
-A slice is believed only if its hash, its file's header and size, and the manifest's digest agree.
-Where wanted and stored box are the same, bytes go straight to their place; otherwise through a
-buffer as large as one stored slice. `open_newest` takes the newest checkpoint that every rank can
-read, and says of each newer one what is wrong with it; what all ranks want, one reads for all (see
-`shares`).
+A slice is accepted only if its hash, its file's header and size, and the manifest's digest agree.
+Where wanted and stored box are the same, bytes go straight to their destination; otherwise through
+a buffer as large as one stored slice. `open_newest` takes the newest checkpoint that every rank can
+read, and reports the fault of each newer one. A slice that all ranks want is read by one rank and
+broadcast (`shared_read`).
 
 Limits: a stored slice is read whole even if one row of it is wanted, since its hash covers all.
 """
@@ -41,7 +41,7 @@ __all__ = ["Found", "Loaded", "find", "load", "open_newest", "read_manifest", "v
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified checkpoint: where it lies, what it says of the run, and this rank's tensors."""
+    """A verified checkpoint: its path, its manifest, and this rank's tensors."""
 
     path: Path
     step: int
@@ -50,27 +50,27 @@ class Loaded:
 
 
 Plan = dict[Key, list[Target]]
-"""Stored slice → every place that wants part of it."""
+"""Stored slice → every target of a part of it."""
 
 
 def load(path: Path, wanted: Sequence[Shard]) -> dict[str, torch.Tensor]:
-    """This rank's part of the checkpoint folder `path`, on the CPU, by name.
+    """Load this rank's part of the checkpoint folder `path` to the CPU, by name.
 
     Args:
         wanted: any boxes of the stored tensors, under their own names or tied ones.
 
     Returns:
-        one slice: a tensor of the slice's shape; several: flat, slices in order.
+        One slice: a tensor of the slice's shape; several: flat, slices in order.
 
     Raises:
-        Damaged when bytes are not those that were saved; CheckpointError when the checkpoint has no
-            such tensor, or one of another shape or dtype.
+        Damaged: bytes differ from those that were saved.
+        CheckpointError: the checkpoint has no such tensor, or one of another shape or dtype.
     """
     return load_from(path, read_manifest(path), wanted)
 
 
 def load_from(path: Path, manifest: Manifest, wanted: Sequence[Shard]) -> dict[str, torch.Tensor]:
-    """As `load`, with the manifest already read and verified."""
+    """Load as `load`, with the manifest already read and verified."""
     plan: Plan = {}
     result = {shard.name: _plan_shard(path, manifest, shard, plan) for shard in wanted}
     _read(path, manifest, plan)
@@ -78,7 +78,7 @@ def load_from(path: Path, manifest: Manifest, wanted: Sequence[Shard]) -> dict[s
 
 
 def _read(path: Path, manifest: Manifest, plan: Plan) -> None:
-    """Fill every place of the plan, file by file."""
+    """Fill every target of the plan, file by file."""
     files: dict[str, list[Key]] = {}
     for key in plan:
         files.setdefault(key[1].file, []).append(key)
@@ -99,24 +99,27 @@ def open_newest(
 ) -> Loaded | None:
     """Load the newest checkpoint under `root` that all ranks can read; every rank calls it.
 
+    Rank 0 deletes the temporary folders of dead saves, lists the candidates and broadcasts the list
+    (network file systems may show each rank another one). Each rank announces its wanted slices and
+    reads its share; then all vote, and broadcast the slices that all want. If a candidate is
+    damaged, rank 0 reports it as `checkpoint_damaged` and leaves it as it is, and the next older
+    one is tried.
+
     Args:
-        wanted_from: gives the shards that this rank wants of a manifest.
-        only: the step whose checkpoint is wanted, and no other.
+        wanted_from: returns the shards that this rank wants of a manifest.
+        only: the step of the one checkpoint to load; None: any.
 
     Returns:
-        this rank's tensors; None if there is no checkpoint, or none of step `only`.
+        This rank's tensors; None if there is no checkpoint, or none of step `only`.
 
-    Rank 0 deletes the temporary folders of dead saves, lists the candidates and tells the others
-    (what exists may differ per rank on network file systems); each rank says what it wants and
-    reads its share; then all vote, and hand on what others want too. A damaged candidate is
-    reported as `checkpoint_damaged` by rank 0, left as it is, and the next older one is tried.
-
-    Errors: CheckpointError on all ranks when every candidate is damaged (starting over must be
-    somebody's decision; WantedDamaged for that of step `only`), when ranks read different
-    manifests, when one is of another Shoal's format version, or when the wanted shards are not
-    those of the checkpoint (another model: an older file would not help). A ShoalError that
-    `wanted_from` raises comes through on its rank; on the others, and for any other exception, it
-    is a CheckpointError that names the rank.
+    Raises:
+        CheckpointError: on all ranks: every candidate is damaged (a user must decide to start
+            over), ranks read different manifests, one is of another Shoal's format version, or the
+            wanted shards are not those of the checkpoint (another model: an older file would not
+            help).
+        WantedDamaged: the checkpoint of step `only` is damaged.
+        ShoalError: `wanted_from` raised it on this rank; on the others, and for any other
+            exception, a CheckpointError that names the rank.
     """
     try:
         return _open_newest(root, wanted_from, world, emit, only)
@@ -179,7 +182,7 @@ def _damage(answers: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, str]
 
 
 class _Attempt:
-    """One rank's try at one candidate: tensors stay here, what others must know travels as JSON."""
+    """One rank's attempt to load one candidate; tensors stay here, answers to ranks are JSON."""
 
     manifest: Manifest
 
@@ -190,14 +193,14 @@ class _Attempt:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def run(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The answer of one part of it, or the damage that it met."""
+        """Return the answer of one phase, or the damage that it met."""
         try:
             return {"damage": None, **work()}
         except Damaged as problem:
             return {"damage": problem.fields()}
 
     def look(self) -> dict[str, Any]:
-        """Read the manifest: which one it is, and which slices this rank wants whole."""
+        """Read the manifest; return its digest, and the slices that this rank wants whole."""
         self.manifest = read_manifest(self.path)
         for shard in self.wanted_from(self.manifest):
             self.tensors[shard.name] = _plan_shard(self.path, self.manifest, shard, self.plan)
@@ -205,14 +208,14 @@ class _Attempt:
         return {"digest": self.manifest.digest, "wanted": wanted}
 
     def read(self, rank: int, readers: Mapping[Key, int]) -> dict[str, Any]:
-        """Read this rank's share, and what it alone wants."""
+        """Read this rank's share of the common slices, and the slices that it alone wants."""
         own = {k: places for k, places in self.plan.items() if readers.get(k, rank) == rank}
         _read(self.path, self.manifest, own)
         return {}
 
 
 def _plan_shard(path: Path, manifest: Manifest, shard: Shard, plan: Plan) -> torch.Tensor:
-    """Note in `plan` which stored slices fill this shard; gives its tensor, still empty."""
+    """Add the stored slices that fill this shard to `plan`; return its tensor, still empty."""
     name = manifest.aliases.get(shard.name, shard.name)
     tensor = manifest.tensors.get(name)
     if tensor is None:

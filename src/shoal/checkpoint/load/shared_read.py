@@ -1,12 +1,12 @@
-"""What all ranks want of a checkpoint is read and hashed by one of them each, and handed on.
+"""Share the reading of slices that all ranks want: one rank reads, hashes and broadcasts each.
 
-    1. every rank says which stored slices it wants whole
-    2. those that all want are dealt, largest first, to the rank with least to read
+    1. every rank announces the stored slices that it wants whole
+    2. each slice that all want goes, largest first, to the rank with the fewest bytes to read
     3. all read and hash their share; when nobody found damage, every slice is broadcast in turn
 
 So replicas (ddp, and the weights under zero) read each byte once, not once per rank. Small slices
-are read by everyone: a message would cost more. Every rank computes the same deal from the same
-answers.
+are read by every rank: a message would cost more. Every rank computes the same assignment from the
+same answers.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from shoal.wire.phases import counting
 LEAST_BYTES = 2**16
 
 Key = tuple[str, StoredSlice]
-"""A stored slice: the tensor's name, and where it lies."""
+"""A stored slice: the tensor's name, and its file, key and box."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where part of a stored slice goes: the box to fill, and the tensor that holds it."""
+    """Destination of part of a stored slice: the box to fill, and the tensor that holds it."""
 
     box: Box
     data: torch.Tensor
 
 
 def keys_of(manifest: Manifest) -> list[Key]:
-    """Every stored slice, in an order that all readers of the manifest share."""
+    """List every stored slice, in an order that all readers of the manifest share."""
     return [
         (name, piece)
         for name in sorted(manifest.tensors)
@@ -46,7 +46,7 @@ def keys_of(manifest: Manifest) -> list[Key]:
 
 
 def wanted_whole(manifest: Manifest, targets: Mapping[Key, Sequence[Target]]) -> list[int]:
-    """Numbers of the slices, in the order of `keys_of`, that this rank wants whole."""
+    """Return the indices in `keys_of` of the slices that this rank wants whole."""
     return [
         number
         for number, key in enumerate(keys_of(manifest))
@@ -55,10 +55,10 @@ def wanted_whole(manifest: Manifest, targets: Mapping[Key, Sequence[Target]]) ->
 
 
 def deal(manifest: Manifest, wanted: Sequence[Sequence[int]]) -> dict[Key, int]:
-    """The rank that reads each slice which all ranks want whole, in the order of `keys_of`.
+    """Assign each slice that all ranks want whole to one reader, in the order of `keys_of`.
 
     Args:
-        wanted: of every rank, what `wanted_whole` gave.
+        wanted: of every rank, the result of `wanted_whole`.
     """
     if len(wanted) == 1:
         return {}
@@ -73,7 +73,7 @@ def deal(manifest: Manifest, wanted: Sequence[Sequence[int]]) -> dict[Key, int]:
 def hand_on(
     world: World, readers: Mapping[Key, int], targets: Mapping[Key, Sequence[Target]]
 ) -> None:
-    """Broadcast every dealt slice from the rank that read it; every rank calls at once."""
+    """Broadcast every shared slice from the rank that read it; every rank calls at once."""
     for key, reader in counting("share", len(readers), readers.items()):
         piece = key[1]
         holder = _holder(key, targets[key]) or targets[key][0]
@@ -94,7 +94,7 @@ def hand_on(
 
 
 def place(whole: torch.Tensor, piece: StoredSlice, targets: Sequence[Target]) -> None:
-    """Copy what each target wants of a slice's data."""
+    """Copy each target's part of a slice's data."""
     source = whole.view(boxes.extents(piece.box))
     for target in targets:
         shared = boxes.overlap(piece.box, target.box)
@@ -104,7 +104,7 @@ def place(whole: torch.Tensor, piece: StoredSlice, targets: Sequence[Target]) ->
 
 
 def _holder(key: Key, targets: Sequence[Target]) -> Target | None:
-    """A target that holds the slice whole."""
+    """Return a target that holds the slice whole."""
     box = key[1].box
     return next((target for target in targets if boxes.overlap(box, target.box) == box), None)
 

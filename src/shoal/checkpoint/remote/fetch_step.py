@@ -1,11 +1,11 @@
-"""Brings the newest checkpoint of a remote folder into the run's own, if that has none as new.
+"""Fetch the newest checkpoint of a remote folder into the run's own, if the local ones are older.
 
-    rank 0      which steps are there and newer than what is here; the manifest, into `step-N.tmp-…`
+    rank 0      lists the remote steps newer than the local ones; the manifest, into `step-N.tmp-…`
     each rank   its share of the files, each copied once in all, and hashed
-    rank 0      the name `step-N`, as a save gives it
+    rank 0      the rename to `step-N`, as in a save
 
-From then on it is a checkpoint like any other. One that does not verify is told, and the next older
-is tried.
+From then on it is a checkpoint like any other. One that does not verify is reported, and the next
+older one is tried.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def fetch_newest(
     tell: Callable[[str], None],
     only: int | None = None,
 ) -> None:
-    """Bring the newest whole step that is newer than all in `root`; every rank calls it.
+    """Fetch the newest complete step that is newer than all in `root`; every rank calls it.
 
     Args:
-        below: as `RemoteFolder` has it.
-        tell: one line for the user; of rank 0.
-        only: the step that is wanted, and no other.
+        below: as in `RemoteFolder`.
+        tell: prints one line for the user; called on rank 0.
+        only: the one step to fetch; None: any.
 
     Raises:
-        ClusterError: on all ranks where the store does not answer, and nothing is here instead, and
-            for a copy that fails; CheckpointError where all that is there is damaged, or a
-            checkpoint is of another Shoal.
+        ClusterError: on all ranks: a copy failed, or the store does not answer and no checkpoint is
+            local.
+        CheckpointError: all remote checkpoints are damaged, or one is of another Shoal.
     """
     try:
         steps = first_only(world, lambda: _candidates(root, remote, below, tell, only))
@@ -74,7 +74,7 @@ def fetch_newest(
 def _candidates(
     root: Path, remote: RemoteFolder, below: str, tell: Callable[[str], None], only: int | None
 ) -> list[int]:
-    """Steps to try, newest first."""
+    """List the steps to try, newest first."""
     here = [found.step for found in find(root)]
     if only in here:
         return []
@@ -91,7 +91,11 @@ def _candidates(
 
 
 def _fetch(root: Path, remote: RemoteFolder, below: str, step: int, world: World) -> str:
-    """Bring one step; what is damaged of it, "" for nothing. Errors: RankFailed."""
+    """Fetch one step; return its damage, "" for none.
+
+    Raises:
+        RankFailed: a copy failed on some rank.
+    """
     final = step_folder(root, step)
 
     def prepare() -> dict[str, str]:

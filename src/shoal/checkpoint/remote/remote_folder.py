@@ -1,12 +1,12 @@
-"""Checkpoints in a remote folder (s3://, gs://, …) by fsspec: which are whole there, up and down.
+"""Checkpoints in a remote folder (s3://, gs://, …) by fsspec: list, upload and download.
 
     ADDRESS/checkpoints/step-N/rank-K.safetensors   first
     ADDRESS/run.toml, ADDRESS/hub/…                 as in the run's folder
     ADDRESS/checkpoints/step-N/manifest.json        last: without it the step is not there
     ADDRESS/tags/TAG/…                              the same, of a tag
 
-A step goes by its manifest first and its files then, so what was cut off in either way is never
-taken for one. Stores know no locks: one run, one address. No torch here.
+A deletion removes the manifest first and the files after it, so an interrupted upload or deletion
+never looks like a checkpoint. Stores have no locks: one run, one address. No torch here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ STORED = re.compile(r"checkpoints/step-([0-9]+)/([^/]+)")
 
 
 class RemoteFailed(ClusterError):
-    """ClusterError for a remote folder that cannot be reached, or gives or takes something else."""
+    """ClusterError for a remote folder that cannot be reached or that refuses a transfer."""
 
 
 def check_remote(address: Any) -> None:
-    """Refuse an address that no library here serves; nothing is asked over a network.
+    """Refuse an address that no installed library serves; no network is used.
 
     Raises:
-        ConfigError: with the nearest address, or the library that lacks.
+        ConfigError: with the nearest address, or the library that is missing.
     """
     where = f"checkpoint.remote = {address}"
     if not isinstance(address, str) or "://" not in address:
@@ -59,12 +59,12 @@ def check_remote(address: Any) -> None:
 
 
 class RemoteFolder:
-    """A run's folder in a store: `RemoteFolder(address)`; nothing is asked before it is needed.
+    """A run's folder in a store: `RemoteFolder(address)`; it connects on first use.
 
     below    of a method: the folder of a tag, `tags/TAG/`, or another one in the run's; "" its own
 
     Raises:
-        RemoteFailed, of every method, with the address and what the store's library said.
+        RemoteFailed: from every method, with the address and the error of the store's library.
     """
 
     def __init__(self, address: str) -> None:
@@ -79,7 +79,7 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[tuple[Any, str]]:
-        """The store and the folder's path in it."""
+        """Yield the store and the folder's path in it, and turn its errors into RemoteFailed."""
         try:
             yield self._store
         except ShoalError:
@@ -89,7 +89,7 @@ class RemoteFolder:
             raise RemoteFailed(f"checkpoint.remote = {self.address}: {said}") from error
 
     def _listed(self, below: str) -> dict[int, dict[str, int]]:
-        """Step → file → bytes, of all that lies there, whole or not."""
+        """Return step → file → bytes of all remote files, complete steps or not."""
         with self._asking() as (store, path):
             store.invalidate_cache()
             try:
@@ -104,15 +104,15 @@ class RemoteFolder:
             return steps
 
     def steps(self, below: str = "") -> list[int]:
-        """Steps that have a manifest there, newest first; nothing of them is read yet."""
+        """List the steps that have a manifest there, newest first; nothing is read yet."""
         listed = self._listed(below)
         return sorted((s for s, files in listed.items() if FILE_NAME in files), reverse=True)
 
     def manifest(self, below: str, step: int) -> tuple[Manifest, bytes]:
-        """Read a step's manifest, and its bytes as they are there.
+        """Read a step's manifest, and its bytes as stored.
 
         Raises:
-            also Damaged for one that was cut short, or whose files are not all there.
+            Damaged: it was cut short, or its files are not all there.
         """
         with self._asking() as (store, path):
             data: bytes = store.cat_file(f"{path}/{below}checkpoints/step-{step}/{FILE_NAME}")
@@ -125,17 +125,17 @@ class RemoteFolder:
         return manifest, data
 
     def get(self, below: str, step: int, name: str, target: Path) -> None:
-        """Copy one file of a step to `target`; who calls it checks what has come."""
+        """Copy one file of a step to `target`; the caller verifies it."""
         with self._asking() as (store, path):
             store.get_file(f"{path}/{below}checkpoints/step-{step}/{name}", str(target))
 
     def put(self, checkpoint: Path, below: str, keep: int) -> None:
-        """Copy a complete checkpoint there, unless it is; delete those beyond the `keep` newest.
+        """Upload a complete checkpoint, unless it is there; delete those beyond the `keep` newest.
 
-        Those of later steps are neither counted nor touched, but of a tag, which has one only.
+        Later steps are neither counted nor touched, except under a tag, which has one checkpoint.
 
         Raises:
-            also CheckpointError for a local manifest that is damaged.
+            CheckpointError: the local manifest is damaged.
         """
         data = (checkpoint / FILE_NAME).read_bytes()
         manifest = decode(data, checkpoint / FILE_NAME)
@@ -145,21 +145,25 @@ class RemoteFolder:
             there = listed.get(manifest.step, {})
             has_manifest = FILE_NAME in there
             if not (has_manifest and store.cat_file(f"{folder}/{FILE_NAME}") == data):
-                if has_manifest:  # of a future that the run went back from
+                if has_manifest:  # from before the run went back to an earlier step
                     store.rm_file(f"{folder}/{FILE_NAME}")
                 self._put_files(checkpoint, below, manifest)
                 store.pipe_file(f"{folder}/{FILE_NAME}", data)
             self._retire(below, manifest.step, listed, keep)
 
     def _put_files(self, checkpoint: Path, below: str, manifest: Manifest) -> None:
-        """All but the manifest. Errors: RemoteFailed where the store has other sizes then."""
+        """Upload all files but the manifest.
+
+        Raises:
+            RemoteFailed: the store has other sizes afterwards.
+        """
         store, path = self._store
         folder, base = f"{path}/{below}checkpoints/{checkpoint.name}", checkpoint.parent.parent
         wanted = {checkpoint / name: f"{folder}/{name}" for name in manifest.files}
         for file in (base / "run.toml", *sorted((base / HUB).glob("*"))):
             if file.is_file():
                 wanted[file] = f"{path}/{below}{file.relative_to(base)}"
-        if not store.async_impl:  # stores of objects have no folders: it would be a bucket
+        if not store.async_impl:  # object stores have no folders: this would make a bucket
             for parent in {name.rpartition("/")[0] for name in wanted.values()}:
                 store.makedirs(parent, exist_ok=True)
         store.put([str(file) for file in wanted], list(wanted.values()))
@@ -185,12 +189,12 @@ class RemoteFolder:
 
 
 def is_tag(below: str) -> bool:
-    """Whether a folder below a run's is a tag's, which has one checkpoint, of whatever step."""
+    """Return whether a folder is a tag's, which has one checkpoint, of whatever step."""
     return below.startswith("tags/")
 
 
 def _lacking(manifest: Manifest, there: dict[str, int]) -> str:
-    """The first file that is not there in its size; "" if all are."""
+    """Return the first file that is missing or of another size there; "" if none is."""
     for name, file in manifest.files.items():
         if there.get(name) != file.size_bytes:
             return name

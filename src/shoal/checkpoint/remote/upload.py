@@ -1,6 +1,6 @@
-"""Copies what a run saves to its remote folder, in a thread of rank 0, while training goes on.
+"""Upload a run's checkpoints to its remote folder, in a thread of rank 0, while training goes on.
 
-    saved, or gone on from  ──hear──> the newest of the run, and of each tag, that is to be copied
+    saved, or resumed from  ──hear──> the newest of the run, and of each tag, that is to be copied
     thread                  ──put───> files, then the manifest (remote_folder); older ones are
                             skipped
     next step, or the end   ──tell──> a line for each copy that failed; it is tried at the next save
@@ -27,16 +27,16 @@ from shoal.fabric import World
 from shoal.wire.phases import phase
 
 DEADLINE_S, HEARD_S = 3600.0, 30.0
-"""How long the end of a run waits for the last copy, and how often the other ranks hear of it."""
+"""Seconds that a run's end waits for the last copy, and between messages to the other ranks."""
 
 
 class Uploader:
-    """The copies of one run's checkpoints: `hear` takes its events, `ended` waits.
+    """Uploader of one run's checkpoints: `hear` takes the run's events, `ended` waits.
 
     Args:
         folder: of the run.
         keep: newest checkpoints that stay in the remote folder.
-        tell: one line for the user; called in the thread that calls `hear`.
+        tell: prints one line for the user; called in the thread that calls `hear`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Uploader:
         self._running: Future[None] | None = None
 
     def hear(self, record: dict[str, Any]) -> None:
-        """Take one event of the run; any tells what has failed meanwhile."""
+        """Handle one event of the run; also report copies that failed since the last event."""
         self._say()
         if record["event"] not in ("checkpoint_saved", "resumed"):
             return
@@ -81,7 +81,7 @@ class Uploader:
                 with spared(checkpoint):
                     self.remote.put(checkpoint, below, 1 if is_tag(below) else self.keep)
             except Exception as failure:
-                if checkpoint.is_dir():  # else it was too old to stay, and a newer one is to come
+                if checkpoint.is_dir():  # else retention deleted it, and a newer one follows
                     reason = str(failure) if isinstance(failure, ShoalError) else explain(failure)
                     with self._lock:
                         self._failed[below] = checkpoint
@@ -90,7 +90,7 @@ class Uploader:
                 self._newest = checkpoint
 
     def ended(self, wait_s: float) -> bool:
-        """Wait so long for the copies under way; whether they have ended, which is told then."""
+        """Wait up to `wait_s` for copies under way, report failures, return whether all ended."""
         running = self._running
         if running is not None and futures.wait([running], wait_s).not_done:
             return False
@@ -113,16 +113,16 @@ def start_copies(
     hear: Callable[[Callable[[dict[str, Any]], None]], None],
     tell: Callable[[str], None],
 ) -> Callable[[], None]:
-    """Have a run's checkpoints copied to a remote folder; gives what waits for the last copy.
+    """Start uploads of a run's checkpoints; return a function that waits for the last one.
 
     Args:
         folder: of the run.
         keep: newest checkpoints that stay there.
-        tell: one line for the user.
-        hear: takes a function that is then called with every event of the run.
+        tell: prints one line for the user.
+        hear: registers a function that is then called with every event of the run.
 
     Returns:
-        a function that every rank calls at the end, which returns when the last copy is there, has
+        A function that every rank calls at the end. It returns when the last copy is there, has
         failed, or takes longer than an hour.
     """
     uploader = None
@@ -138,7 +138,7 @@ def start_copies(
                 late = time.monotonic() > until_s
                 if uploader is not None and not over and (late or len(lines) > 1):
                     tell(f"checkpoint.remote = {address}: {lines.pop(-1 if late else 0)}")
-                # None may wait in one collective for long: the others hear that it goes on.
+                # No rank may wait in one collective for long: rank 0 sends a message now and then.
                 if world.broadcast_json(over or late):
                     return
 

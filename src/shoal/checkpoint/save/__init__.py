@@ -1,1 +1,1 @@
-"""Save checkpoints: beside training, on shared disks or on each node alone."""
+"""Save checkpoints: in the background of training, on shared disks or on each node's own."""

@@ -1,15 +1,15 @@
-"""Saves a checkpoint beside training: the training thread copies, a second thread does the rest.
+"""Save a checkpoint in the background: the training thread copies, a second thread does the rest.
 
     training thread   copy this rank's share to host memory; go on
     second thread     collect, prepare, write, commit as in `write`, over a process group of its own
 
-Who writes what is agreed once, at the first save, by messages; afterwards every rank copies what it
-wrote last time, without a word. If its offers have changed (optimizer state that appeared later) it
-copies what is new as well, and the second threads agree anew over what was copied.
+The ranks agree on each slice's writer once, at the first save. Afterwards every rank copies the
+slices of its last save, without a message. If its offers have changed (optimizer state that
+appeared later), it copies the new slices as well, and the second threads agree anew on all copies.
 
-One save at a time: a start waits for the one before it. The verdict is the same on all ranks. What
-is to be told waits until the training thread asks (`poll`, `wait`, `start`), so listeners of events
-never run in a second thread. A script that ends lets the save in flight finish.
+One save at a time: a start waits for the one before it. The verdict is the same on all ranks.
+Events wait until the training thread asks (`poll`, `wait`, `start`), so listeners never run in the
+second thread. A script that ends lets the save in flight finish.
 
 Source: reliability row 24 (own group, failure on all ranks); torch's DCP async_save, whose stall on
 CPU tensors is that of a whole save (0.56 of 0.59 s): ours judges the stall by the copy.
@@ -52,18 +52,18 @@ from shoal.fabric import World
 from shoal.fabric.duplicate_group import leave
 
 DEADLINE_S = 3600.0
-"""How long a training thread waits for a save that does not end, before it gives the run up."""
+"""Seconds that a training thread waits for a save that does not end, before it raises."""
 
 NICENESS = 10
-"""Of the second thread, on Linux, where threads have their own: training goes first."""
+"""Niceness of the second thread, on Linux, where threads have their own: training goes first."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended: with `saved` or with `failure`; the other one is None.
+    """Result of a save: `saved` or `failure`; the other one is None.
 
-    A CheckpointError as failure has the same text on all ranks, and training may go on. A
-    ClusterError means that this rank lost the others: the run cannot go on.
+    After a CheckpointError, whose text is the same on all ranks, training may go on. A ClusterError
+    means that this rank lost the others: the run cannot go on.
     """
 
     step: int
@@ -73,10 +73,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Copied:
-    """What the training thread left: blocks in host memory, and whether they are still as agreed.
+    """Blocks that the training thread copied to host memory, and the agreement that they follow.
 
     Attributes:
-        shards, offers: all that this rank holds, of which `blocks` are what it may have to write.
+        shards, offers: all that this rank holds; `blocks` are those that it may have to write.
     """
 
     blocks: dict[Key, Block]
@@ -87,7 +87,7 @@ class _Copied:
     changed: bool
 
     def still(self, known: Agreement | None, shards: list[Shard], aliases: dict[str, str]) -> bool:
-        """Whether the same blocks are to be copied under the agreement that is now known."""
+        """Return whether `known` asks for the same blocks as this copy."""
         same = self.agreement is known and not self.changed
         return same and self.shards == shards and self.aliases == aliases
 
@@ -106,12 +106,12 @@ class _Save:
 
 
 class BackgroundSaver:
-    """Saver of one run's checkpoints beside training, one at a time, in a second thread.
+    """Saver of one run's checkpoints in a second thread, one at a time.
 
-    Every rank has one and calls `start`, `wait` and `close` alike; `poll` asks this rank alone.
+    Every rank has one and makes the same calls of `start`, `wait` and `close`; `poll` is local.
 
     Args:
-        world: process group of its own (a `twin`): nobody else may use it; `close` leaves it.
+        world: process group of its own (a `twin`): nothing else may use it; `close` leaves it.
         emit: called by `poll`, `wait`, `start` and `close` in their caller's thread: rank 0 emits
             `checkpoint_saved` or `checkpoint_failed`.
         deadline_s: how long `start`, `wait` and `close` wait for a save in flight before they raise
@@ -143,13 +143,14 @@ class BackgroundSaver:
     ) -> Outcome | None:
         """Copy the pieces and begin to write them; they may change as soon as this returns.
 
-        Arguments as of `write.save`. What is wrong with them is told by the outcome, on all ranks.
+        Arguments as of `write.save`. A fault in them appears in the outcome, on all ranks.
 
         Returns:
-            the outcome of the save before, which it waits for, if nobody asked for it yet.
+            The outcome of the previous save, which it waits for, if nobody has read it yet.
 
         Raises:
-            ClusterError: as in `wait`; ConfigError for keep < 1.
+            ClusterError: as in `wait`.
+            ConfigError: keep < 1.
         """
         earlier = self.wait()
         save = _Save(Target(root, step, {}, keep), None, None)
@@ -157,20 +158,20 @@ class BackgroundSaver:
             save.target = replace(save.target, record=plain(record))
             save.copied = self._copy(pieces, dict(aliases or {}))
         except Exception as problem:
-            # Told in the second thread: whichever thread of the others speaks first hears it there,
-            # since the first word of a save is the same exchange, whether they agree or go on.
+            # Reported in the second thread: another rank receives it in either of its threads,
+            # since the first message of a save is the same exchange, whether they agree or go on.
             save.problem = problem
         self._running = save
         save.future = self._second.submit(self._write, save)
         return earlier
 
     def poll(self) -> Outcome | None:
-        """How the newest save ended; None while it runs, before any, and after `wait` told it."""
+        """Return the newest save's outcome; None while it runs, before any, or after `wait`."""
         save = self._running
         if save is not None and save.future is not None and save.future.done():
             save.future.result()
             self._running = None
-            # After a failure all ranks agree anew: they must not differ in what they believe.
+            # After a failure all ranks agree anew: their agreements must not differ.
             self._agreement = save.agreement
             self._outcome = save.outcome
             for event, fields in save.events:
@@ -178,9 +179,10 @@ class BackgroundSaver:
         return self._outcome
 
     def wait(self) -> Outcome | None:
-        """Wait for the save in flight and give its outcome, once; None if there is none to give.
+        """Wait for the save in flight and return its outcome, once; None if there is none.
 
-        Errors: ClusterError when it does not end by the deadline, or this rank lost the others.
+        Raises:
+            ClusterError: the save does not end by the deadline, or this rank lost the others.
         """
         save = self._running
         waited = [save.future] if save is not None and save.future is not None else []
@@ -197,7 +199,7 @@ class BackgroundSaver:
         return outcome
 
     def close(self) -> Outcome | None:
-        """Wait for the save in flight, as `wait`, and leave the twin; every rank calls it."""
+        """Wait for the save in flight, as `wait`, and leave the group; every rank calls it."""
         outcome = self.wait()
         atexit.unregister(self._at_exit)
         self._second.shutdown()
@@ -206,7 +208,7 @@ class BackgroundSaver:
         return outcome
 
     def _at_exit(self) -> None:
-        """For scripts that never call `close`: their thread has ended by now; tell what it did."""
+        """Report the last save of a script that never called `close`."""
         self.poll()
         self.world.group = None
 
@@ -216,7 +218,7 @@ class BackgroundSaver:
             sources = [block.found_in(pieces) for block in last.blocks.values()]
         else:
             sources = []
-        # Nothing else is looked at again: small models have many tensors and few bytes.
+        # Nothing else is checked again: small models have many tensors and few bytes.
         if last is not None and sources and self._host.again(sources):
             return last
         if known is None:
@@ -236,7 +238,7 @@ class BackgroundSaver:
     def _agree(
         self, pieces: Sequence[Piece], aliases: dict[str, str]
     ) -> tuple[dict[Key, Block], Agreement]:
-        """The first save, and one after a failure: the training threads agree, by messages."""
+        """Agree in the training threads: at the first save, and after a failure."""
         held: dict[Key, Block] = {}
 
         def offer() -> dict[Key, Offer]:
@@ -246,7 +248,7 @@ class BackgroundSaver:
         return held, agree(self.world, offer, aliases)
 
     def _write(self, save: _Save) -> None:
-        """The second thread."""
+        """Write one save to disk, in the second thread."""
         step = save.target.step
 
         def remember(event: str, **fields: Any) -> None:

@@ -1,11 +1,11 @@
-"""Carries files between machines that share no disk, in pieces, many pairs of them at once.
+"""Transfer files between machines that share no disk, in pieces, many pairs of ranks at once.
 
-    wave     parcels that can go together: nobody sends two of them at once, or hears two
-    piece    PIECE_BYTES of each parcel of a wave; the memory that this takes is two of them
-    round    ROUND_PIECES pieces, after which all ranks say whether they are well: so a full disk
-             is known soon, and nobody waits in one collective for as long as a file takes
+    wave     transfers that can go together: no rank sends, or receives, two of them at once
+    piece    PIECE_BYTES of each transfer of a wave; the memory that this takes is two of them
+    round    ROUND_PIECES pieces, after which all ranks exchange their state: so a full disk is
+             known soon, and nobody waits in one collective for as long as a file takes
 
-What has come is durable, and not yet believed: who carries checks it against its hashes.
+A received file is durable, and not yet verified: the caller checks its hashes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUND_PIECES = 64
 
 @dataclass(frozen=True)
 class Parcel:
-    """A file that goes from one rank's disk to another's."""
+    """Transfer of a file from one rank's disk to another's."""
 
     source: int
     target: int
@@ -40,7 +40,7 @@ class Parcel:
 
 
 def waves(parcels: Sequence[Parcel]) -> list[list[Parcel]]:
-    """Deal parcels into waves, each of which nobody sends two of, or hears two.
+    """Group transfers into waves in which no rank sends, or receives, two of them.
 
     >>> pairs = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     >>> dealt = waves([Parcel(source, target, "file", 1) for source, target in pairs])
@@ -69,11 +69,11 @@ def carry(
     source_of: Callable[[Parcel], Path],
     target_of: Callable[[Parcel], Path],
 ) -> None:
-    """Carry files; every rank calls it with the same parcels, and asks for its own paths alone.
+    """Transfer files; every rank calls it with the same parcels, and asks for its own paths alone.
 
     Raises:
-        RankFailed, on all ranks, for a disk that does not give a file whole or take it;
-            ClusterError where a peer is gone.
+        RankFailed: on all ranks, if a disk fails to read or write a file.
+        ClusterError: a peer is gone.
     """
     pieces = sum(-(-one.size_bytes // PIECE_BYTES) for one in parcels)
     with phase("fetch", of=pieces) as told:
@@ -95,18 +95,22 @@ def carry(
 
 
 def _well(sender: _Sender, receiver: _Receiver, *, last: bool) -> None:
-    """Errors: OSError for what went wrong on this rank in a round."""
+    """Check this rank's sender and receiver at the end of a round.
+
+    Raises:
+        OSError: a read or write failed on this rank in the round.
+    """
     sender.check()
     receiver.check(last=last)
 
 
 def _length(parcel: Parcel, number: int) -> int:
-    """Bytes of a parcel's piece."""
+    """Return the bytes of a transfer's piece."""
     return max(0, min(PIECE_BYTES, parcel.size_bytes - number * PIECE_BYTES))
 
 
 class _Sender:
-    """Reads a file; after a failure it sends zeros, until the round's end says what happened."""
+    """Reader of a file to send; after a failure it sends zeros until the round ends."""
 
     def __init__(self, path: Path | None, files: contextlib.ExitStack) -> None:
         self.failure: OSError | None = None
@@ -120,7 +124,7 @@ class _Sender:
                 self.failure = failure
 
     def piece(self, parcel: Parcel | None, number: int) -> tuple[int, torch.Tensor] | None:
-        """Read a piece: (for whom, its bytes); None where there is none."""
+        """Read a piece: (destination rank, its bytes); None where there is none."""
         length = _length(parcel, number) if parcel else 0
         if parcel is None or not length:
             return None
@@ -137,13 +141,17 @@ class _Sender:
         return parcel.target, piece
 
     def check(self) -> None:
-        """Errors: OSError for what went wrong."""
+        """Raise the error of the round, if any.
+
+        Raises:
+            OSError: a read failed.
+        """
         if self.failure is not None:
             raise self.failure
 
 
 class _Receiver:
-    """Writes a file; after a failure it takes no more, until the round's end says what happened."""
+    """Writer of a received file; after a failure it discards pieces until the round ends."""
 
     def __init__(self, path: Path | None, files: contextlib.ExitStack) -> None:
         self.failure: OSError | None = None
@@ -158,12 +166,12 @@ class _Receiver:
                 self.failure = failure
 
     def room(self, parcel: Parcel | None, number: int) -> tuple[int, torch.Tensor] | None:
-        """Give room for a piece: (of whom, its bytes to come); None where none comes."""
+        """Return a buffer for a piece: (source rank, its bytes to come); None where none comes."""
         length = _length(parcel, number) if parcel else 0
         return (parcel.source, self._piece[:length]) if parcel and length else None
 
     def write(self, heard: tuple[int, torch.Tensor] | None) -> None:
-        """Append a piece that came."""
+        """Append a received piece."""
         if heard is None or self.failure is not None:
             return
         try:
@@ -173,7 +181,11 @@ class _Receiver:
             self.failure = failure
 
     def check(self, *, last: bool) -> None:
-        """Make it durable at the end. Errors: OSError for what went wrong."""
+        """Fsync the file at the end.
+
+        Raises:
+            OSError: a write failed.
+        """
         if self.failure is not None:
             raise self.failure
         if last and self._descriptor >= 0:

@@ -1,8 +1,8 @@
-"""Copies this rank's share of a run into host memory that every save uses again.
+"""Copy this rank's share of a run into host memory that every save uses again.
 
-The copy is all that training waits for, so it must cost no more than the bytes: one allocation,
-kept, whose pages are in place after the first save; pinned where tensors come from a GPU, so that
-the copy is queued on the training stream, before the next step's kernels, and nobody waits for it.
+Training waits only for this copy, so it must cost no more than the bytes: one allocation, kept,
+whose pages are in place after the first save. It is pinned where tensors come from a GPU, so that
+the copy is queued on the training stream, before the next step's kernels, without a wait.
 
 Limits: the memory stays taken between saves: a rank's share of weights and optimizer state.
 """
@@ -19,13 +19,13 @@ from shoal.checkpoint.agreement.rank_pieces import Block
 from shoal.fabric.device import first_accelerator, pin, recorded_event
 
 ALIGN_BYTES = 64
-"""Each block begins at a multiple: any dtype may lie there, and cache lines are not shared."""
+"""Alignment of each block: right for any dtype, and no cache line is shared."""
 
 Kind = tuple[torch.dtype, torch.Size]
 
 
 class HostCopy:
-    """The memory, and the way into it. One save at a time: `take` overwrites what was taken."""
+    """Host memory of one save at a time: `take` overwrites the previous copy."""
 
     def __init__(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
@@ -36,7 +36,7 @@ class HostCopy:
         self._unpin: weakref.finalize | None = None
 
     def take(self, blocks: Sequence[Block]) -> list[Block]:
-        """The same blocks, their data copied to host memory, flat; on a GPU only queued.
+        """Copy the blocks' data to host memory, flat; on a GPU the copy is only queued.
 
         After this returns, the sources may change. The data may be read after `arrived`.
         """
@@ -46,7 +46,7 @@ class HostCopy:
         return [b.with_data(slot) for b, slot in zip(blocks, self._flat_slots, strict=True)]
 
     def again(self, sources: Sequence[torch.Tensor]) -> bool:
-        """Copy tensors to where those of the newest `take` lie; False if their kinds differ."""
+        """Copy tensors over those of the newest `take`; return False if shapes or dtypes differ."""
         if self._kinds != [(source.dtype, source.shape) for source in sources]:
             return False
         if sources:
@@ -58,18 +58,18 @@ class HostCopy:
         return True
 
     def arrived(self) -> None:
-        """Wait until what `take` queued is in host memory; any thread may call it."""
+        """Wait until the copies that `take` queued are complete; any thread may call it."""
         if self._queued is not None:
             self._queued.synchronize()
             self._queued = None
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._kinds, self._slots, self._flat_slots = [], [], []
         self._release()
 
     def _arrange(self, sources: Sequence[torch.Tensor]) -> None:
-        """Give each source its place; memory that is large enough stays where it is."""
+        """Assign each source its offset; memory that is large enough is used again."""
         self._kinds, self._slots, self._flat_slots = [], [], []
         starts = [0]
         for source in sources:

@@ -1,14 +1,15 @@
-"""Checkpoints of a run whose nodes share no disk: each node has every one whole on its own.
+"""Checkpoints of a run whose nodes share no disk: each node has every one complete on its own.
 
     keeper    of a disk: the first rank that sees it; it makes and renames folders there
-    save      ranks write their files at home, keepers pass each other the files that they lack,
-              what came is hashed, and only then every keeper gives its copy the name `step-N`
-    restore   the newest of all disks, by step and digest, is verified where it lies; keepers that
-              lack it get it from those that have it whole; then every rank reads at home
+    save      ranks write their files on their own disk, keepers send each other the missing files,
+              received files are hashed, and only then every keeper renames its copy to `step-N`
+    restore   the newest of all disks, by step and digest, is verified on its disk; keepers that
+              lack it get it from those that have it complete; then every rank reads its own disk
 
-So a node that is left alone goes on from its own disk, and one that comes new, or was away, gets
-what it lacks from its peers. Nothing that came is used before its hashes were compared. What is
-damaged comes anew and is put aside then; where nobody has a step whole, the one before it counts.
+So a node that is left alone goes on from its own disk, and a new node, or one that was away, gets
+the missing files from its peers. No received file is used before its hashes were compared. A
+damaged checkpoint is replaced and moved to `*.damaged`; if no disk has a complete copy of a step,
+the step before it counts.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _known: dict[Path, Keepers] = {}
 
 
 def find_keepers(folder: Path, world: World) -> Keepers:
-    """Find who sees which disk at `folder`; every rank calls it.
+    """Find the ranks that share each disk at `folder`; every rank calls it.
 
     Raises:
-        ConfigError: the same on all ranks, where ranks of one machine see several; RankFailed for a
-            folder that cannot be made.
+        ConfigError: the same on all ranks: ranks of one machine see several disks.
+        RankFailed: the folder cannot be made.
     """
     word = world.broadcast_json(secrets.token_hex(8) if world.is_first else None)
     names = [folder / f".probe-{word}-{rank}" for rank in range(world.size)]
@@ -84,7 +85,7 @@ def find_keepers(folder: Path, world: World) -> Keepers:
 
 
 def keepers_of(root: Path, world: World) -> Keepers:
-    """Who keeps what lies in a folder, which may be another than the run's; every rank calls it."""
+    """Return the keepers of another folder than the run's; every rank calls it."""
     root = root.absolute()
     for folder in (root, *root.parents):
         if folder in _known:
@@ -102,10 +103,10 @@ def save_on_each(
     world: World,
     emit: Emit,
 ) -> tuple[int, bool]:
-    """As `write.save_collected`, where `final` lies on several disks; keepers emit what it emits.
+    """Save as `write.save_collected`, where `final` is on several disks; keepers emit its events.
 
     Returns:
-        bytes of all shard files, and whether all disks had them before.
+        Bytes of all shard files, and whether all disks had them before.
     """
     began_s, root = time.perf_counter(), final.parent
     keeper, made = keepers[world.rank], list[Path]()
@@ -174,19 +175,19 @@ def bring_newest(
     *,
     verify: bool = True,
 ) -> Brought | None:
-    """Have the newest checkpoint of all disks on each of them, verified; every rank calls it.
+    """Copy the newest checkpoint of all disks to each of them, verified; every rank calls it.
 
     Args:
-        emit: keepers emit `checkpoint_damaged` for what does not verify.
-        only: the step that is wanted, and no other.
-        verify: False: what all have already is not read; who goes on from it does.
+        emit: keepers emit `checkpoint_damaged` for a checkpoint that does not verify.
+        only: the one step to copy; None: any.
+        verify: False: files that all disks have are not read here; the caller verifies them.
 
     Returns:
-        None where nobody has any.
+        None if no disk has any.
 
     Raises:
-        CheckpointError: the same on all ranks, where all that there are are damaged, and for a disk
-            that does not take it, say a full one.
+        CheckpointError: the same on all ranks: all checkpoints are damaged, or a disk refuses the
+            copy, for example a full one.
     """
     told = exchange(world, partial(_held, root, only, emit, keeps=world.rank in keepers))
     held = [dict[str, str](one) for one, _ in told]  # equal messages are one object
@@ -227,10 +228,10 @@ def _fetch(
     keepers: Keepers,
     world: World,
 ) -> None:
-    """Bring one checkpoint from keepers that have it whole to those that lack it.
+    """Copy one checkpoint from keepers that have it complete to those that lack it.
 
     Args:
-        word: what this keeper has under its name is put aside as `.damaged`, or `.other`.
+        word: this keeper's folder of the same name is renamed to `.damaged` or `.other`.
     """
     root, keeper, made = final.parent, keepers[world.rank], list[Path]()
     try:
@@ -271,7 +272,7 @@ def _fetch(
 
 
 def _existing(final: Path, keepers: Keepers, world: World, emit: Emit) -> Manifest | None:
-    """The manifest where all disks have this step, the same and whole; else it goes aside."""
+    """Return the manifest if all disks have this step, equal and complete; else move it aside."""
 
     def look() -> str:
         try:
@@ -299,7 +300,7 @@ def _existing(final: Path, keepers: Keepers, world: World, emit: Emit) -> Manife
 
 
 def _held(root: Path, only: int | None, emit: Emit, *, keeps: bool) -> list[Any]:
-    """[step → digest of what lies on this keeper's disk, what is wrong with manifests]."""
+    """Return [step → digest of the checkpoints on this keeper's disk, faults of manifests]."""
     held, problems = dict[str, str](), list[str]()
     if not keeps:
         return [held, problems]
@@ -315,10 +316,10 @@ def _held(root: Path, only: int | None, emit: Emit, *, keeps: bool) -> list[Any]
 
 
 def _newest(held: Sequence[dict[str, str]]) -> tuple[int, str, list[int]] | None:
-    """(step, digest, keepers that have it) of the newest checkpoint; None without any.
+    """Return (step, digest, keepers that have it) of the newest checkpoint; None without any.
 
-    Nodes that were cut off from each other may both have gone on: then the one that most have
-    counts, of equals the one of the lowest rank.
+    Nodes that lost contact may both have gone on: then the digest that most keepers have counts; of
+    equals the one of the lowest rank.
 
     >>> _newest([{"4": "a", "8": "b"}, {}, {"8": "c"}, {"8": "c"}])
     (8, 'c', [2, 3])
@@ -338,7 +339,7 @@ def _newest(held: Sequence[dict[str, str]]) -> tuple[int, str, list[int]] | None
 def _damage(
     final: Path, having: Sequence[int], keepers: Keepers, world: World
 ) -> dict[int, dict[str, str]]:
-    """By keeper, what is damaged of a checkpoint on its disk; the ranks there share the reading."""
+    """Return the damage of a checkpoint by keeper; the ranks of each disk share the reading."""
 
     def look() -> dict[str, str] | None:
         if keepers[world.rank] not in having:
@@ -357,7 +358,11 @@ def _damage(
 def _check(
     folder: Path, manifest: Manifest, names: Sequence[str], keepers: Keepers, world: World
 ) -> None:
-    """Hash this rank's share of files on its disk. Errors: Damaged"""
+    """Hash this rank's share of files on its disk.
+
+    Raises:
+        Damaged: a file differs from the manifest.
+    """
     mates = [rank for rank, one in enumerate(keepers) if one == keepers[world.rank]]
     slices = slices_by_file(manifest)
     for name in names[mates.index(world.rank) :: len(mates)]:
@@ -366,7 +371,7 @@ def _check(
 
 
 def _parcels(manifest: Manifest, having: dict[str, list[int]], wanting: set[int]) -> list[Parcel]:
-    """What goes from whom to whom: of several who have a file, each sends some of the files."""
+    """List the transfers; if several keepers have a file, each sends some of the files."""
     return [
         Parcel(having[name][number % len(having[name])], target, name, file.size_bytes)
         for target in sorted(wanting)

@@ -1,4 +1,4 @@
-"""Writes one rank's file and checks it; then joins all ranks' parts into one manifest.
+"""Write and verify one rank's file; join all ranks' parts into one manifest.
 
 A part is JSON, since it travels between ranks: the file's name, size and header digest, and for
 each slice (name, global shape, dtype, key, box, sha256).
@@ -19,12 +19,14 @@ from shoal.wire.phases import phase
 
 
 def write(folder: Path, rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Write, fsync, read back and compare this rank's file; talks to no other rank.
+    """Write, fsync, read back and compare this rank's file, without communication.
 
     Returns:
-        this rank's part of the manifest, empty if there is nothing to write.
+        This rank's part of the manifest, empty if there is nothing to write.
 
-    Errors: OSError (disk full); Damaged when the disk gives back other bytes than were written.
+    Raises:
+        OSError: the disk is full.
+        Damaged: the disk returns other bytes than were written.
     """
     if not blocks:
         return {}
@@ -40,7 +42,7 @@ def write(folder: Path, rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
         with phase("write", of=len(blocks)) as told:
             done = write_file(path, entries, memory_of, {"format": "pt"})
     except OSError as failure:
-        failure.filename = failure.filename or str(path)  # so that the message says which file
+        failure.filename = failure.filename or str(path)  # so that the message names the file
         raise
     part = {
         "file": path.name,
@@ -60,7 +62,7 @@ def write(folder: Path, rank: int, blocks: Sequence[Block]) -> dict[str, Any]:
 def join(
     step: int, parts: Sequence[dict[str, Any]], aliases: Mapping[str, str], record: dict[str, Any]
 ) -> Manifest:
-    """The manifest of all ranks' parts."""
+    """Join all ranks' parts into a manifest."""
     files: dict[str, StoredFile] = {}
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     slices: dict[str, list[StoredSlice]] = {}
@@ -80,7 +82,7 @@ def join(
 
 
 def _forget_cached(path: Path) -> None:
-    """Ask the system to drop its memory of the file, so that reading back reads the disk."""
+    """Drop the file from the page cache, so that reading back reads the disk."""
     if not hasattr(os, "posix_fadvise"):
         return
     descriptor = os.open(path, os.O_RDONLY)

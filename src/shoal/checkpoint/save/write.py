@@ -1,13 +1,13 @@
-"""Saves a run: every rank writes its share at once, and the checkpoint appears whole or not at all.
+"""Save a run: every rank writes its share at once; the checkpoint appears complete or not at all.
 
-    collect   who writes what, from everybody's offers; this rank's share as bytes in host memory
+    collect   agreement on writers, from all offers; this rank's share as bytes in host memory
     prepare   rank 0: clear leftovers, check free space, make the folder `step-N.tmp-<id>`
     write     each rank alone: `rank-K.safetensors` in it, fsync, read back, compare
     commit    rank 0: manifest, fsync, rename to `step-N`, fsync the parent; then delete beyond keep
 
-After each phase all ranks learn of a failure on any; then the temporary folder goes, older
+After each phase all ranks learn of a failure on any. Then the temporary folder is deleted, older
 checkpoints are as they were, and every rank raises the same CheckpointError, after which training
-may go on. `save` does all of it while its caller waits; `background` does it beside training.
+may go on. `save` does all of it while its caller waits; `background_save` in a second thread.
 
 Source: write beside, fsync, verify, rename (reliability §4); ours adds digests of every byte and
 one verdict for all ranks.
@@ -49,7 +49,7 @@ class Saved:
 
     Attributes:
         size_bytes: of all shard files.
-        save_s: seconds that the save took, or the verifying.
+        save_s: seconds of the save, or of the verification.
         existed: True if it was there before and verified, so that nothing was written.
     """
 
@@ -62,11 +62,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be saved besides tensors, and where; equal on all ranks but for the record.
+    """Destination and record of a save; equal on all ranks but for the record.
 
     Attributes:
         root: the folder of all checkpoints.
-        step: gives the name `step-N`.
+        step: determines the name `step-N`.
         record: free JSON, kept in the manifest; rank 0's is taken.
         keep: newest complete checkpoints that stay, this one included; ConfigError below 1.
         owner: of the run folder, as it is when the save begins.
@@ -89,14 +89,14 @@ class Target:
 
     @property
     def final(self) -> Path:
-        """The folder that will appear."""
+        """Path of the checkpoint folder that the save creates."""
         return step_folder(self.root, self.step)
 
     def check(self) -> None:
-        """Look whether the run folder is still the one that it was when the save began.
+        """Refuse to go on if the run folder was replaced since the save began.
 
         Raises:
-            CheckpointError: another folder lies there.
+            CheckpointError: another folder has its path.
         """
         if self.owner.state() == REPLACED:
             raise CheckpointError(f"another folder lies at {self.owner.folder} now")
@@ -115,6 +115,8 @@ def save(
 ) -> Saved:
     """Write the state of `step` as `root/step-N`; every rank calls it, with the pieces it holds.
 
+    A complete `step-N` that verifies is kept and returned; a damaged one becomes `step-N.damaged`.
+
     Args:
         pieces: equal (name, box) on several ranks are replicas: one of them is written.
         record: free JSON, kept in the manifest; rank 0's is taken.
@@ -124,10 +126,11 @@ def save(
         emit: rank 0 emits `checkpoint_saved` or `checkpoint_failed`, neither where `step-N` stays;
             `checkpoint_damaged` for a damaged one, `notice` where old ones cannot be deleted.
 
-    A complete `step-N` that verifies is kept and returned; a damaged one becomes `step-N.damaged`.
-    Errors: CheckpointError, the same on all ranks, when any rank failed (disk full, slices missing,
-    read-back differs): older checkpoints are untouched. ConfigError for keep < 1. ClusterError when
-    the process group was left meanwhile.
+    Raises:
+        CheckpointError: the same on all ranks, when any rank failed (disk full, slices missing,
+            read-back differs): older checkpoints are untouched.
+        ConfigError: keep < 1.
+        ClusterError: the process group was left meanwhile.
     """
     target = Target(root, step, record, keep)
     return save_collected(target, lambda: collect(pieces, aliases or {}, world), world, emit)
@@ -136,10 +139,10 @@ def save(
 def save_collected(
     target: Target, collecting: Callable[[], Collected], world: World, emit: Emit
 ) -> Saved:
-    """`save` from any source of bytes in host memory. Every rank calls it.
+    """Save as `save`, from any source of bytes in host memory; every rank calls it.
 
     Args:
-        collecting: gives this rank's share; may raise RankFailed, on all ranks alike.
+        collecting: returns this rank's share; may raise RankFailed, on all ranks alike.
     """
     began_s = time.perf_counter()
     root, step, final = target.root, target.step, target.final
@@ -188,7 +191,7 @@ def _commit(target: Target, folder: Path, manifest: Manifest) -> int:
 
 
 def _existing(target: Target, world: World, emit: Emit) -> Manifest | None:
-    """The manifest of a checkpoint that has this name and verifies; what does not is renamed.
+    """Return the manifest of a verified checkpoint of this name; rename a damaged one.
 
     The ranks share the reading: rank r verifies files r, r + size, r + 2·size, …
     """

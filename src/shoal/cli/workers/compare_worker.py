@@ -1,8 +1,9 @@
 """Run one worker of `shoal compare`: `python -m shoal.cli.workers.compare_worker FOLDER ROW,ROW`.
 
 Started by the supervisor, never by hand. All rows of one process count share the process, since
-importing torch costs seconds: each row is measured in turn, and rank 0 writes down when it begins
-(`{"began": ROW}`) and what it gave (`{"row": ROW, …}`), so that a crash has a row to belong to.
+importing torch costs seconds. The worker measures each row in turn, and rank 0 writes when a row
+begins (`{"began": ROW}`) and its result (`{"row": ROW, …}`), so that a crash can be assigned to a
+row.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> int:
     config = load(folder / "run.toml").config
     world = start_world()
     source = world.local_first(lambda: open_source(config.data, config.train.seed))
-    if world.size <= usable_cores():  # so that rows can be foreseen
+    if world.size <= usable_cores():  # so that the planner can predict the rows
         measure_machine(world, cache_folder(), quick(world.device))
 
     def tell(**record: object) -> None:
@@ -57,10 +58,10 @@ def main() -> int:
     tell(machine=machine, unit="tokens" if source.kind == "tokens" else "samples")
     for number in numbers:
         tell(began=number)
-        part(NOWHERE)  # the steps of the row before are over, and building may take long
+        part(NOWHERE)  # the steps of the previous row are over, and building may take long
         layout, steps = request["rows"][number]["run"], request["steps"]
         compared = request["compared_steps"]
-        # dp's threads are the parts of one process: it gets the cores that as many processes have.
+        # dp's threads are the parts of one process: it gets the cores of as many processes.
         parts = request["rows"][number]["parts"] if is_dp(layout) else 1
         torch.set_num_threads(threads * parts)
         figures = measure_row(
@@ -72,7 +73,7 @@ def main() -> int:
 
 
 def is_dp(layout: object) -> bool:
-    """Whether a row's layout runs in threads of one process."""
+    """Return whether a row's layout runs in threads of one process."""
     return layout == "dp" or (isinstance(layout, dict) and "threads" in layout)
 
 

@@ -1,7 +1,7 @@
 """Try a size for `shoal find micro-batch`: `python -m shoal.cli.workers.find_batch_worker FOLDER`.
 
-Where memory ends, the rank writes `memory-RANK` before it dies, so that nobody guesses why. Its
-peers fail a moment later for want of it.
+If memory runs out, the rank writes `memory-RANK` before it dies, so that the search knows the
+cause. Its peers then fail because that rank is gone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shoal.launch import end_with
 from shoal.wire.phases import phase
 
 STEPS = 3
-"""The optimizer's states come in the first, and lie beside the activations from the second on."""
+"""Steps per try: the first creates the optimizer state, later ones hold it with activations."""
 WORDS = ("out of memory", "allocate memory", "bad_alloc")
-"""What libraries say on a host; a GPU's allocator has its own exception."""
+"""Error texts for exhausted host memory; a GPU's allocator has its own exception."""
 
 
 def main() -> int:
@@ -69,9 +69,10 @@ def _train(config: Any, source: Any, world: Any, layout: Any) -> None:
 
 
 def impose(limit_bytes: int, device: Any) -> None:
-    """Let this process hold no more: of a device by its allocator, of the host by the kernel.
+    """Limit the memory of this process: a device's by its allocator, the host's by the kernel.
 
-    What the process has reserved and never touched is no memory, so it is added to the limit.
+    Memory that the process has reserved and never touched is not in use, so it is added to the
+    limit.
     """
     if device.type != "cpu":
         from shoal.fabric import device as devices
@@ -84,7 +85,7 @@ def impose(limit_bytes: int, device: Any) -> None:
 
 
 def ended_memory(failure: BaseException) -> bool:
-    """Whether an exception says that memory ended, and nothing else.
+    """Return whether an exception reports that memory ran out, and nothing else.
 
     >>> ended_memory(MemoryError()), ended_memory(ValueError("out of range"))
     (True, False)

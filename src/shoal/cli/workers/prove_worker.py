@@ -1,7 +1,7 @@
 """One process of `shoal prove`: `python -m shoal.cli.workers.prove_worker RUN_FOLDER [MODES]`.
 
 Modes: --quick, --by-blocks.
-Started by the supervisor, never by hand. Rank 0 leaves the report in the folder as proof.json.
+The supervisor starts it, never a user. Rank 0 writes the report into the folder as proof.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Prove the run that the folder's run.toml describes."""
+    """Run the proof for the run.toml of the folder."""
     folder = Path(sys.argv[1])
     be_watched()
     if os.environ.get("RANK", "0") == "0":
@@ -63,9 +63,9 @@ def main() -> int:
 
 
 def too_large(case: ProofCase, battery: Battery, world: World) -> str:
-    """Tell on rank 0 why the whole cannot be proven on this machine; "" where it can be.
+    """Return on rank 0 why the model does not fit this machine for a whole proof; "" if it does.
 
-    A model that cannot be built without numbers is tried as a whole.
+    A model that cannot be built without numbers (on the meta device) is tried as a whole.
     """
     import torch
 
@@ -78,7 +78,7 @@ def too_large(case: ProofCase, battery: Battery, world: World) -> str:
     try:
         with alone(), torch.device("meta"):
             module = build_module(case.build, case.plan.seed)
-    except Exception:  # whatever a builder makes of it; what is wrong with it comes up later
+    except Exception:  # any error of the user's build function, which the proof reports later
         return ""
     room = Room.of(world, case.layout, battery.steps, battery.folder)
     return room.lacking([p.numel() * torch.float64.itemsize for p in module.parameters()])

@@ -1,6 +1,6 @@
 """One worker process of `shoal train`: `python -m shoal.cli.workers.worker RUN_FOLDER`.
 
-Started by the supervisor, never by hand; its output is the rank's log.
+The supervisor starts it, never a user; its output is the rank's log.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from shoal.wire.stack_dumps import be_watched
 
 
 def imports_of(model: str, layout: Layout | None = None) -> tuple[str, ...]:
-    """What every worker of a command needs and what takes seconds, for `model.name = model`.
+    """Return the slow imports that every worker of a command needs, for `model.name = model`.
+
+    torch._dynamo is among them because `Optimizer.step` and a model's first trace on fake tensors
+    import it.
 
     Args:
-        layout: its techniques are imported too; None where it is still open.
-
-    torch._dynamo: `Optimizer.step` and a model's first record on fake tensors import it.
+        layout: its techniques are imported too; None if it is still open.
 
     >>> imports_of("llama")
     ('shoal.trainer.main_job', 'shoal.proof.start_proof', 'torch._dynamo')

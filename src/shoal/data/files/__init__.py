@@ -1,1 +1,1 @@
-"""Files of data: text documents, token files, rows, images, remote folders, the cache."""
+"""Data files: text documents, token files, rows, images, remote folders, the cache."""

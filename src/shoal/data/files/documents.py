@@ -1,7 +1,7 @@
-"""The files that text is read from: which there are, what is in them, which are held out.
+"""Documents: the files from which text is read, their texts and held-out parts.
 
-A document has one text, its file's; rows.py has files with many. A file that a user names must be
-UTF-8; of Python's own sources a few are not, by a coding line (PEP 263), and are read all the same.
+A document has one text, its file's; text_rows.py has files with many. A file that a user names must
+be UTF-8; a few of Python's own sources are not, by a coding line (PEP 263), and are read anyway.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Document:
     modified_ns: int
 
     def text(self) -> str:
-        """The whole file; bytes that are not UTF-8 become U+FFFD. Errors: ConfigError."""
+        """Return the whole file; bytes that are not UTF-8 become U+FFFD. May raise ConfigError."""
         try:
             return Path(self.path).read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
 
     def texts(self) -> Iterator[str]:
-        """The texts in the file, one; errors as `text`."""
+        """Yield the texts in the file: one; raises as `text`."""
         yield self.text()
 
     def sampled(self, texts: Iterable[str], share: float) -> Iterator[str]:
-        """Of the file's texts about so large a share, the same every time: the head of each."""
+        """Yield the head of each of the file's texts: `share` of its characters."""
         return (text[: round(len(text) * share)] for text in texts)
 
     def piece(self, start: int, stop: int) -> str:
-        """The characters that lie whole in bytes start … stop − 1. Errors: as `text`."""
+        """Return the characters that lie whole in bytes start … stop − 1; raises as `text`."""
         try:
             with open(self.path, "rb", buffering=0) as file:
                 file.seek(start)
@@ -66,20 +66,20 @@ class Document:
 
     @property
     def is_side(self) -> bool:
-        """Whether other texts of the file are on the other side, and `sides` gives both."""
+        """True if other texts of the file are on the other side of the split (see `sides`)."""
         return False
 
     def sides(self) -> Iterator[tuple[bool, str]]:
-        """(whether it is held out, text) of all texts of the file."""
+        """Yield (whether it is held out, text) of all texts of the file."""
         raise NotImplementedError
 
     def unsplit(self) -> Document:
-        """The document with all texts of its file, where it is one side of a split."""
+        """Return the document with all texts of its file, if it is one side of a split."""
         return self
 
     @classmethod
     def of(cls, path: Path, folder: Path, **more: Any) -> Self:
-        """The document that a file below `folder` is; `more` fields where a kind has them."""
+        """Create the document of a file below `folder`; `more`: further fields of a subclass."""
         stat = path.stat()
         name = path.relative_to(folder).as_posix()
         return cls(name, str(path), stat.st_size, stat.st_mtime_ns, **more)
@@ -107,9 +107,9 @@ class TextFile(Document):
 
 
 def stdlib_documents() -> list[Document]:
-    """The Python standard library's own .py files, without tests; about 600 files, 10 MiB.
+    """Return the standard library's own .py files, without tests; about 600 files, 10 MiB.
 
-    Errors: ConfigError where Python has no source files (some embedded builds).
+    Raises a ConfigError if Python has no source files (some embedded builds).
     """
     folder = Path(sysconfig.get_path("stdlib"))
     documents = []
@@ -123,21 +123,21 @@ def stdlib_documents() -> list[Document]:
 
 
 def glob_documents(pattern: str, where: str = "data.source") -> list[TextFile]:
-    """The files of `text:GLOB`. Errors: ConfigError if there are none, with the nearest path."""
+    """Return the files of `text:GLOB`; ConfigError if there are none, with the nearest path."""
     folder = fixed_folder(pattern)
     return [TextFile.of(p, folder) for p in glob_files(pattern, where)]
 
 
 def place_of(text: str) -> float:
-    """Where a hash puts a text between 0 and 1: what is below a share is held out."""
+    """Return a text's hash as a number between 0 and 1: below a share it is held out."""
     digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8)
     return int.from_bytes(digest.digest(), "big") / 2**64
 
 
 def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """Documents for training and for validation, chosen by a hash of each name.
+    """Split documents into training and validation, by a hash of each name.
 
-    Adding a file moves no other. Each side has at least one document if there are two and share is
+    A new file moves no other. Each side has at least one document if there are two and share is
     above 0; a lone document stays whole here (its tail is held out, see open_corpus).
     """
     if share <= 0 or len(documents) < 2:
@@ -153,12 +153,14 @@ D = TypeVar("D", bound=Document)
 
 
 def spread(documents: Sequence[D], count: int, wanted: int) -> list[tuple[D, int, int]]:
-    """Places in documents, evenly spread over the bytes of all: (document, start, stop).
+    """Return (document, start, stop) of places evenly spread over the bytes of all documents.
 
-    Takes   count, the places · wanted, the bytes of all places together
+    Args:
+        count: number of places.
+        wanted: bytes of all places together.
 
     Returns:
-        in order; a place that lies in several files is one of each.
+        the places in order; a place across several files becomes one in each.
     """
     ends = list(accumulate(document.size_bytes for document in documents))
     found = []

@@ -1,10 +1,10 @@
-"""Tells plain text from other files: by their first bytes, and by the first byte that is no UTF-8.
+"""Detection of files that are not plain text: by first bytes, or the first byte that is no UTF-8.
 
     1f 8b 08 …      gzip        try: gzip -dk FILE
     fe ff 00 …      UTF-16      try: iconv -f utf-16 -t utf-8 FILE > NEW
     … e9 …          not UTF-8   byte and line of it; try: iconv -f latin1 -t utf-8 FILE > NEW
 
-`text:`, `jsonl:` and `tokens:` ask before they read a file as their own.
+`text:`, `jsonl:` and `tokens:` call this before they read a file.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 from shoal.base.errors import ConfigError
 
 HEAD_BYTES = 4096
-"""Bytes that are read of a file's beginning."""
+"""Bytes read from the start of a file."""
 
 LEAST_EVIDENCE = 4
-"""Bytes of a signature that cannot be the first tokens of a raw file by chance."""
+"""Shortest signature in bytes that cannot be the first tokens of a raw file by chance."""
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A format that is known by bytes at a fixed place.
+    """A file format, known by its signature at a fixed offset.
 
     Attributes:
-        signature, offset: the bytes, and where they stand.
-        command: unpacks or converts it, with FILE in the place of its path; "" none.
+        signature, offset: the bytes, and their offset.
+        command: command that unpacks or converts it, with FILE for its path; "" if none.
     """
 
     name: str
@@ -39,7 +39,7 @@ class FileFormat:
     offset: int = 0
 
     def hint(self, path: str) -> str:
-        """Return what a user does with such a file: a command, or that it is to be left out."""
+        """Return the hint for a user with such a file: a command, or to leave it out."""
         if not self.command:
             return f"leave {Path(path).name} out"
         return self.command.replace("FILE", shlex.quote(path))
@@ -71,7 +71,7 @@ FORMATS = (
     FileFormat("UTF-16", b"\xff\xfe", "iconv -f utf-16 -t utf-8 FILE > NEW"),
     FileFormat("UTF-16", b"\xfe\xff", "iconv -f utf-16 -t utf-8 FILE > NEW"),
 )
-"""Longer signatures first where one begins as another does."""
+"""Known formats, longer signatures before their own prefixes."""
 
 ZIPPED = {
     b"word/": FileFormat("Word .docx", b"", "pandoc FILE -t plain -o NEW"),
@@ -84,13 +84,13 @@ ZIPPED = {
     b"/data.pkl": FileFormat("torch.save", b""),
     b"[Content_Types].xml": FileFormat("an Office document", b"", "soffice --convert-to txt FILE"),
 }
-"""Formats that are a zip archive, by a name inside that stands near its beginning."""
+"""Formats that are a zip archive, by a file name near its start."""
 
 ZIP = FileFormat("zip", b"PK\x03\x04", "unzip FILE")
 
 
 def find_format(head: bytes, least: int = 0) -> FileFormat | None:
-    """Return the format that a file's first bytes have; None for none that is known here.
+    """Return the format of a file's first bytes; None if it is not known.
 
     Args:
         head: the first HEAD_BYTES of a file, or fewer.
@@ -109,11 +109,11 @@ def find_format(head: bytes, least: int = 0) -> FileFormat | None:
 
 
 ASCII_PDF = re.compile(rb"%PDF-\d\.\d")
-"""The one format here that may be text to its last byte, and yet is not to be read as it stands."""
+"""The one known format that may be valid text to its last byte, and still is no plain text."""
 
 
 def decode_text(path: str, read: bytes) -> str:
-    """Return what a file of UTF-8 text holds, without its byte order mark.
+    """Return the content of a UTF-8 text file, without its byte order mark.
 
     Raises:
         ConfigError: the file has another format, a NUL, or a byte that is not UTF-8; names byte
@@ -132,7 +132,7 @@ def decode_text(path: str, read: bytes) -> str:
 
 
 def _no_text(path: str, read: bytes, at: int) -> str:
-    """Write the line for a file that is no plain text, from the byte `at` on."""
+    """Format the error for a file that is no plain text, from the byte `at` on."""
     known = find_format(read[:HEAD_BYTES])
     if known is not None:
         return f"{path}: is {known.name}, not plain text; try: {known.hint(path)}"
@@ -155,7 +155,7 @@ def _no_text(path: str, read: bytes, at: int) -> str:
 
 
 def _zeros(read: bytes, name: str) -> str:
-    """Name the source of zeros in a file: ASCII in 16 bits, else no text at all."""
+    """Return the source of zeros in a file: ASCII in 16 bits, else no text at all."""
     shares = [read[side::2].count(0) * 2 / len(read) for side in (0, 1)]
     if max(shares) > 0.3 and min(shares) < 0.1:
         kind = "utf-16le" if shares[1] > shares[0] else "utf-16be"

@@ -1,10 +1,10 @@
-"""A folder of images, one folder for each class: FOLDER/CLASS/…/name.jpg; read by Pillow.
+"""Image folders with one subfolder per class: FOLDER/CLASS/…/name.jpg; read by Pillow.
 
     image ──shorter side to image_size──> ──its middle, a square──> [3, size, size] float32 in 0 … 1
 
-Classes are numbered by their folders' sorted names. Held out are images by a hash of their paths:
-images that are added move no other. Nothing is drawn at random: for augmentation give a dataset of
-your own by pkg.mod:function, which may read this one.
+Classes are numbered by their folders' sorted names. A hash of its path decides whether an image is
+held out, so new images move no other. Nothing is drawn at random: for augmentation write your own
+dataset (pkg.mod:function), which may read this one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shoal.data.files.token_files import cross_entropy
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 PARTS = ("train", "training", "val", "valid", "validation", "test")
-"""Folders that are no classes, where a folder has no others."""
+"""Folder names such as train and val, which are no classes if a folder has no others."""
 
 
 def to_tensor(picture: Any, size: int) -> torch.Tensor:
-    """A Pillow image as float32 [3, size, size] in 0 … 1: scaled, and its middle cut out."""
+    """Return a Pillow image as float32 [3, size, size] in 0 … 1: scaled, center-cropped."""
     from PIL import Image  # of the extra `data`; check_data says so where it is missing
 
     picture = picture.convert("RGB")
@@ -41,7 +41,7 @@ def to_tensor(picture: Any, size: int) -> torch.Tensor:
 
 
 def decode(file: Any, size: int, name: str) -> torch.Tensor:
-    """The image in a file, open or by path. Errors: ValueError with `name` for what is none."""
+    """Decode the image in a file, open or by path; ValueError with `name` if it is none."""
     from PIL import Image
 
     try:
@@ -54,11 +54,11 @@ def decode(file: Any, size: int, name: str) -> torch.Tensor:
 
 
 class ImageFolder(Dataset[Any]):
-    """Images of a folder, one part of them: dataset[i] is (image [3, size, size], class int).
+    """Images of one part of a folder: dataset[i] is (image [3, size, size], class int).
 
     Args:
         names: paths below `folder`.
-        classes: number of each image's class.
+        classes: class index of each image.
     """
 
     draws_nothing = True
@@ -71,7 +71,7 @@ class ImageFolder(Dataset[Any]):
         return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """One image and its class. Errors: IndexError; ValueError with the path of no image."""
+        """Return one image and its class; IndexError, or ValueError with a damaged file's path."""
         path = os.path.join(self.folder, self.names[index])
         return decode(path, self.size, path), self.classes[index]
 
@@ -79,14 +79,14 @@ class ImageFolder(Dataset[Any]):
 def open_images(
     argument: str, size: int, share: float, where: str, known: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """What a `Source` is made of, but for `collate` and `kind`.
+    """Open an image folder as the fields of a `Source`, without `collate` and `kind`.
 
     Args:
-        known: the classes of the training data, where this is the validation data.
+        known: classes of the training data, if this is the validation data.
 
     Raises:
-        ConfigError: for a folder without classes or images, one of parts such as train/ and val/, a
-            class that the training data has not.
+        ConfigError: the folder has no classes or images, or parts such as train/ and val/, or a
+            class that the training data lacks.
     """
     folder = str(Path(argument).expanduser())
     names = class_names(folder, argument, where)
@@ -113,7 +113,7 @@ def open_images(
 
 
 def class_names(folder: str, argument: str, where: str) -> list[str]:
-    """The folders below one, sorted, that are its classes. Errors: ConfigError, as open_images."""
+    """Return the sorted class folders of a folder; ConfigError, as open_images."""
     names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and e.name[0] != ".")
     if not names:
         raise ConfigError(
@@ -140,7 +140,7 @@ def _check_known(names: Sequence[str], known: Sequence[str], where: str) -> None
 
 
 def _images_below(folder: str, name: str) -> list[str]:
-    """Paths below `folder` of one class's images, sorted: the same on every machine."""
+    """Return sorted paths below `folder` of one class's images: the same on every machine."""
     found = []
     for here, _, files in os.walk(os.path.join(folder, name), followlinks=True):
         below = os.path.relpath(here, folder).replace(os.sep, "/")
@@ -149,7 +149,7 @@ def _images_below(folder: str, name: str) -> list[str]:
 
 
 def held_out(names: Sequence[str], share: float) -> list[bool]:
-    """Which are held out, by a hash of each name; at least one of two or more, and not all."""
+    """Return which names are held out, by a hash; of two or more at least one, never all."""
     if share <= 0 or len(names) < 2:
         return [False] * len(names)
     places = [place_of(name) for name in names]
@@ -161,10 +161,10 @@ def held_out(names: Sequence[str], share: float) -> list[bool]:
 def image_parts(
     train: Any, held: Any, entropy: float, classes: Sequence[str], size: int, told: str
 ) -> dict[str, Any]:
-    """What a `Source` of images with classes is made of, but for `collate` and `kind`.
+    """Return the fields of a `Source` of images with classes, without `collate` and `kind`.
 
     Args:
-        told: what there is, for the run's first lines.
+        told: description of the data, for the run's first lines.
     """
     kept = f"{len(held)} held out" if len(held) else "none held out"
     return {
@@ -180,7 +180,7 @@ def image_parts(
 
 
 def class_entropy(train: Any, held: Any, classes: int) -> float:
-    """Nats per image of guessing by the training data's frequencies of classes."""
+    """Return nats per image of guessing by the training data's class frequencies."""
     counts = [
         np.bincount(np.array(one, int), minlength=classes)
         for one in (train, held if len(held) else train)
@@ -189,14 +189,14 @@ def class_entropy(train: Any, held: Any, classes: int) -> float:
 
 
 def check_model(name: str, wanted: dict[str, int], given: dict[str, Any]) -> None:
-    """Refuse a model of ours that was not made for the images, before it meets one.
+    """Refuse a built-in model whose arguments do not fit the images, before its first batch.
 
     Args:
         wanted: classes, image_channels, image_size of the data.
         given: the model's own arguments.
 
     Raises:
-        ConfigError: with the keys to be set.
+        ConfigError: an argument differs; with the keys to set.
     """
     differ = {key: n for key, n in wanted.items() if key in given and given[key] != n}
     if "classes" in differ and given["classes"] > wanted["classes"]:

@@ -1,11 +1,11 @@
-"""Data in remote folders (s3://, gs://, hf://, http://, …), copied once into the cache by fsspec.
+"""Remote data (s3://, gs://, hf://, http://, …), copied once into the cache by fsspec.
 
     jsonl:s3://bucket/web/*.jsonl  ──list──> names, sizes, times ──copy──> <cache>/remote/<key>/…
                                    ──> jsonl:<cache>/remote/<key>/*.jsonl, a source as any other
 
-The key is a hash of the address and of what the listing says of each file, so what changes there is
-copied anew. One process of a machine copies, the others wait; a copy is whole or not there. All
-bytes come over the network once for a machine, and its disk must hold them.
+The key is a hash of the address and of each file's listing, so changed files are copied again. One
+process of a machine copies, the others wait; a copy is whole or absent. All bytes cross the network
+once per machine, and its disk must hold them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shoal.data.files.tokenizer_cache import content_key, hold_lock
 from shoal.wire.phases import counting
 
 AT_ONCE = 64
-"""Files that are asked for together, where a store allows it."""
+"""Files requested at a time, if a store allows it."""
 
 STAMPS = ("size", "ETag", "etag", "LastModified", "mtime", "created", "md5Hash")
-"""What stores call the things by which a file that changed is known."""
+"""Listing fields of stores that identify a changed file."""
 
 
 def local_section(section: DataSection) -> DataSection:
-    """The section with every remote source copied to this machine and named by its place here.
+    """Return the section with every remote source copied and replaced by its local path.
 
     Raises:
-        ConfigError: for an address that no library serves, or where nothing is; ClusterError for a
-            connection that fails.
+        ConfigError: no library supports the address, or it has no files; ClusterError if a
+            connection fails.
     """
     second = validation_share(section)[1]
     return replace(
@@ -58,7 +58,7 @@ def _local(source: str, where: str) -> str:
 
 
 def _copied(kind: str, address: str, line: str) -> str:
-    """The path or pattern on this machine that stands for a remote one."""
+    """Return the local path or pattern of a remote one, copied if needed."""
     import fsspec
 
     address, _, split = address.partition("#")
@@ -77,7 +77,7 @@ def _copied(kind: str, address: str, line: str) -> str:
         raise ConfigError(f"{line}: no file there")
     below = {name: name[len(base) :].lstrip("/") for name in files}
     for name, rest in below.items():
-        if ".." in rest.split("/"):  # a listing is a stranger's words: nothing is written elsewhere
+        if ".." in rest.split("/"):  # a listing is untrusted: write only below the cache
             raise ConfigError(f"{line}: {name} would lie outside of the folder it is copied to")
     stamps = [[below[n], *(str(files[n].get(key)) for key in STAMPS)] for n in files]
     final = cache_folder() / "remote" / content_key(address, stamps)
@@ -97,7 +97,7 @@ def _copied(kind: str, address: str, line: str) -> str:
 
 
 def _before_wildcard(path: str) -> str:
-    """The folder of a pattern before its first wildcard.
+    """Return the folder of a pattern before its first wildcard.
 
     >>> _before_wildcard("bucket/web/2024-*/a.jsonl"), _before_wildcard("bucket/a.jsonl")
     ('bucket/web', 'bucket')

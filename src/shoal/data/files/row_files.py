@@ -1,7 +1,7 @@
-"""Reads the files that hold rows: JSON lines (.jsonl, or packed .jsonl.gz), and parquet by pyarrow.
+"""Readers of row files: JSON lines (.jsonl, or packed .jsonl.gz), and parquet by pyarrow.
 
-A row is one object. What cannot be read is told with its file and number. Of a file some rows are
-in memory at a time.
+A row is one object. An error names the file and the number of an unreadable row. Only some rows of
+a file are in memory at a time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shoal.base.errors import ConfigError
 from shoal.data.files.file_formats import HEAD_BYTES, find_format
 
 AT_ONCE = 256
-"""Rows that are made Python objects at once; of parquet."""
+"""Parquet rows that become Python objects at a time."""
 
 
 def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`FILE:LINE`, object) of every line that is not empty.
 
     Raises:
-        ConfigError: with file and line for what is not JSON, no object, or cannot be read.
+        ConfigError: a line is not JSON, no object, or unreadable; with file and line.
     """
     number = 0
     try:
@@ -44,12 +44,12 @@ def read_objects(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_lines_at(
     path: str, places: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, object) of the lines that begin at a byte of (start, stop), of each in turn.
+    """Yield (place, object) of the lines that begin in each byte range (start, stop), in order.
 
-    Of a packed file, which can only be read from its front, as many bytes there.
+    A packed file can only be read from its start, so it yields as many bytes there.
 
     Raises:
-        as `read_objects`.
+        ConfigError: as `read_objects`.
     """
     try:
         if path.endswith(".gz"):
@@ -80,7 +80,7 @@ def _check_start(path: str, line: bytes) -> bytes:
     """Return a file's first line without a byte order mark.
 
     Raises:
-        ConfigError: the file is packed, or of another format that is known.
+        ConfigError: the file is packed, or of another known format.
     """
     known = None if line.lstrip().startswith(b"{") else find_format(line[:HEAD_BYTES])
     if known is not None and not path.endswith(".gz"):
@@ -105,11 +105,11 @@ def read_parquet(
     """Yield (`FILE: row N`, object) of every row, N from 1.
 
     Args:
-        keys: columns to read; none, or one that the file has not: all of them.
-        groups: row groups to read, page by page: whoever stops has not read the rest; none: all.
+        keys: columns to read; none, or one that the file lacks: all columns.
+        groups: row groups to read, page by page, so that an early stop reads no more; none: all.
 
     Raises:
-        ConfigError: for a file that is no parquet, or is damaged.
+        ConfigError: the file is no parquet, or is damaged.
     """
     import pyarrow.parquet  # of the extra `data`; check_data says so where it is missing
 
@@ -131,9 +131,9 @@ def read_parquet(
 
 
 def parquet_columns(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield one (`FILE: row 1`, object) if a file has a row: its columns, text where there is text.
+    """Yield one (`FILE: row 1`, object) with a file's columns, if it has a row.
 
-    The file's description is read, none of its rows. Errors: ConfigError, as `read_parquet`
+    It reads the file's metadata, none of its rows. Raises a ConfigError, as `read_parquet`.
     """
     import pyarrow.parquet
 
@@ -153,22 +153,24 @@ def parquet_columns(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 MOST_GROUPS = 16
 LEAST_PAGE, PAGE_ROWS = 2**20, 1024
-"""What writers make a page of: a MiB, and not fewer than so many rows. No less can be read."""
+"""Usual page size of parquet writers, and its least rows: the smallest readable unit."""
 
 
 def read_row_groups(
     files: Sequence[tuple[str, int]], keys: Sequence[str], wanted: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, object) of the first rows of some row groups, spread over the bytes of files.
+    """Yield (place, object) of the first rows of row groups spread over the bytes of files.
 
-    Takes   files, (path, bytes) · wanted, bytes at all places together
+    Args:
+        files: (path, bytes) of each file.
+        wanted: bytes of all places together.
 
     Note:
-        takes up to MOST_GROUPS row groups whose first pages are a sixteenth of all bytes, as the
-        files' descriptions tell it; one in any case.
+        It reads up to MOST_GROUPS row groups whose first pages are a sixteenth of all bytes, by the
+        files' metadata; at least one.
 
     Raises:
-        as `read_parquet`.
+        ConfigError: as `read_parquet`.
     """
     import pyarrow.parquet
 
@@ -199,7 +201,7 @@ def read_row_groups(
 
 
 def _group_at(about: Any, keys: Sequence[str], share: float) -> tuple[int, int]:
-    """The row group at a share of a file, and about how large its columns' first pages are."""
+    """Return the row group at a share of a file, and the approximate size of its first pages."""
     group = min(int(share * about.num_row_groups), about.num_row_groups - 1)
     if group < 0 or not about.row_group(group).num_rows:
         return -1, 0

@@ -1,14 +1,14 @@
-"""Checks that a raw file of tokens is read by the dtype that it was written with.
+"""Check that a raw token file is read with the dtype with which it was written.
 
-A `.bin` file does not say what its numbers are. Its bytes do, where there are enough of them: of
-ids in 32 bits every second 16-bit number is 0 or tiny, of ids in 16 bits the low byte varies more
-than the high one, of 8-bit ids all bytes are alike, and ids in floats are whole numbers.
+A `.bin` file does not store its dtype. Enough bytes show it. In 32-bit ids every second 16-bit
+number is 0 or tiny; in 16-bit ids the low byte varies more than the high one. In 8-bit ids all
+bytes have one distribution, and ids in floats are whole numbers.
 
     token ids      70000       12           65           uint32, little-endian
     as uint16      4464   1    12   0       65   0       second ones ≤ 255: they are high halves
 
-Only what cannot be chance counts: at least LEAST numbers of one place lie above all of the other.
-Where the bytes do not tell (a short file, one of zeros) nothing is said.
+Only certain evidence counts: at least LEAST numbers of one position are above all of the other.
+Without evidence (a short file, one of zeros) there is no result.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from shoal.data.files.file_formats import HEAD_BYTES, LEAST_EVIDENCE, find_forma
 Numbers = npt.NDArray[Any]
 
 BLOCKS, BLOCK_BYTES = 64, 4096
-"""Places of a file that are looked at, evenly spread over it, each at a multiple of 8 bytes."""
+"""Pieces of a file that are sampled, evenly spread, at multiples of 8 bytes · bytes of each."""
 
 LEAST = 24
-"""Numbers that must lie above all of the other place: by chance 2⁻²⁴ where both are alike."""
+"""Numbers that must be above all of the other position: by chance 2⁻²⁴ if both are alike."""
 
 SPREAD = 2**14
-"""Low halves of ids above 65,535 come at least this high: such a vocabulary fills 16 bits."""
+"""Least maximum of the low halves of ids above 65,535: such a vocabulary fills 16 bits."""
 
 LEAST_BYTES = 2048
-"""Bytes of each place whose distributions are compared; of fewer they differ by chance."""
+"""Bytes of each position whose distributions are compared; fewer differ by chance."""
 
 LLM_C = {
     20240520: ("llm.c (modded-nanogpt has the same)", "uint16"),
@@ -43,19 +43,19 @@ LLM_C = {
     20240522: ("llm.c's evaluations", ""),
     20240326: ("llm.c's weights", ""),
 }
-"""First int32 of a file → who writes it, and the dtype of the tokens after its header."""
+"""First int32 of a file → the program that writes it, and the dtype of tokens after its header."""
 
 LLM_C_BYTES = 1024
-"""256 int32."""
+"""Header of llm.c: 256 int32."""
 
 MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
 MEGATRON_CODES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 
 FLOATS = {"<f8": "float64", "<f4": "float32", "<f2": "float16"}
-"""Formats in which ids are saved by mistake: `array.astype(float).tofile`."""
+"""Float formats in which ids are saved by mistake: `array.astype(float).tofile`."""
 
 SAME_BYTES = {"int32": "uint32"}
-"""Ids have the same bytes in both."""
+"""Pairs of dtypes in which ids have the same bytes."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class WrittenAs:
 
 
 def find_dtype(sample: bytes) -> WrittenAs | None:
-    """Return the dtype that a sample of raw token ids was certainly written with; None if unsure.
+    """Return the dtype of a sample of raw token ids; None if uncertain.
 
     Args:
         sample: whole pieces of the file, each from a multiple of 8 bytes on.
@@ -86,7 +86,7 @@ def find_dtype(sample: bytes) -> WrittenAs | None:
 
 
 def _find_floats(rows: Numbers) -> WrittenAs | None:
-    """Floats: read so, all are whole ids, small ones among them that chance would not make."""
+    """Return a float dtype if all numbers are whole ids, with small ones that exclude chance."""
     for code, dtype in FLOATS.items():
         numbers = rows.view(code).ravel()
         if not np.isfinite(numbers).all():
@@ -102,7 +102,7 @@ def _find_floats(rows: Numbers) -> WrittenAs | None:
 
 
 def _find_wide(rows: Numbers) -> WrittenAs | None:
-    """uint32 or int64, of either byte order; by 16-bit numbers, four of which are a row of 8."""
+    """Return uint32 or int64, of either byte order, from 16-bit numbers in rows of four."""
     for order in ("<u2", ">u2"):
         pairs = rows.view(order)  # [rows, 4]
         big = order == ">u2"
@@ -118,7 +118,7 @@ def _find_wide(rows: Numbers) -> WrittenAs | None:
 
 
 def _are_halves(low: Numbers, high: Numbers) -> bool:
-    """Tell whether these can only be the low and the high halves of ids below 2²⁴."""
+    """Return whether these can only be the low and the high halves of ids below 2²⁴."""
     top = int(high.max())
     if top > 255 or np.count_nonzero(low > top) < LEAST:
         return False
@@ -126,7 +126,7 @@ def _are_halves(low: Numbers, high: Numbers) -> bool:
 
 
 def _find_bytes(rows: Numbers) -> WrittenAs | None:
-    """uint8: bytes of both places of a pair are distributed alike, neither noise nor 0."""
+    """Return uint8 if both bytes of a pair have one distribution, neither noise nor 0."""
     first, second = (np.bincount(rows[:, k::2].ravel(), minlength=256) for k in (0, 1))
     both = first + second
     if first.sum() < LEAST_BYTES or both[0] > 0.05 * both.sum():
@@ -137,9 +137,9 @@ def _find_bytes(rows: Numbers) -> WrittenAs | None:
 
 
 def _find_uint16(rows: Numbers) -> WrittenAs | None:
-    """uint16 of either byte order: low bytes vary more, and lie above all high ones.
+    """Return uint16 of either byte order: low bytes vary more, and are above all high ones.
 
-    Both numbers of a pair must be alike, else they may be halves of wider ids.
+    Both numbers of a pair must have similar distributions, else they may be halves of wider ids.
     """
     pairs = rows.view("<u2")
     halves = [np.bincount(rows[:, [k, k + 4]].ravel(), minlength=256) for k in range(4)]
@@ -156,7 +156,7 @@ def _find_uint16(rows: Numbers) -> WrittenAs | None:
 
 
 def _varies(low: Numbers, high: Numbers) -> bool:
-    """Tell whether these can only be the low and the high bytes of ids below 2¹⁶."""
+    """Return whether these can only be the low and the high bytes of ids below 2¹⁶."""
     top = int(high.max())
     above = low[low > top]
     if len(above) < LEAST or top == 0:
@@ -167,19 +167,19 @@ def _varies(low: Numbers, high: Numbers) -> bool:
 
 
 def _distance(first: Numbers, second: Numbers) -> float:
-    """Total variation of two histograms, 0 … 1."""
+    """Return the total variation of two histograms, 0 … 1."""
     shares = [counts / max(1, counts.sum()) for counts in (first, second)]
     return float(np.abs(shares[0] - shares[1]).sum() / 2)
 
 
 def _entropy(counts: Numbers) -> float:
-    """Bits."""
+    """Return the entropy of counts, in bits."""
     shares = counts[counts > 0] / max(1, counts.sum())
     return float(-(shares * np.log2(shares)).sum())
 
 
 def read_sample(path: str) -> bytes:
-    """Read BLOCKS pieces of a file, evenly spread; all of a small one. Errors: OSError."""
+    """Read BLOCKS pieces of a file, evenly spread; all of a small one. May raise OSError."""
     size = Path(path).stat().st_size
     with open(path, "rb", buffering=0) as file:
         if size <= BLOCKS * BLOCK_BYTES:
@@ -196,11 +196,11 @@ def check_dtype(path: str, dtype: str, said: str) -> None:
 
     Args:
         path: a file of raw token ids.
-        dtype: as which it would be read.
-        said: who says so: a key, a meta.json, or the default.
+        dtype: the configured dtype.
+        said: source of that dtype: a key, a meta.json, or the default.
 
     Raises:
-        ConfigError: names what the bytes show, and the key that reads them.
+        ConfigError: the dtypes differ; names the dtype of the bytes, and the key to set.
     """
     found = find_dtype(read_sample(path))
     if found is None:
@@ -224,11 +224,11 @@ def check_dtype(path: str, dtype: str, said: str) -> None:
 
 
 def check_header(path: Path) -> None:
-    """Refuse a .bin file that is known not to begin with tokens.
+    """Refuse a .bin file that is known not to start with tokens.
 
     Raises:
-        ConfigError: names the header of llm.c, an index of Megatron beside the file, or the
-            format that its first bytes have.
+        ConfigError: the file has a header of llm.c, an index of Megatron beside it, or another
+            known format; the message names it.
     """
     with path.open("rb", buffering=0) as file:
         head = file.read(HEAD_BYTES)

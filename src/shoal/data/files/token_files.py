@@ -4,7 +4,7 @@
     sample 0 inputs t0 t1 t2   targets t1 t2 t3
     sample 1 inputs t3 t4 t5   targets t4 t5 t6
 
-Files are memory-mapped: opening costs nothing, ranks on one machine share the pages.
+Files are memory-mapped: opening is free, and ranks on one machine share the pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal.data.files.tokenizer_cache import NewEntry, content_key, open_cached
 Counts = npt.NDArray[np.int64]
 
 DEFAULT_DTYPE = "uint16"
-"""Of .bin files where neither data.dtype nor a meta.json says another."""
+"""Dtype of .bin files if neither data.dtype nor a meta.json sets another."""
 
 LARGEST_VOCABULARY = 2**24
 CHUNK_TOKENS = 2**22
@@ -48,16 +48,16 @@ class TokenSpan:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the span has."""
+        """Number of tokens of the span."""
         return self.stop - self.start
 
     def open(self) -> npt.NDArray[Any]:
-        """The tokens [stop − start], mapped, not read."""
+        """Return the tokens [stop − start], memory-mapped, not read."""
         return open_tokens(self.path, self.dtype)[self.start : self.stop]
 
 
 def open_tokens(path: str, dtype: str) -> npt.NDArray[Any]:
-    """All tokens of one file, mapped. Errors: ConfigError for a file that is not token ids."""
+    """Memory-map all tokens of one file; ConfigError for a file that is not token ids."""
     hint = ""
     try:
         if dtype == "npy":
@@ -93,12 +93,12 @@ def _size_hint(size_bytes: int, item_bytes: int) -> str:
 
 
 def whole_file(path: Path, dtype: str) -> TokenSpan:
-    """The span that is a whole file."""
+    """Return the span of a whole file."""
     return TokenSpan(str(path), dtype, 0, len(open_tokens(str(path), dtype)))
 
 
 def split_tail(spans: Sequence[TokenSpan], share: float) -> tuple[list[TokenSpan], list[TokenSpan]]:
-    """The spans without their last `share` of tokens, and those tails.
+    """Split spans into all but their last `share` of tokens, and those tails.
 
     >>> a, b = split_tail([TokenSpan("f", "npy", 0, 100)], 0.1)
     >>> a[0].stop, b[0].start, b[0].stop
@@ -114,7 +114,7 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Samples of `sequence` tokens from spans of files; a sample never lies in two spans.
 
     dataset[i] is (inputs [sequence], targets [sequence]), int64. `part` names it in messages.
-    Errors: ConfigError if no span has sequence + 1 tokens.
+    Raises a ConfigError if no span has sequence + 1 tokens.
     """
 
     draws_nothing = True
@@ -139,7 +139,7 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets [sequence] of one sample. Errors: IndexError."""
+        """Return inputs and targets [sequence] of one sample; may raise IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect.bisect_right(self._ends, index)
@@ -151,7 +151,7 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return block[:-1], block[1:]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Paths, not maps: a worker process opens the files itself."""
+        """Return paths instead of maps: a worker process opens the files itself."""
         return {**self.__dict__, "_opened": [None] * len(self.spans)}
 
 
@@ -174,7 +174,7 @@ class SyntheticTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.samples
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets [sequence] of one sample. Errors: IndexError."""
+        """Return inputs and targets [sequence] of one sample; may raise IndexError."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of {self.samples}")
         draw = np.random.Generator(np.random.Philox(key=[self.seed & (2**64 - 1), index]))
@@ -184,9 +184,9 @@ class SyntheticTokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def count_tokens(spans: Sequence[TokenSpan]) -> Counts:
-    """How often each id occurs, [largest id + 1].
+    """Count the occurrences of each id, [largest id + 1].
 
-    Errors: ConfigError naming file, place and id of the first id below 0 or absurdly large.
+    Raises a ConfigError with file, position and id of the first id below 0 or absurdly large.
     """
     counts: Counts = np.zeros(0, dtype=np.int64)
     for span in spans:
@@ -208,7 +208,7 @@ def count_tokens(spans: Sequence[TokenSpan]) -> Counts:
 
 
 def cross_entropy(train: Counts, validation: Counts) -> float:
-    """Nats per token of validation under the train frequencies: what a model without context gets.
+    """Return nats per validation token under train frequencies, as of a model without context.
 
     Formula  −Σ_v q(v) · ln((c(v) + 1) / (N + V)), add-one smoothing; c, N from train, q from
              validation, V the length of both
@@ -221,13 +221,13 @@ def cross_entropy(train: Counts, validation: Counts) -> float:
 
 
 def grown(counts: Counts, vocabulary: int) -> Counts:
-    """Counts with zeros up to the vocabulary, [vocabulary]."""
+    """Return counts with zeros up to the vocabulary, [vocabulary]."""
     return np.pad(counts, (0, vocabulary - len(counts)))
 
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """What `tokens:FOLDER` holds: spans of both parts, and what a scan of every id found."""
+    """Content of `tokens:FOLDER`: spans of both parts, and the result of a scan of every id."""
 
     train: tuple[TokenSpan, ...]
     validation: tuple[TokenSpan, ...]
@@ -241,15 +241,15 @@ def open_folder(
 ) -> TokenFolder:
     """Open `train*`/`val*` as .npy or .bin, and check every id.
 
-    meta.json (optional): {"dtype": "uint16", "vocabulary": 50257}. Without `vocabulary` it is the
-    largest id + 1. Without val* files the last `share` of each train file is held out. The scan of
-    all ids is cached by the files' names, sizes and times.
+    meta.json (optional): {"dtype": "uint16", "vocabulary": 50257}. The default of `vocabulary` is
+    the largest id + 1. Without val* files the last `share` of each train file is held out. The scan
+    of all ids is cached by the files' names, sizes and times.
 
     Args:
-        folder: holds the files.
-        share: of each train file, what is held out where there is no val* file.
+        folder: folder of the files.
+        share: share of each train file that is held out if there is no val* file.
         where: the key, for messages.
-        dtype: of .bin files; auto: as meta.json says, else uint16.
+        dtype: dtype of .bin files; auto: that of meta.json, else uint16.
 
     Raises:
         ConfigError: a missing folder, a file that is not tokens or was written with another dtype,
@@ -312,7 +312,7 @@ def _refuse_id(spans: Sequence[TokenSpan], vocabulary: int, folder: Path) -> Non
 
 
 def _meta(folder: Path) -> tuple[str, int | None]:
-    """Return dtype and vocabulary of meta.json; "" and None for what it does not say."""
+    """Return dtype and vocabulary of meta.json; "" and None for missing entries."""
     path = folder / "meta.json"
     if not path.is_file():
         return "", None

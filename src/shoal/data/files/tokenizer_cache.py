@@ -1,15 +1,15 @@
-"""Keeps what is slow to make (tokenizers, tokens) in a folder, made once per content.
+"""Cache of slow results (tokenizers, tokens) in a folder, made once per content.
 
     <cache>/<name>-<key>/   meta.json: what was made, and size and CRC-32 of every file beside it
     <cache>/<name>-<key>.lock        one process builds, the others wait and then read
     <cache>/<name>-<key>.checked     files that were verified since the machine started
     <cache>/<name>-<key>.tmp-*       where it is built; renamed when complete, so never seen half
 
-The key is a hash of everything the content depends on. An entry whose files do not match its
-meta.json is made again. What a crash left half-written its checksum tells, once after a start of
-the machine and for what was written since: else each rank of a run would read all of it. Of arrays
-it is taken while they are written, and what was just made counts as verified. <cache> is
-$SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal.
+The key is a hash of everything that the content depends on. An entry whose files do not match its
+meta.json is made again. Checksums detect files that a crash left half-written. They are verified
+once after each start of the machine, and for later writes; otherwise each rank of a run would read
+all files. The checksum of an array is computed while it is written, and a new entry counts as
+verified. <cache> is $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ VERSION = 1
 """Part of every key; raised when the meaning of an entry changes."""
 
 LOCK_WAIT_S = 600.0
-"""Then another process's lock is ignored: building twice is safe, waiting for ever is not."""
+"""Seconds until another process's lock is ignored: two builds are safe, a deadlock is not."""
 
 CHECKED_BYTES = 256 * 2**20
-"""How much of each file is read to verify it (0.1 s); beyond that its size must do."""
+"""Bytes of each file that are verified (0.1 s); beyond them only the size is."""
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Another text after every start of the machine; where there is none, files are always verified."""
+"""File with a new text after every start of the machine; without it files are always verified."""
 
 
 def content_key(*parts: object) -> str:
-    """Hash everything a cache entry depends on, in order, to 24 hex digits.
+    """Hash everything that a cache entry depends on, in order, to 24 hex digits.
 
     Raises:
-        TypeError: for a part that has no JSON form.
+        TypeError: a part has no JSON form.
 
     >>> content_key("a", 1) == content_key("a", 1), content_key("a", 1) == content_key("a", 2)
     (True, False)
@@ -58,14 +58,14 @@ def content_key(*parts: object) -> str:
 
 
 class NewEntry:
-    """An entry that is being made: `folder`, empty at first, to write files into."""
+    """A cache entry under construction: `folder`, empty at first, to write files into."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._seen: dict[str, list[int]] = {}
 
     def save_array(self, name: str, array: npt.NDArray[Any]) -> Path:
-        """Write NAME.npy, taking its checksum on the way. Gives its path."""
+        """Write NAME.npy, compute its checksum on the way, and return its path."""
         path = self.folder / f"{name}.npy"
         with path.open("wb") as file:
             seen = _Seen(file)
@@ -74,14 +74,14 @@ class NewEntry:
         return path
 
     def fingerprints(self) -> dict[str, list[int]]:
-        """Size and CRC-32 of every file; read are those that `save_array` has not written."""
+        """Return size and CRC-32 of every file; reads those that `save_array` has not written."""
         return {
             p.name: self._seen.get(p.name) or _fingerprint(p) for p in sorted(self.folder.iterdir())
         }
 
 
 class _Seen:
-    """A file to write to; takes the CRC-32 of the first CHECKED_BYTES on the way."""
+    """A file to write to, which computes the CRC-32 of the first CHECKED_BYTES."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._left = file, CHECKED_BYTES
@@ -96,13 +96,13 @@ class _Seen:
 def open_cached(
     name: str, key: str, build: Callable[[NewEntry], dict[str, Any]]
 ) -> tuple[Path, dict[str, Any]]:
-    """The folder of an entry and what its builder said of it, built now if missing or damaged.
+    """Return an entry's folder and its builder's metadata; build it if missing or damaged.
 
-    Takes   build: writes files into the folder of the entry it is given, returns a JSON object on
-            them
+    Args:
+        build: writes files into the folder of the new entry, and returns a JSON object on them.
 
     Raises:
-        ConfigError: if the cache cannot be written.
+        ConfigError: the cache is not writable.
     """
     final = cache_folder() / f"{name}-{key}"
     about = _read(final)
@@ -142,7 +142,7 @@ def _build(final: Path, build: Callable[[NewEntry], dict[str, Any]], alone: bool
 
 
 def _put(folder: Path, final: Path, files: Iterable[str]) -> None:
-    """Give `folder` its final name; a damaged entry of that name makes way, a good one stays."""
+    """Rename `folder` to its final name; it replaces a damaged entry, not a good one."""
     if final.exists() and _read(final) is None:
         aside = Path(tempfile.mkdtemp(prefix=f"{final.name}.tmp-", dir=final.parent))
         final.rename(aside / "damaged")
@@ -158,13 +158,13 @@ def _put(folder: Path, final: Path, files: Iterable[str]) -> None:
 
 
 def _note_checked(final: Path, mark: str) -> None:
-    """Write down that the files of an entry are those that `mark` tells."""
+    """Record that the files of an entry are those of `mark`."""
     if mark:
         final.with_name(f"{final.name}.checked").write_text(mark, encoding="utf-8")
 
 
 def _fingerprint(path: Path) -> list[int]:
-    """Size and CRC-32 of a file's first CHECKED_BYTES."""
+    """Return size and CRC-32 of a file's first CHECKED_BYTES."""
     crc, left = 0, CHECKED_BYTES
     with path.open("rb") as file:
         while left and (block := file.read(min(left, 2**20))):
@@ -173,7 +173,7 @@ def _fingerprint(path: Path) -> list[int]:
 
 
 def _read(final: Path) -> dict[str, Any] | None:
-    """What is said of an entry, or None if it is missing or damaged."""
+    """Return an entry's metadata, or None if it is missing or damaged."""
     try:
         meta = json.loads((final / "meta.json").read_text(encoding="utf-8"))
         mark, checked = _mark(final, meta["files"]), final.with_name(f"{final.name}.checked")
@@ -188,7 +188,7 @@ def _read(final: Path) -> dict[str, Any] | None:
 
 
 def _mark(final: Path, names: Iterable[str]) -> str:
-    """The machine's start, and size and times of an entry's files; "" where starts are not told."""
+    """Return boot id, and size and times of an entry's files; "" if there is no boot id."""
     try:
         boot = BOOT.read_text(encoding="utf-8").strip()
     except OSError:
@@ -200,7 +200,7 @@ def _mark(final: Path, names: Iterable[str]) -> str:
 
 @contextmanager
 def hold_lock(final: Path) -> Iterator[bool]:
-    """Hold a path's lock; gives False if there is none to be had, which is slower, not wrong."""
+    """Hold a path's lock; yield False if the lock is unavailable, which is slower, not wrong."""
     try:
         import fcntl
     except ImportError:  # not a Unix

@@ -1,6 +1,6 @@
-"""Looks at a dataset before and beside training: identity, whether indexed; joins samples.
+"""Inspection of datasets besides training: identity, map-style or not; joining of samples.
 
-Nothing here moves a stream or a generator: what is read is read again by whoever trains.
+No function here advances a stream or a generator: training reads the samples again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from shoal.data.loading.sample_seeds import seeded_draws
 Collate = Callable[[list[Any]], Any]
 
 PERMANENT = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-"""Error numbers that a further attempt meets again; decoders raise OSError without a number."""
+"""Error numbers that recur at every attempt; decoders raise OSError without a number."""
 
 
 def load_error(what: str, error: Exception) -> ShoalError:
-    """The one line for an exception in the user's own data code, with its traceback as a note.
+    """Return the one-line error for an exception in the user's data code, traceback as a note.
 
     Returns:
-        UserError; ClusterError where a disk, a mount or a connection is at fault, which may work
-        again after a restart.
+        UserError; ClusterError if a disk, a mount or a connection is at fault, which may work again
+        after a restart.
     """
     kind: type[ShoalError] = ClusterError if may_pass(error) else UserError
     wrapped = kind(f"{what}: {type(error).__name__}: {error}")
@@ -38,7 +38,7 @@ def load_error(what: str, error: Exception) -> ShoalError:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Tell whether a further try may go well: a disk, a mount or a connection failed.
+    """Return whether a retry may succeed: a disk, a mount or a connection failed.
 
     >>> may_pass(OSError(5, "Input/output error")), may_pass(FileNotFoundError(2, "no such file"))
     (True, False)
@@ -51,7 +51,7 @@ def may_pass(error: BaseException) -> bool:
 def digest_of(value: Any) -> str:
     """Hash tensors, arrays, numbers and texts, however nested, to 24 hex digits.
 
-    Values of other kinds (object arrays, sets, most numpy scalars) are passed over.
+    Values of other kinds (object arrays, sets, most numpy scalars) are ignored.
     """
     total = hashlib.blake2b(digest_size=12)
     _digest_into(total, value)
@@ -76,9 +76,9 @@ def _digest_into(total: Any, value: Any) -> None:
 
 
 def identity_of(dataset: Any) -> list[Any] | None:
-    """Returns a dataset's length and hashes of its first and last sample; None where it raises.
+    """Return a dataset's length and hashes of its first and last sample; None if it raises.
 
-    Both samples are loaded with fixed seeds, and the generators are put back afterwards.
+    Both samples are loaded with fixed seeds, and the generators are restored afterwards.
     """
     try:
         with seeded_draws("identity"):
@@ -92,7 +92,7 @@ def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
     """Join a list of samples to one batch; `collate` None is torch's default_collate.
 
     Raises:
-        UserError: that names `where`; ClusterError where a disk or a connection failed.
+        UserError: collate failed; names `where`. ClusterError if a disk or a connection failed.
     """
     try:
         return default_collate(samples) if collate is None else collate(samples)
@@ -102,7 +102,7 @@ def join(samples: list[Any], collate: Collate | None, where: str) -> Any:
 
 
 def is_indexed(dataset: object) -> bool:
-    """Tell whether a dataset is map-style: has `__getitem__` and `__len__`, no IterableDataset."""
+    """Return whether a dataset is map-style: `__getitem__` and `__len__`, no IterableDataset."""
     if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
         return False
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

@@ -1,9 +1,9 @@
-"""Reads one epoch of an iterable step by step, in the main process or in one worker process.
+"""Read one epoch of an iterable step by step, in the main process or in one worker process.
 
     sample, sample, … ──cut into batches──> ReadStep(this rank's micro-batches, state, ended)
 
-The state is the iterable's own, as JSON text, after the step's last sample and before the one read
-ahead; it travels with the step, so that reading ahead in a worker does not run away with it.
+The state is the iterable's own, as JSON text, after the step's last sample and before the
+prefetched one. It travels with the step, so that prefetching in a worker does not change it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from shoal.data.loading.read_retries import Misread
 
 END = object()
-"""In the place of a sample, where a stream gives no more."""
+"""Marker in place of a sample at the end of a stream."""
 NO_STATE = "; it has no state_dict() and load_state_dict(), by which the read were tried again"
 IN_BUFFER = "; its state leaves out what its shuffle buffer holds, so it is not read again"
 
 
 @dataclass(frozen=True)
 class ReadStep:
-    """One step as read, with the iterable's state after it and whether the epoch ended there.
+    """One step as read, with the iterable's state after it, and whether the epoch ended.
 
     Attributes:
-        misread: samples that could not be read at once.
+        misread: samples whose first read failed.
     """
 
     batch: StepBatch
@@ -47,12 +47,12 @@ class ReadStep:
 
 
 def is_resumable(iterable: object) -> bool:
-    """True if the iterable can tell and take back where it stands."""
+    """Return whether the iterable has `state_dict` and `load_state_dict`."""
     return all(callable(getattr(iterable, n, None)) for n in ("state_dict", "load_state_dict"))
 
 
 def _state_text(iterable: Any) -> str:
-    """The iterable's state as JSON text, a copy that later reading cannot change."""
+    """Return the iterable's state as JSON text, a copy that later reading cannot change."""
     if not is_resumable(iterable):
         return "null"
     state = iterable.state_dict()
@@ -66,13 +66,14 @@ def _state_text(iterable: Any) -> str:
 
 
 class StepReader(IterableDataset[Any]):
-    """The steps of one epoch of an iterable, from stream position `position` to its end.
+    """Reader of the steps of one epoch of an iterable, from stream position `position` on.
 
-    Takes   epoch, and epoch_start, the position at which it began: samples are numbered from there
-            batch, micro_batch, rank, degree, collate, seed: as for Loader · leaves_out: as there
+    Args:
+        epoch, epoch_start: the epoch, and its start position, from which samples are numbered.
+        batch, micro_batch, rank, degree, collate, seed, leaves_out: as for Loader.
 
     Returns:
-        ReadStep after ReadStep; or a Failure, the user's own error, as the last.
+        ReadSteps; or, as the last, a Failure with the user's own error.
     """
 
     end = END
@@ -112,7 +113,7 @@ class StepReader(IterableDataset[Any]):
         self._probing = degree > 1
 
     def __iter__(self) -> Iterator[ReadStep | Failure]:
-        """The steps from `position` to the end of the epoch."""
+        """Yield the steps from `position` to the end of the epoch."""
         try:
             yield from self._steps()
         except (UserError, ClusterError) as error:
@@ -123,7 +124,7 @@ class StepReader(IterableDataset[Any]):
         self._open()
         first = self._next()
         if first is END and self.position == self.epoch_start and is_resumable(self.iterable):
-            # its state was taken at the end of an epoch, and what is left of that one is nothing
+            # its state was taken at the end of an epoch, of which no sample is left
             self._anew = True
             self._open()
             first = self._next()
@@ -141,7 +142,7 @@ class StepReader(IterableDataset[Any]):
             yield ReadStep(batch, state, first is END, misread)
 
     def _read(self, sample: Any) -> tuple[int, dict[int, list[Any]], Any]:
-        """One step from `sample` on: samples read, this rank's by micro-batch, END or the last."""
+        """Read one step: (sample count, own samples by micro-batch, last sample or END)."""
         kept: dict[int, list[Any]] = {}
         count = 0
         probing, self._probing = self._probing, False
@@ -160,14 +161,14 @@ class StepReader(IterableDataset[Any]):
                 return count, kept, END
 
     def _drawing(self, what: object, quiet: bool) -> AbstractContextManager[None]:
-        """Random draws inside follow from (seed, epoch, what) alone, and leave none behind."""
+        """Seed random draws by (seed, epoch, what), and restore the generators afterwards."""
         return nullcontext() if quiet else seeded_draws(self.seed, self.epoch, what)
 
     def _state_before(self) -> str:
-        """The state at which it is begun, "null" where it has none before it runs."""
+        """Return the iterable's state at the start, "null" if it has none before it runs."""
         try:
             return _state_text(self.iterable)
-        except Exception:  # the user's own; what is wrong with it is said where it is needed
+        except Exception:  # the user's error; reported when the state is needed
             return "null"
 
     def _open(self) -> None:
@@ -175,7 +176,7 @@ class StepReader(IterableDataset[Any]):
             self._source = iter(self.iterable)
 
     def _next(self) -> Any:
-        """The next sample or END; LEFT_OUT where none of several tries gave it."""
+        """Return the next sample or END; LEFT_OUT if several tries failed."""
         self._at = self.position
         try:
             return self.once()
@@ -204,16 +205,16 @@ class StepReader(IterableDataset[Any]):
         return got.sample
 
     def once(self) -> Any:
-        """The next sample or END, at one try; its draws are keyed by its number in the epoch."""
+        """Read the next sample or END, in one try; its seed is its number in the epoch."""
         with self._drawing(self._at - self.epoch_start, self.quiet):
             return next(self._source, END)
 
     def stands(self) -> int:
-        """The position in the stream before which it stands."""
+        """Return the stream position of the next sample."""
         return self._at
 
     def stand(self, at: int) -> None:
-        """Begin anew where its state was known, and read up to position `at` of the stream."""
+        """Restart from the last known state, and read up to stream position `at`."""
         self._at, state = self.known
         self.iterable.load_state_dict(json.loads(state))
         self._open()
@@ -224,17 +225,17 @@ class StepReader(IterableDataset[Any]):
             self._at += 1
 
     def place(self) -> Any:
-        """What its state says of where it stands, as JSON text."""
+        """Return the iterable's present state as JSON text."""
         return _state_text(self.iterable)
 
     def pass_over(self, place: Any) -> None:
-        """Go on at a place that lies one sample further."""
+        """Continue from a state that is one sample further."""
         self.known = self._at + 1, place
         self.iterable.load_state_dict(json.loads(place))
         self._open()
 
     def failed(self, error: Exception, why: str = "") -> ShoalError:
-        """The one line of its next sample, which cannot be read."""
+        """Return the one-line error for the next sample, which is unreadable."""
         where = f"sample {self._at - self.epoch_start} (epoch {self.epoch})"
         return load_error(f"data.source: {where}{why}", error)
 

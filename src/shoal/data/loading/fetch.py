@@ -1,8 +1,8 @@
-"""Fetches the samples of one step and joins them.
+"""Load the samples of one step and join them.
 
-What a sample draws at random depends on the sample alone (`sample_seeds.py`). Not covered: draws on
-a GPU, and `numpy.random.default_rng()` without a seed. Datasets with `draws_nothing = True` skip
-it.
+Random draws of a sample depend on the sample alone (`sample_seeds.py`). Exceptions: draws on a GPU,
+and `numpy.random.default_rng()` without a seed. Datasets with `draws_nothing = True` skip the
+seeding.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Span = tuple[int, int]
 """Stream positions of one micro-batch: start, stop."""
 
 BLOCK = 8192
-"""Positions looked up at once: 0.4 ms for 8192, 0.06 ms for 8."""
+"""Positions looked up at a time: 0.4 ms for 8192, 0.06 ms for 8."""
 
 
 class NotUniform(Exception):
-    """Samples that differ in kind or dtype, or are of a kind that only torch knows how to join."""
+    """Samples that differ in kind or dtype, or whose kind only torch can join."""
 
 
 def join_uniform(samples: Sequence[Any]) -> Any:
-    """Join samples as default_collate does, if parts of the result are what it makes of parts.
+    """Join samples as default_collate does, if slices of the result equal its joined slices.
 
-    So it is for tensors, arrays, numbers, texts, and tuples, lists and dicts of them, each of one
-    kind and dtype in all samples: what differs torch promotes, by all that it sees.
+    This holds for tensors, arrays, numbers, texts, and tuples, lists and dicts of them, each of one
+    kind and dtype in all samples. Otherwise torch promotes dtypes by all samples that it joins.
 
     Raises:
-        NotUniform · what torch raises for shapes that differ.
+        NotUniform: the samples differ in kind or dtype; torch's own error if shapes differ.
     """
     first = samples[0]
     kind = type(first)
@@ -69,7 +69,7 @@ def join_uniform(samples: Sequence[Any]) -> Any:
 
 
 def _stacked(tensors: Sequence[Any]) -> Any:
-    """Stack tensors of one dtype, in a worker into memory that it shares."""
+    """Stack tensors of one dtype, in a worker into shared memory."""
     if len(set(map(_dtype, tensors))) > 1 or tensors[0].layout is not torch.strided:
         raise NotUniform
     # Here at once, 5 µs sooner than by way of what torch looks up for each kind.
@@ -83,12 +83,13 @@ _dtype = attrgetter("dtype")
 
 @dataclass(frozen=True)
 class Joined:
-    """Micro-batches on their way from who fetched them: one value for all, or a list of values.
+    """Micro-batches from a fetcher: one value for all, or a list of values.
 
     Attributes:
-        sizes: samples of each micro-batch, where they are joined to one value; a process sends one
-            tensor in the place of many.
-        misread: samples that could not be read at once; a micro-batch that lost all has some value.
+        sizes: samples of each micro-batch, if all are joined to one value: a process then sends one
+            tensor instead of many.
+        misread: samples whose first read failed; a micro-batch that lost all samples has an
+            arbitrary value.
     """
 
     value: Any
@@ -96,14 +97,14 @@ class Joined:
     misread: tuple[Misread, ...] = ()
 
     def micro_batches(self) -> list[Any]:
-        """The joined samples of each; tensors are views of the ones that came."""
+        """Return the joined samples of each micro-batch; tensors are views of the received ones."""
         return self.value if self.sizes is None else _parts(self.value, self.sizes)
 
 
 def _parts(value: Any, sizes: list[int]) -> list[Any]:
-    """Cut what default_collate made of uniform samples, along the samples."""
+    """Split the default_collate result of uniform samples along the samples."""
     if type(value) is torch.Tensor:  # as `join_uniform` makes them; isinstance takes 0.5 µs
-        return list(torch.unsafe_split_with_sizes(value, sizes))  # nobody needs to know of views
+        return list(torch.unsafe_split_with_sizes(value, sizes))  # autograd need not track views
     if isinstance(value, dict):
         columns = {key: _parts(column, sizes) for key, column in value.items()}
         return [{key: cut[n] for key, cut in columns.items()} for n in range(len(sizes))]
@@ -115,11 +116,11 @@ def _parts(value: Any, sizes: list[int]) -> list[Any]:
 
 
 class Fetcher:
-    """Loads stream positions of a map-style dataset; the same bits in any process.
+    """Fetcher of stream positions of a map-style dataset; the same bits in any process.
 
-    `fetcher.values(spans)` are micro-batches, joined. Errors: UserError that names the sample, its
-    epoch and its position. leaves_out: ClusterErrors, of a disk or a connection, are none: that
-    sample is left out.
+    `fetcher.values(spans)` returns joined micro-batches. Raises a UserError that names the sample,
+    its epoch and its position. With `leaves_out`, a sample with a ClusterError (disk or connection)
+    is left out instead.
     """
 
     leaves_out = False
@@ -148,11 +149,11 @@ class Fetcher:
         self._block: tuple[int, ...] = ()
 
     def reorder(self, order: Callable[..., Any]) -> None:
-        """Take another order of the samples from here on, as `order` of the start."""
+        """Use another order of the samples from here on, as `order` in the constructor."""
         self._order, self._block = order, ()
 
     def ids(self, start: int, stop: int) -> tuple[int, ...]:
-        """Dataset indices of stream positions start … stop − 1, all of one epoch."""
+        """Return the dataset indices of stream positions start … stop − 1, all of one epoch."""
         if start < self._block_start or stop > self._block_start + len(self._block):
             epoch_stop = (start // self.samples + 1) * self.samples
             ahead = max(stop, min(start + BLOCK, epoch_stop))
@@ -164,12 +165,12 @@ class Fetcher:
         return self._block[start - self._block_start : stop - self._block_start]
 
     def own_ids(self, start: int, stop: int) -> tuple[int, ...]:
-        """The same as a person knows them: indices of the dataset before a part was held out."""
+        """Return the same as the user's indices: those before a part was held out."""
         ids, whole = self.ids(start, stop), self._whole_index
         return ids if whole is None else tuple(int(whole(index)) for index in ids)
 
     def ids_of(self, spans: Sequence[Span]) -> tuple[tuple[int, ...], ...]:
-        """What `own_ids` gives, of some micro-batches of one step."""
+        """Return `own_ids` of some micro-batches of one step."""
         if not spans or self._whole_index is not None:
             return tuple(self.own_ids(*span) for span in spans)
         self.ids(spans[0][0], spans[-1][1])
@@ -177,7 +178,7 @@ class Fetcher:
         return tuple([block[start - front : stop - front] for start, stop in spans])
 
     def values(self, spans: Sequence[Span]) -> Joined:
-        """The samples of some micro-batches, each (start, stop) in the stream, joined."""
+        """Load and join the samples of some micro-batches, each (start, stop) in the stream."""
         if self._is_quiet and self.collate is None:
             return self._joined(spans)
         return self._draws.during(lambda: self._joined(spans))
@@ -229,7 +230,7 @@ class Fetcher:
             return read_again(self, start, stop, place, error)
 
     def one(self, index: int, epoch: int) -> Any:
-        """A sample, with its own seed."""
+        """Load a sample, with its own seed."""
         return self.dataset[index if self._is_quiet else self._seeded(index, epoch)]
 
     def _seeded(self, index: int, epoch: int) -> int:

@@ -1,4 +1,4 @@
-"""What a streaming dataset of the library `datasets` is made of: layers, one on another."""
+"""Layers of a streaming dataset of the library `datasets`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def is_streaming(dataset: Any) -> bool:
-    """Tell whether a dataset is an `IterableDataset` of `datasets`, without importing that."""
+    """Return whether a dataset is an `IterableDataset` of `datasets`, without importing that."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(dataset, library.IterableDataset)
 
 
 def layers(dataset: Any) -> Iterator[Any]:
-    """What the library puts one on another to make a streaming dataset, the outermost first."""
+    """Yield the wrapped layers of a streaming dataset, the outermost first."""
     waiting = [dataset._ex_iterable]
     while waiting:
         layer = waiting.pop()
@@ -24,11 +24,11 @@ def layers(dataset: Any) -> Iterator[Any]:
 
 
 def shuffle_buffer(dataset: Any) -> int:
-    """Samples of the dataset's largest shuffle buffer; 0 if it has none."""
+    """Return the samples of the dataset's largest shuffle buffer; 0 if it has none."""
     return max((buffer_of(layer) for layer in layers(dataset)), default=0)
 
 
 def buffer_of(layer: Any) -> int:
-    """Samples of a layer that is a shuffle buffer; 0 for the others."""
+    """Return the samples of a shuffle-buffer layer; 0 for other layers."""
     name = type(layer).__name__
     return int(layer.buffer_size) if name == "BufferShuffledExamplesIterable" else 0

@@ -1,12 +1,12 @@
-"""The same for data that can only be read from front to back: generators, streams, torch's own.
+"""Loader of iterables, which can only be read front to back: generators, streams, torch's own.
 
-An iterable has no index, so its order is its own, and every rank reads the whole stream and keeps
-only its own micro-batches: the order does not depend on the layout, at the price of reading (not
-keeping) all samples on every rank. One sample is read ahead to know whether a step is the epoch's
-last, so that no step straddles the end.
+An iterable has no index, so it determines its order. Every rank reads the whole stream and keeps
+only its own micro-batches. So the order does not depend on the layout, but every rank reads all
+samples. One sample is prefetched to know whether a step is the epoch's last, so that no step
+straddles the end.
 
 State: the position, and the iterable's own `state_dict()`, taken after the step's last sample and
-before the one read ahead. An iterable without it trains, but cannot be resumed.
+before the prefetched one. An iterable without it trains, but cannot be resumed.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ from shoal.data.loading.worker_pool import Failure, from_workers
 
 
 class IterableLoader:
-    """The steps of an iterable for one data rank, read front to back; used as a `Loader` is.
+    """Loader of the steps of an iterable for one data rank, read front to back, like `Loader`.
 
-    Iterating gives one StepBatch per optimizer step to the end of the epoch, in the iterable's own
-    order. Every rank reads all of it and keeps its own micro-batches, so the iterable must give the
-    same samples on each. Leaving a loop early and coming back goes on in the stream.
+    Iteration yields one StepBatch per optimizer step to the end of the epoch, in the iterable's own
+    order. Every rank reads all samples and keeps its own micro-batches, so the iterable must yield
+    the same samples on each rank. A new loop after an early exit continues in the stream.
 
-    Takes   iterable, batch, micro_batch, seed, rank, degree, collate: as Loader
-            workers, above 0: one process that reads ahead, whatever the number · position, only 0
-            leaves_out, an attribute: of a sample that a disk or a connection refused at every try
-            nothing comes, where the iterable's state says where it goes on; on one rank
+    Args:
+        iterable, batch, micro_batch, seed, rank, degree, collate: as for Loader.
+        workers: above 0: one process prefetches, whatever the number.
+        position: only 0.
+
+    Attributes:
+        leaves_out: skip samples that a disk or a connection fails to deliver at every try, if the
+            iterable's state has the next position; on one rank only.
 
     Returns:
-        `position`, samples handed out so far over all ranks, can only be set by `restore(state)` of
-        a `state()`, together with the iterable's state; `len()` needs an iterable with a length
-        (TypeError).
+        `position`, samples yielded so far over all ranks, can only be set by `restore(state)`,
+        together with the iterable's state; `len()` needs an iterable with a length (TypeError).
 
     Raises:
-        ConfigError: for impossible numbers, for an iterable that gives nothing in an epoch (a
-            generator can be read once), for a state that is not JSON or cannot be taken back; while
-            iterating UserError for an exception in the iterable or in collate, ClusterError for a
-            failed disk or connection or a dead worker process.
+        ConfigError: impossible numbers, an iterable without samples in an epoch (a generator can be
+            read once), or a state that is not JSON or cannot be loaded. While iterating: UserError
+            for an exception in the iterable or in collate, ClusterError for a failed disk or
+            connection or a dead worker process.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class IterableLoader:
 
     @property
     def position(self) -> int:
-        """Samples handed out so far, over all ranks and epochs."""
+        """Samples yielded so far, over all ranks and epochs."""
         return self._position
 
     @position.setter
@@ -97,11 +100,11 @@ class IterableLoader:
             )
 
     def __len__(self) -> int:
-        """Steps per epoch. Errors: TypeError if the iterable has no length."""
+        """Return the steps per epoch; TypeError if the iterable has no length."""
         return steps_per_epoch(len(self.iterable), self.batch)
 
     def state(self) -> dict[str, Any]:
-        """Position, epoch, and the iterable's own state (None if it has none); JSON values."""
+        """Return position, epoch, and the iterable's own state (None without one); JSON values."""
         return {
             "position": self._position,
             "epoch": self.epoch,
@@ -110,9 +113,9 @@ class IterableLoader:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state()` was taken, under any layout.
+        """Continue from a `state()`, under any layout.
 
-        Errors: ConfigError if that is not the start and the iterable cannot take its state back.
+        Raises a ConfigError if that is not the start and the iterable cannot load its state.
         """
         position, kept = int(state["position"]), state.get("iterable")
         if position and not is_resumable(self.iterable):
@@ -130,7 +133,7 @@ class IterableLoader:
         self._running = None
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """The steps from `position` to the end of the epoch."""
+        """Yield the steps from `position` to the end of the epoch."""
         self.under_way = True
         try:
             yield from self._steps()
@@ -163,7 +166,7 @@ class IterableLoader:
             )
 
     def _without_lost(self, read: ReadStep) -> StepBatch:
-        """A step without what could not be read; micro-batches that lost all are none."""
+        """Return a step without unreadable samples; micro-batches that lost all are dropped."""
         from shoal.data.loading.read_retries import told_and_lost, what_is_left
 
         batch = read.batch
@@ -198,7 +201,7 @@ class IterableLoader:
 
 
 def _read_steps(reader: StepReader, workers: int) -> Iterator[ReadStep]:
-    """Holds no loader: a cycle would leave the worker process to the garbage collector."""
+    """Yield read steps without a reference to the loader: a cycle would delay the worker's end."""
     if workers:
         yield from from_workers(reader, None, 1, 2)
         return
@@ -210,7 +213,7 @@ def _read_steps(reader: StepReader, workers: int) -> Iterator[ReadStep]:
 
 
 def whole_line(iterable: Any, degree: int) -> str:
-    """Say what it costs on several ranks that an iterable cannot be dealt to them; "" on one."""
+    """Return the warning that every rank reads the whole iterable; "" on one rank."""
     if degree < 2:
         return ""
     return (

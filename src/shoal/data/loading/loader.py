@@ -1,11 +1,11 @@
-"""Hands out a dataset step by step, the same samples in the same order whatever the layout.
+"""Loader: yields a dataset step by step, the same samples in the same order for any layout.
 
     position p ──sample_order.py──> (epoch, index)        one endless stream; p is the whole state
     p, batch, micro_batch ──base/plans/batches.py──> the step's micro-batches 0, 1, 2 …
     rank, degree ──> those this rank owns (i mod degree) ──fetch.py──> joined samples
 
-Rank, degree and workers decide who fetches, never what. Because the state is one integer, to resume
-on another layout, or in the middle of an epoch, is the same as never to have stopped.
+Rank, degree and workers decide which process fetches, never the samples. Because the state is one
+integer, a resume on another layout, or in the middle of an epoch, equals an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from shoal.data.loading.read_retries import Misread
 
 MESSAGE = 8
-"""Micro-batches that are fetched and joined at once, at most; messages cost by the tensor."""
+"""Most micro-batches fetched and joined at a time; the cost of a message is per tensor."""
 
 
 def check_numbers(batch: int, micro_batch: int, rank: int, degree: int, workers: int) -> None:
-    """Errors: ConfigError for the first number that cannot be."""
+    """Raise ConfigError for the first impossible number."""
     for key, got, least in (
         ("train.batch", batch, 1),
         ("train.micro_batch", micro_batch, 1),
@@ -42,32 +42,35 @@ def check_numbers(batch: int, micro_batch: int, rank: int, degree: int, workers:
 
 
 class Loader:
-    """The steps of a map-style dataset (`dataset[index]`, `len(dataset)`) for one data rank.
+    """Loader of the steps of a map-style dataset for one data rank.
 
-    Iterating gives one StepBatch per optimizer step to the end of the current epoch, also where
-    this rank owns no micro-batch of the short last step. Iterating again is the next epoch.
-    `position` moves when a step is handed out. Setting it ends a running iteration; the next one
-    starts there, be it in mid-epoch. `under_way` is true while somebody loops over it. `len()` is
-    the steps of an epoch; `restore(loader.state())` goes on there, under any layout. `tell` hears,
-    in one line, of worker processes that were made again, and of samples read at a further try.
-    `leaves_out`: those that fail at all four are left out, and the step names them.
+    Iteration yields one StepBatch per optimizer step to the end of the current epoch, also if this
+    rank owns no micro-batch of the short last step. The next iteration is the next epoch.
+    `position` moves when a step is yielded. Setting it ends a running iteration; the next one
+    starts there, also in mid-epoch. `under_way` is true during a loop. `len()` is the steps of an
+    epoch; `restore(loader.state())` continues there, under any layout. `tell` is called with one
+    line on restarted worker processes and on samples read in a retry. `leaves_out`: samples that
+    fail at all four tries are left out, and the step names them.
 
-    Takes   batch, samples per optimizer step over all ranks · micro_batch, samples per forward pass
-            turn, samples that a stream of sharded data gives at a time (0: a micro-batch), which
-            decide their order: a restored state has its own
-            seed, of the order and of the samples' own draws · position, samples to begin at
-            rank, degree: this rank's place among those that draw other micro-batches, or −1
-            workers, processes that fetch ahead, at least a step; 0 fetches between steps
-            collate, list of samples -> batch; None: torch's default_collate
-            shuffle, False: dataset order in every epoch
+    Args:
+        batch: samples per optimizer step over all ranks.
+        micro_batch: samples per forward pass.
+        turn: samples that a stream of sharded data yields at a time (0: a micro-batch), which
+            determines their order: a restored state has its own.
+        seed: seed of the order and of the samples' own draws.
+        position: samples to skip at the start.
+        rank, degree: this rank's index among the data ranks, or −1, and their number.
+        workers: processes that prefetch, at least a step; 0 fetches between steps.
+        collate: list of samples -> batch; None: torch's default_collate.
+        shuffle: False: dataset order in every epoch.
 
     Raises:
-        ConfigError: for an empty dataset or impossible numbers; while iterating UserError for an
+        ConfigError: an empty dataset or impossible numbers. While iterating: UserError for an
             exception in the dataset or in collate, ClusterError for a disk or connection that fails
-            four times, and for worker processes that die or hang again and again.
+            four times, and for worker processes that die or hang repeatedly.
 
     Note:
-        one thread in a worker, several in the main process: a dataset that sums large tensors in
+        A worker has one thread, the main process several: a dataset that sums large tensors in
         `__getitem__` may differ between the two in the last bit.
     """
 
@@ -115,7 +118,7 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Samples handed out so far, over all ranks: where the next step starts in the stream."""
+        """Samples yielded so far, over all ranks: the stream position of the next step."""
         return self._position
 
     @position.setter
@@ -126,11 +129,11 @@ class Loader:
         self._moves += 1
 
     def __len__(self) -> int:
-        """Steps per epoch, the short last one included."""
+        """Return the steps per epoch, the short last one included."""
         return steps_per_epoch(self.samples, self.batch)
 
     def state(self) -> dict[str, Any]:
-        """The position, and the dataset's length to recognise another dataset; JSON values."""
+        """Return the position, and the dataset's length to detect another dataset; JSON values."""
         return self._state_at(self._position)
 
     def _state_at(self, position: int) -> dict[str, Any]:
@@ -139,21 +142,21 @@ class Loader:
         return {"position": position, "samples": self.samples, **dealt, **left}
 
     def leave_out(self, start: int, stop: int) -> None:
-        """Hand out none of the samples at positions start … stop − 1 of the stream from now on."""
+        """Skip the samples at stream positions start … stop − 1 from now on."""
         self.left_out.append((start, stop))
         self._moves += 1
 
     def _past(self, position: int) -> int:
-        """The next position of the stream that is not left out."""
+        """Return the next stream position that is not left out."""
         while beyond := [stop for start, stop in self.left_out if start <= position < stop]:
             position = max(beyond)
         return position
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state()` was taken, under any layout.
+        """Continue from a `state()`, under any layout.
 
-        Errors: ConfigError if the dataset's length has changed, because every index would be
-        another sample's; a state without `samples` is taken at its word.
+        Raises a ConfigError if the dataset's length has changed, because every index would be
+        another sample's; a state without `samples` is not checked.
         """
         if state.get("samples", self.samples) != self.samples:
             raise ConfigError(
@@ -167,16 +170,16 @@ class Loader:
         self.left_out = [(int(start), int(stop)) for start, stop in state.get("left_out", ())]
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """The steps from `position` to the end of its epoch."""
+        """Yield the steps from `position` to the end of its epoch."""
         self._position = self._past(self._position)
         return self._batches(self._steps)
 
     def over(self, steps: Sequence[Span]) -> Iterator[StepBatch]:
-        """Steps that are given: one for each (start, stop) in the stream, none across an epoch."""
+        """Yield given steps: one for each (start, stop) in the stream, none across an epoch."""
         return self._batches(lambda: iter(steps))
 
     def _batches(self, steps: Callable[[], Iterator[Span]]) -> Iterator[StepBatch]:
-        """steps   gives where one step after another starts and stops, over all ranks"""
+        """Yield step batches; `steps` yields the bounds of each step, over all ranks."""
         moves, first = self._moves, self._position
         self._fetcher.leaves_out = self.leaves_out
         fetched = self._from_workers(steps(), first) if self.workers else iter(())
@@ -193,7 +196,7 @@ class Loader:
             self.under_way = False
 
     def _probe(self, position: int, fetched: Iterator[Joined]) -> tuple[Any, ...]:
-        """What ranks compare of their datasets: the same sample on each, and whether it stays."""
+        """Return texts on the dataset that ranks compare: a common sample, and if it repeats."""
         self._probed = True
         sample, again = self._values([(position, position + 1)] * 2, fetched)
         if lost := self._lost():
@@ -232,11 +235,11 @@ class Loader:
         )
 
     def _own(self, start: int, stop: int) -> list[Span]:
-        """Micro-batches of this rank, of a step."""
+        """Return this rank's micro-batches of a step."""
         return own_spans(start, stop, self.micro_batch, self.rank, self.degree)
 
     def _values(self, spans: list[Span], fetched: Iterator[Joined]) -> list[Any]:
-        """The joined samples of some micro-batches of this rank, from workers or made here."""
+        """Return the joined samples of some own micro-batches, from workers or loaded here."""
         if not self.workers:
             fetched = iter([self._fetcher.values(spans)] if spans else [])
         values: list[Any] = []
@@ -247,7 +250,7 @@ class Loader:
         return values
 
     def _lost(self) -> tuple[Misread, ...]:
-        """Of what was not read at once: what never was; the rest is told."""
+        """Return the samples that no retry could read; report the others that were retried."""
         if not self._misread:
             return ()
         from shoal.data.loading.read_retries import told_and_lost
@@ -258,7 +261,7 @@ class Loader:
         return lost
 
     def _steps(self) -> Iterator[Span]:
-        """Where each step starts and stops, to the end of the current epoch."""
+        """Yield the bounds of each step, to the end of the current epoch."""
         position = self._position
         end = (position // self.samples + 1) * self.samples
         while position < end:
@@ -267,7 +270,7 @@ class Loader:
             position = self._past(stop)
 
     def _from_workers(self, steps: Iterator[Span], first: int) -> Iterator[Joined]:
-        """What workers send: first what `_probe` wants, then every micro-batch of this rank."""
+        """Yield the workers' messages: first that for `_probe`, then own micro-batches."""
         from shoal.data.loading.worker_pool import (  # torch's, which one may do without
             FetcherView,
             from_workers,
@@ -281,7 +284,7 @@ class Loader:
         return from_workers(view, spans, self.workers, ahead, self.tell or warn)
 
     def _messages(self, steps: Iterator[Span]) -> Iterator[list[Span]]:
-        """Spans of this rank's micro-batches; those of one message are of one step."""
+        """Yield spans of this rank's micro-batches; those of one message are of one step."""
         for step in steps:
             own = self._own(*step)
             yield from (own[at : at + MESSAGE] for at in range(0, len(own), MESSAGE))

@@ -1,6 +1,6 @@
-"""Samples that cannot be read at once: tried again, then left out of their micro-batch.
+"""Retries of unreadable samples, which are then left out of their micro-batch.
 
-Loaded where a read has failed, and not before.
+Imported only after a read has failed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from shoal.data.loading.dataset_kind import load_error, may_pass
 
 T = TypeVar("T")
 PAUSES_S = (0.1, 0.5, 2.0)
-"""Before the second, the third and the last try of a read that failed."""
+"""Seconds of pause before the second, the third and the last try of a failed read."""
 LEFT_OUT = object()
-"""In the place of a sample that could not be read."""
+"""Marker in place of an unreadable sample."""
 
 
 @dataclass(frozen=True)
 class Misread:
-    """A sample that could not be read at the first try.
+    """A sample whose first read failed.
 
     Attributes:
-        sample: its index, as a person knows it.
-        position: in the stream.
-        epoch: of it, from 0.
-        failures: tries that did not go well.
-        error: the last one's, in words.
-        left_out: none did: nothing of it is in the micro-batch.
+        sample: its index in the user's dataset.
+        position: position in the stream.
+        epoch: epoch, from 0.
+        failures: failed tries.
+        error: text of the last error.
+        left_out: all tries failed: the sample is not in the micro-batch.
     """
 
     sample: int
@@ -46,13 +46,13 @@ class Misread:
 
     @property
     def text(self) -> str:
-        """It, in one line."""
+        """One line on the sample and its error."""
         where = f"data.source: sample {self.sample} (epoch {self.epoch}, position {self.position})"
         return f"{where}: {self.error}"
 
 
 class Reads(Protocol):
-    """What of a fetcher (`fetch.py`) is asked."""
+    """Interface of a fetcher (`fetch.py`) for retries."""
 
     samples: int
     leaves_out: bool
@@ -60,25 +60,25 @@ class Reads(Protocol):
     misread: list[Misread]
 
     def ids(self, start: int, stop: int) -> Sequence[int]:
-        """Dataset indices of stream positions."""
+        """Return the dataset indices of stream positions."""
 
     def own_ids(self, start: int, stop: int) -> Sequence[int]:
-        """The same as a person knows them."""
+        """Return the same as the user's indices."""
 
     def one(self, index: int, epoch: int) -> Any:
-        """A sample, with its own seed."""
+        """Load a sample, with its own seed."""
 
 
 def read_patiently(read: Callable[[], T], failed: Callable[[Exception], None]) -> T:
-    """Give what `read` gives, at one of up to four tries with pauses between.
+    """Return the result of `read`, after up to four tries with pauses between.
 
-    A file system that answers late must not end a run of days.
+    A slow file system must not end a run of days.
 
     Args:
-        failed: hears of each try that did not go well, the last one included.
+        failed: called after each failed try, the last one included.
 
     Raises:
-        those that no further try can mend, at once; else those of the last try.
+        Exception: an error of `read` that no retry can mend, at once; else that of the last try.
     """
     for pause_s in PAUSES_S:
         try:
@@ -96,13 +96,13 @@ def read_patiently(read: Callable[[], T], failed: Callable[[Exception], None]) -
 
 
 def read_again(fetcher: Reads, start: int, stop: int, at: int, first: Exception) -> list[Any]:
-    """Read positions start … stop − 1 one by one, each with its own seed, some at a further try.
+    """Read positions start … stop − 1 one by one, each with its own seed, some in a retry.
 
     Args:
-        at, first: what failed until now, and how.
+        at, first: the failed position, and its error.
 
     Raises:
-        as of the fetcher, whose `misread` are noted.
+        UserError: as the fetcher, in whose `misread` failed reads are recorded.
     """
     if not may_pass(first):
         raise _failed(fetcher, at, first) from first
@@ -133,7 +133,7 @@ def _failed(fetcher: Reads, place: int, error: Exception) -> ShoalError:
 
 
 def without_lost(samples: list[Any], sizes: list[int]) -> tuple[list[Any], list[int]]:
-    """The same samples, and sizes of the micro-batches, without those that were left out."""
+    """Return samples and micro-batch sizes without those that were left out."""
     parts = iter(samples)
     left = [[s for s in islice(parts, size) if s is not LEFT_OUT] for size in sizes]
     return [sample for part in left for sample in part], [len(part) for part in left]
@@ -141,12 +141,12 @@ def without_lost(samples: list[Any], sizes: list[int]) -> tuple[list[Any], list[
 
 @dataclass(frozen=True)
 class Late:
-    """In the place of a stream's sample that could not be read at once.
+    """A stream's sample whose first read failed, in place of the sample.
 
     Attributes:
-        sample: as it was read at a further try, or LEFT_OUT.
-        failures: tries that did not go well.
-        error: the last one's, in words, and where it was.
+        sample: the sample from a retry, or LEFT_OUT.
+        failures: failed tries.
+        error: text of the last error, and its place.
     """
 
     sample: Any
@@ -155,52 +155,52 @@ class Late:
 
 
 class ReadsStream(Protocol):
-    """What of a reader of streams (`shard_reader.py`, `epoch_reader.py`) is asked."""
+    """Interface of a reader of streams (`shard_reader.py`, `epoch_reader.py`) for retries."""
 
     leaves_out: bool
     known: tuple[int, Any]
     end: Any
 
     def stand(self, at: int) -> None:
-        """Begin anew from the last place that is known, and stand before sample `at`."""
+        """Restart from the last known place, and go to sample `at`."""
 
     def stands(self) -> int:
-        """Before which sample it stands."""
+        """Return the number of the next sample."""
 
     def once(self) -> Any:
-        """The next sample, or END, at one try."""
+        """Read the next sample, or END, in one try."""
 
     def place(self) -> Any:
-        """What its own state says of where it stands; None where it does not say it exactly."""
+        """Return the place in its own state; None if the state is not exact."""
 
     def pass_over(self, place: Any) -> None:
-        """Go to a place that was told, one sample behind where it stood."""
+        """Go to a place that is one sample further."""
 
     def failed(self, error: Exception, why: str) -> ShoalError:
-        """The one line of a sample that cannot be read, and why it is not left out."""
+        """Return the one-line error for an unreadable sample that cannot be left out."""
 
 
 def pull_again(reader: ReadsStream, where: str, first: Exception) -> Any:
-    """Read a stream's next sample at a further try; where none goes well, step over it.
+    """Read a stream's next sample in a retry; if all fail, skip it.
 
-    A stream has no index: it is begun anew from its last known place and read up to the sample.
-    Where its state says another place after the failure than before, that is behind the sample.
+    A stream has no index: it is restarted from its last known place and read up to the sample. If
+    its state has another place after the failure than before, that place is after the sample.
 
     Args:
-        where: of the sample, in words.
+        where: description of the sample's position.
 
     Returns:
         Late, or END.
 
     Raises:
-        as of the reader, for what no try can mend, and for what cannot be stepped over.
+        UserError: as the reader, if no retry can mend the error or the sample cannot be skipped.
     """
     at, failed, before = reader.stands(), [first], [None]
 
     def again() -> Any:
         reader.stand(at)
         known, place = reader.known
-        if known < at or place is None:  # one that it was put to is told once it has moved
+        if known < at or place is None:  # a restored place is valid once the reader has moved
             place = copy.deepcopy(reader.place())
         before[:] = [place]
         return reader.once()
@@ -221,7 +221,7 @@ def pull_again(reader: ReadsStream, where: str, first: Exception) -> Any:
 
 
 def told_apart(samples: list[Any]) -> tuple[list[Any], list[tuple[int, int, str, bool]]]:
-    """What could be read, and of what came late: place, failures, error, whether it is left out."""
+    """Split samples into readable ones and (place, failures, error, left out) of late ones."""
     late = [(place, one) for place, one in enumerate(samples) if isinstance(one, Late)]
     told = [(at, one.failures, one.error, one.sample is LEFT_OUT) for at, one in late]
     read = [one.sample if isinstance(one, Late) else one for one in samples]
@@ -231,10 +231,10 @@ def told_apart(samples: list[Any]) -> tuple[list[Any], list[tuple[int, int, str,
 def told_and_lost(
     misread: Sequence[Misread], before: int, tell: Callable[[str], None] | None
 ) -> tuple[Misread, ...]:
-    """Tell of samples that were read at a further try, and give those that never were.
+    """Report samples that a retry could read, and return those that none could.
 
     Args:
-        before: how many were told or passed over until now: the 1st, 2nd, 4th, 8th … is told.
+        before: number of earlier ones: only the 1st, 2nd, 4th, 8th … is reported.
     """
     again = [one for one in misread if not one.left_out]
     for number, one in enumerate(again, before + 1):
@@ -252,10 +252,10 @@ def what_is_left(
     micro_batches: Sequence[T],
     ids: Sequence[tuple[int, ...]],
 ) -> tuple[list[T], tuple[tuple[int, ...], ...]]:
-    """Micro-batches that hold a sample, and the indices of what they hold.
+    """Return micro-batches that still have a sample, and the indices of their samples.
 
     Args:
-        positions: of the samples of each micro-batch in the stream, the lost ones too.
+        positions: stream positions of the samples of each micro-batch, lost ones included.
     """
     gone = {one.position for one in lost}
     places = [[position not in gone for position in each] for each in positions]

@@ -1,6 +1,6 @@
-"""Looks at the first samples of a dataset before training: their kind, and joined to a batch.
+"""Inspection of a dataset's first samples before training: their kind, and a joined batch.
 
-Nothing here moves a stream or a generator: what is read is read again by whoever trains.
+No function here advances a stream or a generator: training reads the samples again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.data.loading.sample_seeds import kept_draws
 
 
 def sample_kind(dataset: Any) -> str:
-    """Returns what a dataset's first sample has as inputs: images, numbers, or tokens.
+    """Return the kind of inputs of a dataset's first sample: images, numbers, or tokens.
 
     images   floats of two dims or more · numbers  floats of fewer
     tokens   whole numbers, and whatever is unknown: an iterable, which is not read, or a sample
@@ -45,7 +45,7 @@ def first_samples(data: Any, collate: Collate | None, count: int = 4) -> Any:
         data: map-style, or an iterable with `state_dict()`.
 
     Raises:
-        ConfigError: for an iterable that could not be put back; as `join`; the dataset's own.
+        ConfigError: the iterable cannot be reset; also the errors of `join` and of the dataset.
     """
     with kept_draws():
         if is_indexed(data):

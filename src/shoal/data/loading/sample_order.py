@@ -1,4 +1,4 @@
-"""Which sample is number p? The order of all samples, computed on the fly from one integer.
+"""Order of all samples, computed on the fly from one integer.
 
 Samples form one endless stream. Position p lies in epoch e = p // n and is dataset index
 perm_e(p mod n), where perm_e shuffles 0 … n − 1 anew in every epoch. No list is shuffled or
@@ -30,14 +30,14 @@ Words = npt.NDArray[np.uint64]
 
 ROUNDS = 12
 TABLE_BITS = 12
-"""Bits of a half up to which F is a table; 8192 positions then take 0.4 ms in the place of 1.5."""
+"""Most bits of a half for which F is a table; 8192 positions then take 0.4 ms instead of 1.5."""
 
 MIN_BITS = 6
 """fewer bits shuffle 3 samples unevenly (measured: chi² 4 times its mean at 2 bits)"""
 
 
 def _mix(half: Words, key: np.uint64) -> Words:
-    """64 well-stirred bits per element (SplitMix64's finaliser; products wrap around)."""
+    """Return 64 well-mixed bits per element (SplitMix64's finaliser; products wrap around)."""
     x = half + key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -46,7 +46,7 @@ def _mix(half: Words, key: np.uint64) -> Words:
 
 @lru_cache(maxsize=8)  # training's and validation's epochs, of a loader or two
 def _rounds(seed: int, epoch: int, samples: int, width: int) -> list[Callable[[Words], Words]]:
-    """F of each round: bits for one half from the other, by a table where there are few."""
+    """Return F of each round: bits for one half from the other, by a table for few bits."""
     digest = hashlib.shake_256(f"shoal order {seed} {epoch} {samples}".encode()).digest(8 * ROUNDS)
     low, high = (width + 1) // 2, width // 2
 
@@ -67,7 +67,7 @@ def _rounds(seed: int, epoch: int, samples: int, width: int) -> list[Callable[[W
 
 
 def _network(x: Words, rounds: list[Callable[[Words], Words]], width: int) -> Words:
-    """One bijection of 0 … 2^width − 1, element by element."""
+    """Apply one bijection of 0 … 2^width − 1, element by element."""
     low_bits = np.uint64((width + 1) // 2)
     high, low = x >> low_bits, x & ((np.uint64(1) << low_bits) - np.uint64(1))
     for number, one in enumerate(rounds):
@@ -79,9 +79,10 @@ def _network(x: Words, rounds: list[Callable[[Words], Words]], width: int) -> Wo
 
 
 def permute(offsets: npt.ArrayLike, samples: int, seed: int, epoch: int) -> Indices:
-    """Where a shuffle of 0 … samples − 1 sends each offset; int64, same shape [k].
+    """Return the shuffled position of each offset in 0 … samples − 1; int64, same shape [k].
 
-    Takes   offsets, each in 0 … samples − 1; the shuffle is chosen by (seed, epoch, samples)
+    Args:
+        offsets: numbers in 0 … samples − 1; (seed, epoch, samples) selects the shuffle.
 
     Note:
         samples ≤ 2^62.
@@ -105,12 +106,14 @@ def permute(offsets: npt.ArrayLike, samples: int, seed: int, epoch: int) -> Indi
 def samples_at(
     start: int, stop: int, samples: int, seed: int, *, shuffle: bool = True
 ) -> tuple[int, Indices]:
-    """Epoch and dataset indices [stop − start] of stream positions start … stop − 1 of one epoch.
+    """Return epoch and dataset indices [stop − start] of stream positions of one epoch.
 
-    Takes   samples n ≥ 1, the dataset's length · shuffle False: index p mod n, in file order
+    Args:
+        samples: n ≥ 1, the dataset's length.
+        shuffle: False: index p mod n, in file order.
 
     Raises:
-        ValueError: if the range lies in two epochs (no step and no micro-batch does).
+        ValueError: the range spans two epochs (no step and no micro-batch does).
 
     >>> epoch, indices = samples_at(8, 10, 5, seed=1)
     >>> epoch, indices.tolist() == permute([3, 4], 5, seed=1, epoch=1).tolist()

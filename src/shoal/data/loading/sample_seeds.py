@@ -1,11 +1,11 @@
-"""Makes a dataset's random draws depend on the sample alone, in any process and under any layout.
+"""Random seeds per sample: a dataset's draws depend on the sample alone, under any layout.
 
 A dataset that augments draws from the generators of `random`, `numpy.random` and `torch` (CPU).
-Before item i of epoch e these are seeded by (seed, e, i), before joining a micro-batch by (seed,
-its start in the stream), and afterwards they are put back: neither the layout, nor the number of
+Before item i of epoch e they are seeded by (seed, e, i), before joining a micro-batch by (seed, its
+start in the stream), and afterwards they are restored. So neither the layout, nor the number of
 workers, nor the model's own draws change an image's crop. Seeding all three takes 25 µs, more than
-most samples; `Draws` therefore seeds those that a dataset was seen to draw from, and looks after
-each step whether another one has moved.
+most samples. `Draws` therefore seeds only the generators that a dataset uses, and checks after each
+step whether another one has advanced.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ T = TypeVar("T")
 
 
 class Generator(Protocol):
-    """One of a process's own random generators."""
+    """Interface of one of a process's own random generators."""
 
     def state(self) -> Hashable:
-        """Where it stands: equal states draw equal numbers."""
+        """Return the generator's state: equal states draw equal numbers."""
 
     def put_back(self, state: Any) -> None:
-        """Let it stand where `state` was read."""
+        """Restore a state that `state` returned."""
 
     def seed(self, digest: bytes) -> None:
-        """Let what it draws follow from 8 bytes alone."""
+        """Seed the generator from 8 bytes alone."""
 
 
 def _seen_at(address: int) -> Any:
-    """The words and the place of a Mersenne Twister, wherever it is: `.raw` are its bytes now."""
+    """Return a view of a Mersenne Twister's words and place in memory; `.raw` are its bytes now."""
     return (ctypes.c_char * PythonGenerator.SIZE).from_address(address)
 
 
 class PythonGenerator:
-    """That of `random`: its Mersenne Twister as CPython keeps it, where that is so, else its state.
+    """Generator of `random`: by its Mersenne Twister in memory under CPython, else by its state.
 
-    Python takes 9 µs to tell its state, and is asked twice a step; the bytes take 0.3. In CPython
-    they follow the object's head: the place, then 624 words.
+    `random.getstate` takes 9 µs, twice a step; the bytes take 0.3. In CPython they follow the
+    object's head: the place, then 624 words.
     """
 
     SIZE = 4 + 624 * 4
@@ -62,13 +62,13 @@ class PythonGenerator:
         self._is_raw = is_ours and struct.unpack("i624I", self._seen.raw) == (place, *words)
 
     def state(self) -> Hashable:
-        """Bytes of the twister and the normal number that is left, or as `random.getstate`."""
+        """Return the twister's bytes and the stored normal number, or `random.getstate`."""
         if self._is_raw:
             return self._seen.raw, self._twister.gauss_next
         return random.getstate()
 
     def put_back(self, state: Any) -> None:
-        """Let it stand where `state` was read."""
+        """Restore a state that `state` returned."""
         if self._is_raw:
             (raw, left), version = state, random.Random.VERSION
             place, *words = struct.unpack("i624I", raw)
@@ -76,13 +76,13 @@ class PythonGenerator:
         random.setstate(state)
 
     def seed(self, digest: bytes) -> None:
-        """From the digest as one number."""
+        """Seed from the digest as one integer."""
         random.seed(int.from_bytes(digest, "little"))
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """The state of numpy's generator, compared by its text."""
+    """State of numpy's generator, compared by its text."""
 
     text: str
     state: Any = field(compare=False)
@@ -94,10 +94,11 @@ class _Whole:
 
 
 class NumpyGenerator:
-    """That of `numpy.random`: bytes of its Mersenne Twister where that tells all, else its state.
+    """Generator of `numpy.random`: by its Mersenne Twister in memory if possible, else by state.
 
-    numpy takes 20 µs to tell its state and 0.4 µs to say where the twister's 624 words and place
-    lie. The rest of the state is a normal number that a draw may have left for the next one.
+    numpy takes 20 µs to return its state and 0.4 µs to return the address of the twister's 624
+    words and place. The rest of the state is a normal number that a draw may have stored for the
+    next one.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class NumpyGenerator:
         self._seen: Any = None
 
     def state(self) -> Hashable:
-        """Bytes of the twister, or the whole state."""
+        """Return the twister's bytes, or the whole state."""
         bits: Any = np.random.mtrand._rand._bit_generator
         if bits is not self._bits:
             if type(bits) is not np.random.MT19937:
@@ -120,7 +121,7 @@ class NumpyGenerator:
         return raw if self._is_all else _Whole.of_numpy()
 
     def put_back(self, state: Any) -> None:
-        """Let it stand where `state` was read."""
+        """Restore a state that `state` returned."""
         if isinstance(state, _Whole):
             np.random.set_state(state.state)
             return
@@ -131,23 +132,23 @@ class NumpyGenerator:
         np.random.set_state(("MT19937", words, place, 0, 0.0))
 
     def seed(self, digest: bytes) -> None:
-        """From two words."""
+        """Seed from two words of the digest."""
         np.random.seed(np.frombuffer(digest, dtype="<u4"))
 
 
 class TorchGenerator:
-    """That of torch on the CPU."""
+    """Generator of torch on the CPU."""
 
     def state(self) -> Hashable:
-        """Its 5,056 bytes; `torch.get_rng_state` takes 2 µs more to give the same."""
+        """Return its 5,056 bytes; `torch.get_rng_state` takes 2 µs more for the same."""
         return torch.default_generator.get_state().numpy().tobytes()
 
     def put_back(self, state: Any) -> None:
-        """As `torch.set_rng_state`."""
+        """Restore a state as `torch.set_rng_state`."""
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def seed(self, digest: bytes) -> None:
-        """From the digest as one number."""
+        """Seed from the digest as one integer."""
         torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
 
 
@@ -164,7 +165,7 @@ def seed_draws(*key: object, generators: tuple[Generator, ...] = GENERATORS) -> 
 
 @contextmanager
 def kept_draws() -> Iterator[None]:
-    """Put `random`, `numpy.random` and torch's CPU generator back after the `with` block."""
+    """Restore `random`, `numpy.random` and torch's CPU generator after the `with` block."""
     before = [generator.state() for generator in GENERATORS]
     try:
         yield
@@ -175,32 +176,33 @@ def kept_draws() -> Iterator[None]:
 
 @contextmanager
 def seeded_draws(*key: object) -> Iterator[None]:
-    """Inside, draws follow from `key` alone; afterwards the generators are as before."""
+    """Seed draws inside by `key` alone; restore the generators afterwards."""
     with kept_draws():
         seed_draws(*key)
         yield
 
 
 def draws_nothing(dataset: object) -> bool:
-    """Tell whether a dataset promises to use no random generator: its attribute `draws_nothing`."""
+    """Return whether a dataset promises not to use random generators: attribute `draws_nothing`."""
     return bool(getattr(dataset, "draws_nothing", False))
 
 
 class _Moved(BaseException):
-    """A generator moved that had not been seeded; no error of the work's own."""
+    """Signal that an unseeded generator advanced; no error of the work itself."""
 
 
 class Draws:
-    """Seeds the generators that somebody draws from, and watches the others.
+    """Seeds for the generators that a dataset uses, and a watch on the others.
 
         draws.during(work)      `work` calls draws.seed(key) before each thing that may draw
 
-    One that moved without being seeded is seeded from then on, and the work is done again: what
-    draws in every sample is found after the first one. So all values are those of always seeding.
+    A generator that advanced without a seed is seeded from then on, and the work is repeated. A
+    dataset that draws in every sample is detected after the first one. So all values equal those of
+    always seeding.
 
     Note:
-        a sample that draws and puts the generator back itself (`fork_rng` without a seed) is not
-        seen to draw.
+        A sample that draws and restores the generator itself (`fork_rng` without a seed) is not
+        detected.
     """
 
     def __init__(self) -> None:
@@ -210,11 +212,11 @@ class Draws:
 
     @property
     def only_watches(self) -> bool:
-        """Nobody drew so far: `seed` does nothing."""
+        """True while no draw was detected: `seed` does nothing."""
         return not self._drawn and self._seeds >= 2
 
     def seed(self, *key: object) -> None:
-        """Let draws follow from `key` alone, until the next call."""
+        """Seed draws by `key` alone, until the next call."""
         self._seeds += 1
         if self._seeds == 2 and self._moved():
             raise _Moved
@@ -222,7 +224,7 @@ class Draws:
             seed_draws(*key, generators=self._drawn)
 
     def during(self, work: Callable[[], T]) -> T:
-        """What `work` gives. The generators stand as before afterwards. Errors: those of `work`."""
+        """Run `work` and return its result, with the generators restored afterwards."""
         self._before = [state() for state in STATES]
         try:
             while True:
@@ -244,7 +246,7 @@ class Draws:
                         generator.put_back(before)
 
     def _moved(self) -> tuple[Generator, ...]:
-        """Generators that were not seeded and no longer stand where they stood."""
+        """Return the unseeded generators that have advanced."""
         if not self._drawn and [state() for state in STATES] == self._before:
             return ()
         moved: tuple[Generator, ...] = ()

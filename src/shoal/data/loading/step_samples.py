@@ -1,4 +1,4 @@
-"""What a loader hands out: the samples of one optimizer step that one rank runs.
+"""Output of a loader: the samples of one optimizer step on one rank.
 
 loader ── StepBatch ──> trainer          one per optimizer step, also on a rank with no work
              └─ LoadedMicroBatch 1, 3, 5 …   those of the step's `total` that this rank owns
@@ -23,8 +23,9 @@ class LoadedMicroBatch:
     Attributes:
         index: its number in the step, over all ranks.
         start, stop: its positions in the stream: start … stop − 1.
-        value: what collate made of the samples, e.g. (inputs, targets), samples along dim 0.
-        apart: its positions where they lie apart, in turns of several streams; (): none between.
+        value: result of collate, e.g. (inputs, targets), samples along dim 0.
+        apart: its positions if they are not contiguous, in turns of several streams; ():
+            contiguous.
     """
 
     index: int
@@ -35,30 +36,30 @@ class LoadedMicroBatch:
 
     @property
     def positions(self) -> Sequence[int]:
-        """The stream positions of its samples."""
+        """Stream positions of its samples."""
         return self.apart or range(self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step's share of one rank, to be given to `run.step` whole.
+    """One optimizer step's samples on one rank, to be passed to `run.step` whole.
 
     Attributes:
-        micro_batches: those this rank runs, in order; empty if the short last step of an epoch
-            leaves it none (it still joins the collectives, weight 0).
+        micro_batches: micro-batches of this rank, in order; empty if the short last step of an
+            epoch has none for it (it still joins the collectives, weight 0).
         position, next_position: where the step starts and ends in the stream, samples over all
             ranks.
         total: micro-batches of the whole step, over all ranks.
         epoch: pass over the data, from 0.
         by_rank: micro-batches of each data rank; (): dealt in turn, rank 0 first.
         after: the loader's state once this step is committed; JSON values.
-        stream: which loader made it: the loader's identity.
-        probe: texts on the data that ranks compare, with a loader's first step; else ().
+        stream: identity of the loader that made it.
+        probe: texts on the data that ranks compare at a loader's first step; else ().
         sample_ids: dataset indices of each micro-batch (iterables: numbers in the epoch).
-        left_out: samples of this rank that could not be read and are in none of them.
+        left_out: unreadable samples of this rank, which are in none of them.
 
     `values` are the joined samples, one per micro-batch, and `len()` their number; iterating or
-    indexing it raises ConfigError
+    indexing raises a ConfigError.
     """
 
     micro_batches: tuple[LoadedMicroBatch, ...]
@@ -75,11 +76,11 @@ class StepBatch:
 
     @property
     def values(self) -> list[Any]:
-        """The joined samples of each micro-batch, mostly (inputs, targets)."""
+        """Joined samples of each micro-batch, mostly (inputs, targets)."""
         return [micro_batch.value for micro_batch in self.micro_batches]
 
     def __iter__(self) -> Iterator[Any]:
-        """Errors: ConfigError: a step is no pair, and parts of it cannot be resumed."""
+        """Raise ConfigError: a step is no pair, and parts of it cannot be resumed."""
         raise ConfigError(
             "run.loader: a batch is one whole step, several micro-batches, and cannot be taken "
             "apart; try: for batch in run.loader(data): run.step(batch); what is inside, one "
@@ -87,9 +88,9 @@ class StepBatch:
         )
 
     def __getitem__(self, key: Any) -> Any:
-        """Errors: as iterating."""
+        """Raise ConfigError, as `__iter__` does."""
         return iter(self)
 
     def __len__(self) -> int:
-        """How many micro-batches this rank runs."""
+        """Return the number of micro-batches of this rank."""
         return len(self.micro_batches)

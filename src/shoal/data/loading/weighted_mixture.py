@@ -1,14 +1,13 @@
-"""Several datasets as one, by weight: which source sample number p is from, computed from p alone.
+"""Mixture of datasets by weight: the source of sample p is computed from p alone.
 
     weights 0.7, 0.3      round of 10:  a b a a a b a a b a     (as `turns` deals them)
     position p ──> round p // 10, turn p mod 10 ──> source s, and that it is s's k-th sample so far
     s, k ──sample_order.py──> epoch k // n_s of s alone, a permutation of k mod n_s
 
-Of the first n samples a source of weight w has ⌊n·w⌋ or ⌈n·w⌉, for every n: no draw decides. Every
-source is an endless stream of its own, so none of its samples comes again before all have come. An
-epoch of the mixture ends before the first source would begin again; the others then go on where
-they are.
-Source      Tijdeman 1980, "The chairman assignment problem": of k sources the count is never
+Of the first n samples a source of weight w has ⌊n·w⌋ or ⌈n·w⌉, for every n, without random draws.
+Every source is an endless stream, so none of its samples repeats before all were used. An epoch of
+the mixture ends before the first source would repeat; the other sources continue from there. Source
+Tijdeman 1980, "The chairman assignment problem": of k sources the count is never
             further from n·w than 1 − 1/(2k − 2)
 """
 
@@ -29,7 +28,7 @@ from shoal.data.loading.sample_seeds import draws_nothing
 
 
 def turns(parts: Sequence[int]) -> list[int]:
-    """Deal one round: the source of each of sum(parts) samples, source s taking parts[s] of them.
+    """Return the source of each of sum(parts) samples of one round, parts[s] of them from s.
 
     >>> turns([7, 3])
     [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
@@ -56,8 +55,8 @@ def turns(parts: Sequence[int]) -> list[int]:
 class Mixture(Dataset[Any]):
     """Datasets by weight: `Mixture(datasets, parts)`, parts[s] samples of datasets[s] a round.
 
-    `len()` is an epoch: the samples before the first dataset would begin again. Indices run over
-    all datasets, one after another; which of them is sample p, `stream_order` tells the loader.
+    `len()` is an epoch: the samples before the first dataset would repeat. Indices run over all
+    datasets, concatenated; `stream_order` maps position p to an index for the loader.
     """
 
     def __init__(self, datasets: Sequence[Any], parts: Sequence[int]) -> None:
@@ -80,7 +79,7 @@ class Mixture(Dataset[Any]):
         return self.samples
 
     def __getitem__(self, index: int) -> Any:
-        """Sample `index` of all datasets, one after another. Errors: IndexError, the dataset's."""
+        """Return sample `index` of the concatenated datasets; may raise IndexError."""
         if not 0 <= index < self.firsts[-1]:
             raise IndexError(f"sample {index} of {self.firsts[-1]}")
         source = bisect.bisect_right(self.firsts, index) - 1
@@ -89,7 +88,7 @@ class Mixture(Dataset[Any]):
     def stream_order(
         self, start: int, stop: int, seed: int, *, shuffle: bool = True
     ) -> npt.NDArray[np.int64]:
-        """Indices [stop − start] of stream positions start … stop − 1; no list is kept."""
+        """Return indices [stop − start] of stream positions start … stop − 1; no list is stored."""
         rounds, turn = np.divmod(np.arange(start, stop, dtype=np.int64), len(self._turns))
         sources = self._turns[turn]
         indices = np.empty(stop - start, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Fetches in worker processes: torch's own, which die with their parent, even a killed one.
+"""Worker processes for fetching: torch's own, which die with their parent, even a killed one.
 
-What fails in a worker is raised in the main process, with the one line and the traceback of there.
-Where one dies (a signal, no memory) or hangs, all are made again, and what they had not given is
-fetched again: a sample depends on its number alone, so bits and order are the same.
+An error in a worker is raised in the main process, with its line and traceback. If a worker dies (a
+signal, no memory) or hangs, all are restarted, and missing results are fetched again. A sample
+depends on its number alone, so bits and order are the same.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from shoal.data.loading.fetch import Fetcher, Span
 
 PR_SET_PDEATHSIG = 1
 NOTHING = -1
-"""In the place of a stream position."""
+"""Marker in place of a stream position."""
 MADE_AGAIN = 2
-"""How often workers are made again without a result between."""
+"""Most restarts of the workers without a result between."""
 LOOK_S = 1.0
-"""How often workers are looked at while a result is waited for."""
+"""Seconds between checks of the workers while a result is awaited."""
 SILENT_S, SILENCES = 60.0, 20
-"""After how long a worker that gives no result is named, at least · times the longest so far."""
+"""Seconds until a worker without a result is named, at least · times the longest wait so far."""
 HUNG = 10
-"""After so many times as long it is killed and made again, if it reads by number."""
+"""Factor of that time after which it is killed and restarted, if it reads by index."""
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error on its way from a worker process: its one line, and the traceback there.
+    """An error from a worker process: its one line, and the traceback there.
 
     Attributes:
-        transient: a ClusterError, worth a restart; else a UserError.
+        transient: it is a ClusterError, worth a restart; else a UserError.
     """
 
     line: str
@@ -61,7 +61,7 @@ class Failure:
         return Failure(str(error), notes, isinstance(error, ClusterError))
 
     def raise_again(self) -> None:
-        """Errors: UserError or ClusterError, as it was raised in the worker."""
+        """Raise UserError or ClusterError, as it was raised in the worker."""
         kind: type[ShoalError] = ClusterError if self.transient else UserError
         error = kind(self.line)
         for note in self.notes:
@@ -70,10 +70,10 @@ class Failure:
 
 
 class FetcherView(Dataset[Any]):
-    """A fetcher as torch's DataLoader wants it: `view[spans]`, failures as values.
+    """A fetcher as torch's DataLoader needs it: `view[spans]`, failures as values.
 
     Attributes:
-        reads: the stream position that each worker reads now, or NOTHING.
+        reads: stream position that each worker reads now, or NOTHING.
     """
 
     def __init__(self, fetcher: Fetcher, workers: int) -> None:
@@ -81,7 +81,7 @@ class FetcherView(Dataset[Any]):
         self.reads = multiprocessing.RawArray("q", [NOTHING] * workers)
 
     def __getitem__(self, spans: Sequence[Span]) -> Any:
-        """Some micro-batches, or the Failure to be raised in the main process."""
+        """Return some micro-batches, or the Failure to be raised in the main process."""
         here, fetcher = get_worker_info(), self.fetcher
         if fetcher.mark is None and here is not None:
             fetcher.mark = partial(self.reads.__setitem__, here.id)
@@ -94,7 +94,7 @@ class FetcherView(Dataset[Any]):
                 fetcher.mark(NOTHING)
 
     def reading(self, worker: int) -> str:
-        """What a worker is at, in words; "" where it reads no sample."""
+        """Return a text on the sample that a worker reads; "" if it reads none."""
         position = self.reads[worker]
         if position == NOTHING:
             return ""
@@ -103,17 +103,17 @@ class FetcherView(Dataset[Any]):
 
 
 def obey_parent(_worker: int = 0) -> None:
-    """Live exactly as long as the parent wants: its trainer is who answers signals, and may save.
+    """Let a worker ignore signals that the trainer handles, and end with its parent.
 
-    Ctrl-C and SIGUSR1 are left to the parent. On Linux so is a SIGTERM to the whole group, while
-    one that the parent sends itself ends this process; and the kernel kills it when its parent
-    thread ends: else it outlived a killed trainer, holding memory, until its next queue check.
+    Only the parent handles Ctrl-C and SIGUSR1, and on Linux a SIGTERM to the whole group; a SIGTERM
+    from the parent itself ends this process. The kernel kills it when its parent thread ends.
+    Otherwise it would outlive a killed trainer, holding memory, until its next queue check.
     """
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if not sys.platform.startswith("linux"):
         return
-    # A Python handler is not told who sent a signal; waiting for it is.
+    # A Python handler does not get the sender of a signal; sigwaitinfo does.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_told, daemon=True).start()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -123,7 +123,7 @@ def obey_parent(_worker: int = 0) -> None:
 
 
 def _end_when_told() -> None:
-    """Wait for the parent's own SIGTERM."""
+    """Wait for the parent's own SIGTERM, and end."""
     sender = 0
     while sender != os.getppid():
         sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
@@ -131,17 +131,17 @@ def _end_when_told() -> None:
 
 
 def as_it_is(value: Any) -> Any:
-    """Keep torch from converting arrays, so that workers and main process give the same types."""
+    """Return a value unchanged: torch must not convert arrays in workers."""
     return value
 
 
 def warn(text: str) -> None:
-    """Tell through `logging`, for loaders that belong to no run."""
+    """Log a warning through `logging`, for loaders that belong to no run."""
     logging.getLogger("shoal").warning("shoal: %s", text)
 
 
 class LostWorkerError(Exception):
-    """A worker process died, or does not answer; `cure`: what a person may do."""
+    """A dead or unresponsive worker process; `cure`: remedy for the user."""
 
     def __init__(self, what: str, cure: str) -> None:
         super().__init__(what)
@@ -149,10 +149,10 @@ class LostWorkerError(Exception):
 
 
 class Crew:
-    """The worker processes of one DataLoader, looked at while one of their results is waited for.
+    """Worker processes of one DataLoader, monitored while a result is awaited.
 
-    torch tells of a dead worker by a signal handler that raises wherever the main thread is, in the
-    middle of a step too; so that handler is taken out, and nothing is raised but by `next`.
+    torch reports a dead worker by a signal handler that raises wherever the main thread is, even in
+    the middle of a step. So that handler is removed, and only `next` raises.
     """
 
     def __init__(
@@ -183,13 +183,13 @@ class Crew:
         self.tell, self.taken, self.longest_s = tell, 0, 0.0
 
     def next(self) -> Any:
-        """The next result. Errors: StopIteration; LostWorkerError"""
+        """Return the next result; raises StopIteration or LostWorkerError."""
         began_s, named = time.monotonic(), False
         while True:
             try:
                 result = next(self.results)
                 break
-            # What a worker sent is fetched from it: that fails where it has died since.
+            # A result is fetched from its worker: that fails if the worker has died since.
             except (RuntimeError, EOFError, OSError) as error:
                 timed_out = "timed out after" in str(error)
                 if dead := self._dead(0.0 if timed_out else LOOK_S):
@@ -205,13 +205,13 @@ class Crew:
     def end(self) -> None:
         """Stop the workers now.
 
-        Left to the garbage collector (a traceback would hold it), torch's queues are closed first
-        and every worker is waited for in vain, 5 s each.
+        If the garbage collector stopped them (a traceback may hold the pool), torch would close its
+        queues first and wait 5 s for each worker in vain.
         """
         self.results = None
 
     def _dead(self, wait_s: float) -> list[int]:
-        """Places of workers that have ended; so long for one that is about to is waited."""
+        """Return the indices of ended workers, after waiting `wait_s` for one that is ending."""
         until_s = time.monotonic() + wait_s
         while True:
             dead = [place for place, one in enumerate(self.workers) if not one.is_alive()]
@@ -220,9 +220,9 @@ class Crew:
             time.sleep(0.01)
 
     def _silent(self, waited_s: float, named: bool) -> bool:
-        """Name the worker that is waited for, once; gives whether that was done.
+        """Name the worker whose result is awaited, once; return whether it was named.
 
-        Errors: LostWorkerError where it is given up.
+        Raises a LostWorkerError if the worker is given up.
         """
         patience_s = max(SILENT_S, SILENCES * self.longest_s)
         if waited_s < patience_s:
@@ -252,7 +252,7 @@ OF_MEMORY = (
 
 
 def _quiet_child_signal() -> None:
-    """Take torch's SIGCHLD handler out, which its first DataLoader with workers puts there."""
+    """Remove the SIGCHLD handler that torch's first DataLoader with workers installs."""
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         return
     handler = signal.getsignal(signal.SIGCHLD)
@@ -267,18 +267,18 @@ def from_workers(
     ahead: int,
     tell: Tell = warn,
 ) -> Generator[Any, None, None]:
-    """What `dataset` gives, in order, fetched by `workers` processes, `ahead` results each.
+    """Yield the results of `dataset` in order, from `workers` processes, `ahead` results each.
 
     Args:
-        spans: keys for dataset[key]; None for an iterable dataset, which is not begun again.
-        tell: hears of workers that are made again, and of those that do not answer.
+        spans: keys for dataset[key]; None for an iterable dataset, which is not restarted.
+        tell: called with a line on restarted or unresponsive workers.
 
     Raises:
-        those of a Failure among the results · ClusterError if worker processes die or hang again
-            and again.
+        UserError: a Failure among the results.
+        ClusterError: a Failure among the results, or worker processes die or hang repeatedly.
     """
     pending, lost = deque[Any](), 0
-    spans = None if spans is None else iter(spans)  # what is taken of it is taken
+    spans = None if spans is None else iter(spans)  # a restart must not repeat consumed spans
     keys = None if spans is None else _noted(spans, pending)
     while True:
         crew = Crew(dataset, keys, workers, ahead, tell)
@@ -307,7 +307,7 @@ def from_workers(
 
 
 def _noted(keys: Iterable[Any], pending: deque[Any]) -> Iterator[Any]:
-    """The same keys; those that were taken are in `pending` until their results have come."""
+    """Yield the same keys; keep consumed keys in `pending` until their results arrive."""
     for key in keys:
         pending.append(key)
         yield key

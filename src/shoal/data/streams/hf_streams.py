@@ -1,15 +1,14 @@
-"""The files of a streaming dataset of the library `datasets`, each read by itself.
+"""Shards of a streaming dataset of the library `datasets`, each read by itself.
 
     load_dataset(…, streaming=True).map(…)  ──shard(n, i)──>  shard i of n: a file, or, where files
                                                               are few, a row group of parquet
 
-`shard_order.py` says which shard is read when. A shard is a streaming dataset too, with everything
-that was asked of the whole one: its map functions, filters and formats. What would give other
-samples when it is asked of parts (`take`, `interleave_datasets`, indices) is not dealt, see
-`Shards.why`.
+`shard_order.py` decides when each shard is read. A shard is a streaming dataset too, with all
+operations of the whole one: map functions, filters and formats. Operations that give other samples
+on parts (`take`, `interleave_datasets`, indices) prevent sharding, see `Shards.why`.
 
-A shuffle buffer of N samples is N / 64 in each of 64 streams, and draws by (seed, epoch, shard):
-which samples it held, no state of the library's says, so such a shard is resumed from its front.
+A shuffle buffer of N samples has N / 64 in each of 64 streams, and draws by (seed, epoch, shard).
+The library's state does not contain its samples, so such a shard is resumed from its front.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ WORDS = {
     "RandomlyCyclingMultiSourcesExamplesIterable": "interleave_datasets",
     "HorizontallyConcatenatedMultiSourcesExamplesIterable": "concatenate_datasets(axis=1)",
 }
-"""What a user calls the others."""
+"""User-visible names of the other layers."""
 
 
 def _undealt(dataset: Any) -> str:
-    """The operation that gives other samples when it is asked of each shard; "" for none."""
+    """Return the operation that gives other samples on shards; "" for none."""
     for layer in layers(dataset):
         name = type(layer).__name__
         if name not in SPLITS:
@@ -61,15 +60,15 @@ def _undealt(dataset: Any) -> str:
 
 
 class Shards:
-    """The shards of a streaming dataset, `count` of them; `open` reads one from its front.
+    """Shards of a streaming dataset, `count` of them; `open` reads one from its front.
 
     Attributes:
-        why: what forbids to read it shard by shard; "" if nothing does.
-        digest: of the files' names: the same on every rank, and after a resume.
-        has_places: a shard's own state tells exactly where it stands.
+        why: reason that forbids reading it shard by shard; "" if none.
+        digest: digest of the files' names: the same on every rank, and after a resume.
+        has_places: a shard's own state is its exact position.
 
     Raises:
-        ConfigError: for a dataset that is one rank's share already.
+        ConfigError: the dataset is one rank's share already.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -92,7 +91,7 @@ class Shards:
         self.has_places = not (shuffle_buffer(dataset) or formats)
 
     def open(self, number: int, seed: int, epoch: int, streams: int) -> Any:
-        """Shard `number` as an iterable with `state_dict()` and `load_state_dict()`."""
+        """Open shard `number` as an iterable with `state_dict()` and `load_state_dict()`."""
         shard = self.dataset.shard(num_shards=self.count, index=number)
         for depth, layer in enumerate(layers(shard)):
             below: Any = getattr(layer, "ex_iterable", None)
@@ -107,7 +106,7 @@ class Shards:
 
 
 def _names(value: Any) -> Any:
-    """Files by their name and last folder, so that data may be moved; other values as they are."""
+    """Replace files by name and last folder, so that data may be moved; keep other values."""
     if isinstance(value, str):
         return value.split("::")[-1].rsplit("/", 2)[-2:]
     if isinstance(value, dict):
@@ -120,10 +119,10 @@ def _names(value: Any) -> Any:
 def open_dealt(
     dataset: Any, gather: Gather, notice: Callable[[str], None], settings: dict[str, Any]
 ) -> DealtLoader | None:
-    """The loader of a streaming dataset whose shards are dealt to ranks; None for all others.
+    """Return the loader of a sharded streaming dataset; None for all others.
 
     Args:
-        notice: is told in a line where every rank reads all of a stream.
+        notice: called with a line if every rank reads all of a stream.
         settings: keyword arguments of a loader.
     """
     if not is_streaming(dataset):

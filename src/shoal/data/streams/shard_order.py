@@ -1,4 +1,4 @@
-"""The order of data in shards whose lengths nobody knows: which shard is read when, by whom.
+"""Order of shards of unknown lengths: the reader and the time of each shard.
 
     epoch e    the shards in an order drawn by (seed, e), waiting in a row
     streams    64 of them, or as many as the largest power of two that is not above the shards;
@@ -8,9 +8,9 @@
     the end    of the epoch, when no stream holds a shard: steps are full while samples are left,
                but for turns on a stream that ends in this step
 
-What happened in a step (`settle`) changes who gets which shard next, the same on every rank and
-under every layout. Stream v is read by data rank v mod D where D divides the streams; otherwise
-every rank reads all of them, in the same order.
+The results of a step (`settle`) determine the next shard of each stream, the same on every rank and
+under every layout. Data rank v mod D reads stream v if D divides the streams; otherwise every rank
+reads all streams, in the same order.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ HOLDS = 2
 """Shards that a stream holds: one that ends in a step is followed by the next at once."""
 
 Turn = tuple[int, int]
-"""Stream, and how many samples are wanted of it."""
+"""(stream, number of samples requested from it)."""
 
 Ended = tuple[int, int]
-"""How many shards of a stream ended in a step, and samples taken of the one it then stands in."""
+"""(shards of a stream that ended in a step, samples taken of its present shard)."""
 
 
 def stream_count(shards: int) -> int:
-    """How many streams so many shards make.
+    """Return the number of streams for so many shards.
 
     >>> [stream_count(shards) for shards in (1, 3, 64, 1000)]
     [1, 2, 64, 64]
@@ -43,10 +43,10 @@ def stream_count(shards: int) -> int:
 
 
 class Deal:
-    """Which shards each stream holds and what was taken of them, in one epoch.
+    """Shards of each stream and their consumed samples, in one epoch.
 
-    held [streams]    shard numbers, the first is being read · taken [streams]  its samples so far
-    live [streams]    its shard is known to have another sample
+    held [streams]    shard numbers, the first is being read · taken [streams]  its consumed samples
+    live [streams]    its shard is known to have a further sample
     """
 
     def __init__(self, shards: int, seed: int, epoch: int) -> None:
@@ -57,7 +57,7 @@ class Deal:
         self.live = [False] * self.streams
         self.dealt = 0
         self.turn = 0
-        for _ in range(HOLDS):  # one each before anybody has two
+        for _ in range(HOLDS):  # one each before any stream has two
             for shards_held in self.held:
                 self._give(shards_held)
 
@@ -68,11 +68,11 @@ class Deal:
 
     @property
     def is_over(self) -> bool:
-        """Whether all shards were read to their ends."""
+        """True when all shards were read to their ends."""
         return not any(self.held)
 
     def turns(self, batch: int, micro_batch: int) -> list[Turn]:
-        """The micro-batches of the next step, over all ranks."""
+        """Return the micro-batches of the next step, over all ranks."""
         around = [*range(self.turn, self.streams), *range(self.turn)]
         alive = [stream for stream in around if self.held[stream]]
         sizes = [min(micro_batch, batch - at) for at in range(0, batch, micro_batch)]
@@ -81,10 +81,10 @@ class Deal:
     def settle(
         self, turns: Sequence[Turn], sizes: Sequence[int], ended: Mapping[int, Ended]
     ) -> None:
-        """A step is over: what its turns gave, and the streams in which a shard ended.
+        """Record a finished step: the samples of its turns, and the streams in which a shard ended.
 
         Args:
-            turns: none: every stream was asked whether it has a sample.
+            turns: none: the step only checked each stream for a sample.
         """
         for (stream, _), size in zip(turns, sizes, strict=True):
             self.taken[stream] += size
@@ -100,12 +100,12 @@ class Deal:
                 self._give(held)
 
     def state(self) -> dict[str, Any]:
-        """Where all streams stand; JSON values."""
+        """Return the positions of all streams; JSON values."""
         held = [list(one) for one in self.held]
         return {"held": held, "taken": list(self.taken), "dealt": self.dealt, "turn": self.turn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state()` was taken, in the same epoch of the same shards."""
+        """Continue from a `state()`, in the same epoch of the same shards."""
         self.held = [list(one) for one in state["held"]]
         self.taken = list(state["taken"])
         self.dealt, self.turn = state["dealt"], state["turn"]

@@ -1,10 +1,10 @@
-"""Reads one rank's streams of shards, in the main process or in one worker process.
+"""Reader of one rank's streams of shards, in the main process or in one worker process.
 
     held, taken (of a Deal), turns ──ShardReader.read──> Answer: micro-batches, and what ended
 
-One sample of each stream is read ahead, so that a shard is known to have ended in the step that
-takes its last sample. A stream that is opened in the midst of a shard, after a resume, goes there
-by the shard's own state, or by reading it from its front.
+One sample of each stream is prefetched, so that the end of a shard is known in the step that takes
+its last sample. After a resume, a stream reaches its position by the shard's own state, or by
+reading the shard from its front.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NOTHING = object()
 
 @dataclass
 class Answer:
-    """What one rank read of a step.
+    """Samples of a step that one rank read.
 
     Attributes:
-        sizes: samples that each of its turns gave, by the turn's number.
+        sizes: samples of each of its turns, by the turn's number.
         values: its micro-batches, joined, in their order.
-        late: samples that could not be read at once: turn, place in it, and what `Late` says.
+        late: samples whose first read failed: turn, place in it, and the fields of `Late`.
         ended: streams in which a shard ended.
         places: the state of each stream's shard, or None.
     """
@@ -48,11 +48,11 @@ class Answer:
 
 
 class _Opened:
-    """A shard that is being read, from a place in it that is known to its sample `taken`.
+    """An open shard, with a known position and the number of consumed samples `taken`.
 
     Attributes:
-        known: a place that its own state said, behind how many samples; (0, None): its front.
-        ahead: the sample that was read ahead.
+        known: a position from its own state, and the samples before it; (0, None): its front.
+        ahead: the prefetched sample.
     """
 
     end = END
@@ -64,7 +64,7 @@ class _Opened:
         self.begin()
 
     def begin(self) -> None:
-        """Open the shard at the place that is known."""
+        """Open the shard at the known position."""
         reader = self.reader
         self.shard = reader.shards.open(self.number, reader.seed, reader.epoch, reader.streams)
         self.taken, place = self.known
@@ -73,7 +73,7 @@ class _Opened:
         self._source = iter(self.shard)
 
     def go_to(self, taken: int, pull: Callable[[], Any]) -> None:
-        """Read on until `taken` samples lie before it. Errors: ConfigError if it is shorter."""
+        """Read until `taken` samples are consumed; ConfigError if the shard is shorter."""
         while self.taken < taken:
             if pull() is END:
                 raise ConfigError(
@@ -83,7 +83,7 @@ class _Opened:
             self.taken += 1
 
     def next(self) -> Any:
-        """The sample at which it stands, or END; `Late` where it took more than one try."""
+        """Return the next sample, or END; `Late` if it took more than one try."""
         try:
             return self.once()
         except Exception as error:
@@ -95,45 +95,45 @@ class _Opened:
             return pull_again(self, f"shard {self.number}, sample {self.taken}", error)
 
     def once(self) -> Any:
-        """The same, at one try."""
+        """Read the next sample, or END, in one try."""
         self.reader.draw_by((self.number, self.taken))
         with _no_worker():
             return next(self._source, END)
 
     def stands(self) -> int:
-        """How many of its samples lie before it."""
+        """Return the number of consumed samples."""
         return self.taken
 
     def stand(self, at: int) -> None:
-        """Begin anew, and go to where `at` samples lie before it."""
+        """Restart the shard, and go to the place after `at` samples."""
         self.begin()
         self.go_to(at, self.once)
 
     def place(self) -> Any:
-        """What its state says of where it stands; None where that is not exact."""
+        """Return the position in its state; None if that is not exact."""
         return self.shard.state_dict() if self.reader.shards.has_places else None
 
     def pass_over(self, place: Any) -> None:
-        """Go on at a place that lies one sample further; that one counts where it is handed out."""
+        """Continue from a place one sample further, which counts when it is returned."""
         self.known = self.taken + 1, place
         self.begin()
         self.taken -= 1
 
     def failed(self, error: Exception, why: str = "") -> ShoalError:
-        """The one line of its next sample, which cannot be read."""
+        """Return the one-line error for its next sample, which is unreadable."""
         where = f"shard {self.number}, sample {self.taken} (epoch {self.reader.epoch})"
         return load_error(f"data.source: {where}{why}", error)
 
 
 class ShardReader:
-    """Reads the streams of one epoch that a rank owns.
+    """Reader of the streams of one epoch that a rank owns.
 
     Args:
-        shards: has `open(number, seed, epoch, streams)` and `has_places`.
-        rank, degree: this rank's place among those with other micro-batches.
+        shards: object with `open(number, seed, epoch, streams)` and `has_places`.
+        rank, degree: this rank's index among the data ranks, and their number.
         whole: every rank reads all streams, and keeps micro-batches rank, rank + degree, …
-        micro_batch: samples that are joined, of as many turns as hold them; 0: each turn's own.
-        leaves_out: a sample that a disk or a connection refuses at every try is left out.
+        micro_batch: samples to join, over as many turns as needed; 0: those of each turn.
+        leaves_out: samples that a disk or a connection fails to deliver at every try are left out.
     """
 
     def __init__(
@@ -165,20 +165,20 @@ class ShardReader:
         self.were_late = False
 
     def owns(self, stream: int) -> bool:
-        """Whether this rank reads a stream."""
+        """Return whether this rank reads a stream."""
         return self.whole or stream % self.degree == self.rank
 
     def read(
         self, held: Sequence[Sequence[int]], taken: Sequence[int], turns: Sequence[Turn]
     ) -> Answer:
-        """This rank's part of a step; without turns: whether its streams have a sample.
+        """Read this rank's part of a step; without turns only check its streams for a sample.
 
         Args:
             held, taken: as in `Deal`, before the step.
 
         Raises:
-            UserError or ClusterError: for what the dataset or collate raises, ConfigError for a
-                shard that is shorter than it was.
+            UserError or ClusterError: the dataset or collate raises; ConfigError if a shard is
+                shorter than before.
         """
         self._held, self._taken, self._finished = held, taken, {}
         self.streams = len(held)
@@ -208,7 +208,7 @@ class ShardReader:
         return answer
 
     def _cut(self, taken: list[tuple[int, list[Any]]]) -> list[tuple[int, list[Any]]]:
-        """The samples of each micro-batch, with the stream that its last one is of."""
+        """Return the samples of each micro-batch, with the stream of the last one."""
         if not self.micro_batch:
             return taken
         flat = [(stream, sample) for stream, samples in taken for sample in samples]
@@ -241,7 +241,7 @@ class ShardReader:
         return samples
 
     def _next(self, stream: int) -> Any:
-        """The stream's next sample, of the next shard where one ends; END where it holds none."""
+        """Return the stream's next sample, from the next shard if one ends; END without a shard."""
         held = self._held[stream]
         while self._finished.get(stream, 0) < len(held):
             opened = self._opened.get(stream)
@@ -266,12 +266,12 @@ class ShardReader:
         return opened
 
     def draw_by(self, what: object) -> None:
-        """Let draws follow from (seed, epoch, what) alone; `read` puts the generators back."""
+        """Seed draws by (seed, epoch, what) alone; `read` restores the generators."""
         if not self._is_quiet:
             seed_draws(self.seed, self.epoch, what)
 
     def _join(self, samples: list[Any], stream: int) -> Any:
-        """Join the samples that could be read by collate; None where there are none."""
+        """Join the readable samples by collate; None if there are none."""
         if self.were_late:
             from shoal.data.loading.read_retries import told_apart
 
@@ -287,7 +287,7 @@ class ShardReader:
 
 @contextmanager
 def _no_worker() -> Iterator[None]:
-    """Inside, torch tells of no worker process: `datasets` would deal a shard among them itself."""
+    """Hide the torch worker process: `datasets` would split a shard among workers itself."""
     kept = torch.utils.data.get_worker_info
     torch.utils.data.get_worker_info = lambda: None
     try:
@@ -297,7 +297,7 @@ def _no_worker() -> Iterator[None]:
 
 
 class _Served(IterableDataset[Any]):
-    """A reader in a worker process: one answer for each question that comes through a pipe."""
+    """A reader in a worker process: one answer for each request from a pipe."""
 
     def __init__(self, reader: ShardReader, requests: Any) -> None:
         self.reader, self.requests = reader, requests
@@ -312,10 +312,10 @@ class _Served(IterableDataset[Any]):
 
 
 class Asked:
-    """A reader that is asked for a step and answers later; where there are workers, from one.
+    """A reader with separate request and answer; with workers, in a worker process.
 
     Raises:
-        of `answer()`: those of ShardReader.read; ClusterError if the worker process dies.
+        ClusterError: the worker process died; `answer()` raises the errors of ShardReader.read too.
     """
 
     def __init__(self, reader: ShardReader, workers: int) -> None:
@@ -327,13 +327,13 @@ class Asked:
             self._answers = from_workers(_Served(reader, receive), None, 1, 2)
 
     def ask(self, deal: Deal, turns: Sequence[Turn]) -> None:
-        """Have a step read; a worker begins at once."""
+        """Request a step; a worker starts to read at once."""
         self._request = (deal.held, deal.taken, turns)
         if self._requests is not None:
             self._requests.send(self._request)
 
     def answer(self) -> Answer:
-        """The step that was asked for."""
+        """Return the requested step."""
         if self._requests is None:
             return self.reader.read(*self._request)
         answer: Answer = next(self._answers)
@@ -343,5 +343,5 @@ class Asked:
         """End the worker process."""
         if self._requests is not None:
             with suppress(OSError):  # it died
-                self._requests.send(None)  # it waits for a question, and torch would wait for it
+                self._requests.send(None)  # it waits for a request, and torch would wait for it
             self._answers.close()

@@ -1,10 +1,10 @@
-"""The loader of data in shards whose lengths nobody knows: HF streaming datasets.
+"""Loader of shards of unknown lengths: HF streaming datasets.
 
-    Deal.turns ──> who reads what ──ShardReader──> what each rank got ──one message──> Deal.settle
+    Deal.turns ──> reads of each rank ──ShardReader──> its samples ──one message──> Deal.settle
 
-Ranks tell each other in every step which shards ended: mostly none, which is one all-reduce of 72
-bytes. So all know where each stream stands, how many samples a step has, and when the epoch ends.
-A checkpoint keeps that, and where each shard's own state says it stands, gathered when it is made.
+In every step the ranks exchange which shards ended: mostly none, which is one all-reduce of 72
+bytes. So all ranks know the position of each stream, the samples of a step, and the end of the
+epoch. A checkpoint stores these, and the positions in each shard's own state, gathered at the save.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from shoal.data.loading.read_retries import Misread
 
 Gather = Callable[[Any], list[Any]]
-"""Gives every data rank's JSON value, by rank."""
+"""Function that all-gathers every data rank's JSON value, by rank."""
 
 
 def gathered(state: dict[str, Any], gather: Gather) -> dict[str, Any]:
-    """A loader's state with the places of all ranks; as it is where it has none.
+    """Return a loader's state with the places of all ranks; unchanged if it has none.
 
-    Without them shards would be read from their fronts after a resume, which costs time alone.
+    Without the places a resume would read shards from their fronts, which only costs time.
     """
     stream = state.get("iterable")
     if not isinstance(stream, dict) or "places" not in stream:
@@ -42,16 +42,18 @@ def gathered(state: dict[str, Any], gather: Gather) -> dict[str, Any]:
 
 
 class DealtLoader(IterableLoader):
-    """The steps of a sharded iterable for one data rank, each stream read by one rank.
+    """Loader of a sharded iterable for one data rank; one rank reads each stream.
 
-    Used as an IterableLoader; the order is drawn anew in every epoch, by (seed, epoch).
-    Takes   shards: `Shards`, or what has its `dataset`, `count`, `digest`, `open`, `has_places`
-            gather: tells the data ranks' words to all of them
-            turn: samples that a stream gives at a time (0: a micro-batch); a restored state has its
-            own · the rest as IterableLoader
+    Used as an IterableLoader; every epoch has a new order, by (seed, epoch).
+
+    Args:
+        shards: `Shards`, or an object with its `dataset`, `count`, `digest`, `open`, `has_places`.
+        gather: all-gathers a JSON value over the data ranks.
+        turn: samples that a stream yields at a time (0: a micro-batch); a restored state has its
+            own. The others as for IterableLoader.
 
     Raises:
-        as IterableLoader; ConfigError for a state of other shards.
+        ConfigError: as IterableLoader; also if a state is of other shards.
     """
 
     def __init__(self, shards: Any, *, gather: Gather, turn: int = 0, **settings: Any) -> None:
@@ -63,13 +65,13 @@ class DealtLoader(IterableLoader):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank reads all streams: the degree does not divide them."""
+        """True if every rank reads all streams: the degree does not divide them."""
         return stream_count(self.shards.count) % self.degree > 0
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state()` was taken, under any layout, with the places of all ranks.
+        """Continue from a `state()`, under any layout, with the places of all ranks.
 
-        Errors: ConfigError for other shards, or a checkpoint of a stream that was read as one.
+        Raises a ConfigError for other shards, or a checkpoint of an unsharded stream.
         """
         kept = state.get("iterable") or {}
         if kept.get("shards") != self.shards.digest:
@@ -86,7 +88,7 @@ class DealtLoader(IterableLoader):
         self._running = None
 
     def state(self) -> dict[str, Any]:
-        """As of an IterableLoader, with the samples of a turn."""
+        """Return the state as an IterableLoader does, with the samples of a turn."""
         return {**super().state(), "turn": self.turn}
 
     def _end_epoch(self) -> None:
@@ -128,12 +130,12 @@ def _steps(
     before: StepBatch,
     epoch_start: int,
 ) -> Iterator[ReadStep]:
-    """The steps to the end of the epoch. Holds no loader: see `iterable.py`.
+    """Yield the steps to the end of the epoch, without a reference to the loader.
 
     Args:
-        gather: None: every rank reads all.
+        gather: None: every rank reads all streams.
         cut: batch, samples of a turn.
-        before: a step to begin behind, with what ranks compare in the first one.
+        before: the previous step, with the texts that ranks compare in the first step.
     """
     reader = asked.reader
     places = {key: one for key, one in reader.places.items() if reader.owns(int(key))}
@@ -162,7 +164,7 @@ def _steps(
 
 
 def _settle(deal: Deal, turns: list[Turn], answer: Answer, gather: Gather | None) -> list[int]:
-    """Tell ranks what ended here, hear what ended there; samples that each turn gave."""
+    """Exchange which shards ended on each rank; return the samples of each turn."""
     short = [[turn, size] for turn, size in answer.sizes.items() if size != turns[turn][1]]
     mine = [short, [[stream, *ended] for stream, ended in answer.ended.items()]]
     told = [mine] if gather is None else gather(mine)
@@ -176,7 +178,7 @@ def _settle(deal: Deal, turns: list[Turn], answer: Answer, gather: Gather | None
 def _misread(
     answer: Answer, sizes: list[int], before: StepBatch, epoch_start: int
 ) -> tuple[Misread, ...]:
-    """What this rank could not read at once, with its place among all samples."""
+    """Return this rank's samples whose first read failed, with their stream positions."""
     from shoal.data.loading.read_retries import Misread
 
     starts = list(accumulate(sizes, initial=before.next_position))
@@ -196,11 +198,10 @@ def _step(
     reader: ShardReader,
     epoch_start: int,
 ) -> StepBatch:
-    """The step behind another one, of turns that gave so many samples.
+    """Return the step after another one, from turns with so many samples.
 
     Args:
-        owners: whose each turn is; None: all are read by every rank, which has micro-batches in
-            turn.
+        owners: rank of each turn; None: every rank reads all, and takes micro-batches in turn.
         values: this rank's micro-batches.
     """
     starts = list(accumulate(sizes, initial=before.next_position))
@@ -228,11 +229,11 @@ def _step(
 def _micro_batches(
     starts: list[int], owners: list[int] | None, size: int, degree: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """List the stream positions of each micro-batch of a step, and which rank has it.
+    """List the stream positions of each micro-batch of a step, and its rank.
 
     Args:
-        starts: where each turn begins in the stream, and where the last one ends.
-        owners: as of `_step`.
+        starts: stream position of each turn, and the end of the last one.
+        owners: as in `_step`.
         size: samples of a micro-batch; 0: each turn is one.
     """
     turns = [tuple(range(*span)) for span in pairwise(starts)]

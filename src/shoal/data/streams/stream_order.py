@@ -1,4 +1,4 @@
-"""The order of sharded data: 64 streams, each read by one rank, front to back but for a shuffle.
+"""Order of sharded data: 64 streams, each read by one rank, front to back but for a shuffle.
 
     pieces    a shard, or where shards are fewer than 1024 of like size a part of one: at most
               N/1024 neighbours, so that every stream has 16 or more
@@ -8,12 +8,12 @@
     turn t    of the epoch takes the next samples of stream t mod 64; in the last round, of streams
               that are a sample longer or shorter, one follows on the other
 
-A turn is a micro-batch, where the user gives one: rank r of D runs turns r, r + D, …; else an
-eighth of the batch, whatever a pass takes: rank r of 2 runs turns 4r … 4r + 3 of every eight. Where
-D divides 64, or those 8, a stream's turns are all one rank's. So a piece is read by one rank (by
-two where streams meet), front to back. The order does not know D: it follows from (seed, position,
-turn), and position and turn are the loader's whole state.
-Source      virtual shards for elastic resume: MosaicML Streaming's "canonical nodes"; shuffling
+A turn is a micro-batch if the user sets one: rank r of D runs turns r, r + D, …; else it is an
+eighth of the batch: rank r of 2 runs turns 4r … 4r + 3 of every eight. If D divides 64, or those 8,
+one rank has all turns of a stream. So one rank reads a piece (two at the border of streams), front
+to back. The order does not depend on D: it follows from (seed, position, turn), and position and
+turn are the loader's whole state. Source virtual shards for elastic resume: MosaicML Streaming's
+"canonical nodes"; shuffling
             within a buffer: webdataset, `tf.data`
 """
 
@@ -29,16 +29,16 @@ from shoal.data.loading.sample_order import permute
 
 STREAMS = 64
 PIECES = 16
-"""Pieces of a stream, at least: how finely data of few shards are mixed."""
+"""Least pieces per stream: they determine how finely data of few shards are mixed."""
 
 BLOCK = 1024
-"""Samples that are shuffled among each other: what a shuffle buffer holds elsewhere."""
+"""Samples that are shuffled among each other, like a shuffle buffer."""
 
 Indices = npt.NDArray[np.int64]
 
 
 def check_degree(degree: int) -> None:
-    """Errors: ConfigError for data-parallel degrees that do not divide the streams."""
+    """Raise ConfigError for data-parallel degrees that do not divide the streams."""
     if STREAMS % degree:
         near = max(d for d in range(1, min(degree, STREAMS) + 1) if STREAMS % d == 0)
         raise ConfigError(
@@ -49,10 +49,10 @@ def check_degree(degree: int) -> None:
 
 
 class StreamOrder:
-    """Which sample of sharded data is at a position: `order(start, stop, seed)` gives indices.
+    """Order of sharded data: `order(start, stop, seed)` returns the indices of stream positions.
 
     Args:
-        sizes: samples of each shard; sample numbers run over the shards, one after another.
+        sizes: samples of each shard; sample numbers run over the concatenated shards.
         turn: samples of one turn.
     """
 
@@ -70,17 +70,17 @@ class StreamOrder:
         self._rest = self._last_turns(lengths - self._even * turn)
 
     def _last_turns(self, left: Indices) -> tuple[Indices, Indices]:
-        """(stream, place in it) of the samples after the even rounds, one stream's after another's.
+        """Return (stream, place in it) of the samples after the even rounds, stream by stream.
 
         Args:
-            left: samples of each stream, at most one turn.
+            left: remaining samples of each stream, at most one turn.
         """
         streams = np.repeat(np.arange(STREAMS), left)
         before = np.repeat(np.cumsum(left) - left, left)
         return streams, self._even * self.turn + np.arange(len(streams)) - before
 
     def _row(self, seed: int, epoch: int) -> tuple[Indices, Indices]:
-        """The pieces as they lie in the epoch's row, and where each begins there."""
+        """Return the pieces in the epoch's order, and the start of each."""
         if (seed, epoch) not in self._rows:
             count = len(self.sizes)
             order = permute(np.arange(count), count, seed, epoch)
@@ -89,7 +89,7 @@ class StreamOrder:
         return self._rows[seed, epoch]
 
     def streams(self, offsets: Indices) -> tuple[Indices, Indices]:
-        """Stream of each of an epoch's positions, and the place in it before the shuffle."""
+        """Return the stream of each position of an epoch, and its place before the shuffle."""
         turns, within = np.divmod(offsets, self.turn)
         rounds, stream = np.divmod(turns, STREAMS)
         place = rounds * self.turn + within
@@ -99,7 +99,7 @@ class StreamOrder:
         return stream, place
 
     def __call__(self, start: int, stop: int, seed: int, *, shuffle: bool = True) -> Indices:
-        """Sample numbers [stop − start] of stream positions of one epoch; unshuffled: in order."""
+        """Return sample numbers [stop − start] of positions of one epoch; unshuffled: in order."""
         epoch = start // self.samples
         offsets = np.arange(start, stop, dtype=np.int64) - epoch * self.samples
         if not shuffle:

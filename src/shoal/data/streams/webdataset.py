@@ -1,12 +1,11 @@
-"""WebDataset shards: samples in .tar files, a sample the neighbours that share a name to its dot.
+"""WebDataset shards: .tar files whose neighbours with one name to its dot form a sample.
 
     shard-000.tar   cat/001.jpg cat/001.cls cat/002.jpg cat/002.cls …
 
-Where each file of each sample lies is found once, from the tars' headers, and kept in the cache;
-then a sample is read by its place, its bytes and no others. So shards have a length and an index,
-and everything that is exact for datasets is for them; in which order they are read,
-`stream_order.py` says. Compressed tars have no places and are refused.
-Source      the format: webdataset (Aizman et al. 2019, 2001.01858)
+The offset of each file of each sample is read once, from the tars' headers, and cached. Then a
+sample is read by its offset, its bytes and no others. So shards have a length and an index, and
+every guarantee for datasets holds for them; `stream_order.py` defines their order. Compressed tars
+have no offsets and are refused. Source the format: webdataset (Aizman et al. 2019, 2001.01858)
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from shoal.data.streams.stream_order import StreamOrder, check_degree
 from shoal.wire.phases import counting
 
 OPEN_FILES = 128
-"""Shards of which a process keeps the file open."""
+"""Most shard files that a process keeps open."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -40,12 +39,12 @@ class TarSamples(Dataset[Any]):
     """Samples of tar shards: dataset[i] is `decode` of {"__key__": name, "jpg": bytes, …}.
 
     Args:
-        pattern: of the shards' paths.
+        pattern: pattern of the shards' paths.
         decode: None: the dict itself.
-        only: sample numbers, ascending, that this part has; None: all.
+        only: ascending sample numbers of this part; None: all.
 
     Raises:
-        ConfigError: for no shard, a compressed or damaged one.
+        ConfigError: there is no shard, or a compressed or damaged one.
     """
 
     def __init__(
@@ -66,24 +65,24 @@ class TarSamples(Dataset[Any]):
         return len(self.only)
 
     def whole_index(self, index: int) -> int:
-        """The sample's number before a part was held out."""
+        """Return the sample's number before a part was held out."""
         return int(self.only[index])
 
     def deal(self, turn: int, degree: int) -> StreamOrder:
-        """The order in which a loader reads. Errors: ConfigError for a degree that does not fit."""
+        """Return the order in which a loader reads; ConfigError for a degree that does not fit."""
         check_degree(degree)
         bounds = np.concatenate(([0], np.cumsum(self.index["shard_samples"])))
         sizes = np.diff(np.searchsorted(self.only, bounds))
         return StreamOrder(sizes.tolist(), turn)
 
     def key(self, number: int) -> str:
-        """The name of sample `number` of all."""
+        """Return the name of sample `number` of all samples."""
         stop = int(self.index["key_ends"][number])
         start = int(self.index["key_ends"][number - 1]) if number else 0
         return bytes(self.index["keys"][start:stop]).decode(errors="replace")
 
     def __getitem__(self, index: int) -> Any:
-        """One sample. Errors: IndexError, what decode raises, OSError, ValueError for cut files."""
+        """Return one sample; raises IndexError, OSError, ValueError, or decode's errors."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = int(self.only[index])
@@ -143,14 +142,14 @@ class TarImages(TarSamples):
 
 
 def open_index(pattern: str, where: str) -> dict[str, Any]:
-    """Where every file of every sample of some shards lies; from the cache, or found now.
+    """Return the offset of every file of every sample of some shards; cached, or read now.
 
     Returns:
         files [files, 4] shard, ending, place, size · ends [samples] of a sample's files · classes
         [samples], −1 without .cls · keys, key_ends · shard_samples · endings.
 
     Raises:
-        ConfigError: for a shard that is no plain tar.
+        ConfigError: a shard is no plain tar.
     """
     paths = glob_files(pattern, where, "wds")
     folder = fixed_folder(pattern)
@@ -201,7 +200,7 @@ def _build(entry: NewEntry, paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A file's name as (sample, ending): the ending begins at the first dot of the last part.
+    """Split a file's name into (sample, ending), at the first dot of the last part.
 
     >>> _split("a.b/001.left.jpg")
     ('a.b/001', 'left.jpg')
@@ -212,9 +211,9 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _members(path: Path) -> list[tuple[str, int, int, int]]:
-    """(name, place, size, class) of every file of a tar; the class of .cls files, else −1.
+    """Return (name, offset, size, class) of every file of a tar; the class of .cls files, else −1.
 
-    Headers alone are read, 512 bytes each: a buffer would read what lies behind them too.
+    It reads headers alone, 512 bytes each, unbuffered: a buffer would read the data after them too.
     """
     found = []
     try:
@@ -238,10 +237,10 @@ def _members(path: Path) -> list[tuple[str, int, int, int]]:
 
 
 def open_shards(argument: str, size: int, share: float, where: str) -> dict[str, Any]:
-    """What a `Source` is made of, but for `collate` and `kind`: images with classes.
+    """Open shards as the fields of a `Source` of images, without `collate` and `kind`.
 
     Raises:
-        ConfigError: for samples without .cls, and as open_index.
+        ConfigError: samples have no .cls, and as open_index.
     """
     index = open_index(argument, where)
     whole = TarSamples(argument, where=where)

@@ -1,4 +1,4 @@
-"""Examples for fine-tuning as text: what the model reads, and which characters are answers.
+"""Fine-tuning examples as text: the model's input, and the characters that are answers.
 
     {"prompt": P, "completion": C}     P C end                          loss on C and end
     {"messages": […]}                  by the tokenizer's own chat template, where its folder has
@@ -7,10 +7,10 @@
 
         system: CONTENT⏎user: CONTENT⏎assistant: CONTENT end⏎       loss on CONTENT end
 
-`end` is the tokenizer's end-of-text token, left out where it has none. A template writes an answer
-after the turns before it: what it adds when that turn is added is the answer. One that then writes
-earlier turns anew is refused, since it trains on another text than it will be asked with.
-Source     transformers, `apply_chat_template`; loss on answers: Wei et al. 2021 (2109.01652)
+`end` is the tokenizer's end-of-text token, left out if it has none. The answer is the text that a
+template appends for an assistant's turn. A template that then changes earlier turns is refused,
+since training would use another text than generation. Source transformers, `apply_chat_template`;
+loss on answers: Wei et al. 2021 (2109.01652)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ANSWERS = "assistant"
 ROLES = ("system", "user", ANSWERS, "tool", "developer")
 
 Render = Callable[[list[dict[str, Any]], bool], str]
-"""Writes (messages, whether an answer is to follow) as text."""
+"""Renderer of (messages, whether an answer is to follow) as text."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Example:
 
 
 def find_template(tokenizer: str) -> str:
-    """The folder whose chat template goes with a tokenizer.json, "" where there is none."""
+    """Return the folder of a tokenizer.json's chat template, "" if there is none."""
     path = Path(tokenizer).expanduser()
     if tokenizer.startswith("bpe:"):
         return ""
@@ -56,9 +56,9 @@ def find_template(tokenizer: str) -> str:
 
 
 def template_of(folder: str) -> Render:
-    """The chat template of a transformers tokenizer's folder.
+    """Return the chat template of a transformers tokenizer's folder.
 
-    Errors: ConfigError without transformers, or for a folder that it cannot read.
+    Raises a ConfigError without transformers, or for a folder that it cannot read.
     """
     try:
         from transformers import AutoTokenizer
@@ -87,7 +87,7 @@ def examples(
     end: str,
     render: Render | None,
 ) -> Iterator[Example]:
-    """Every row as an example.
+    """Yield every row as an example.
 
     Args:
         rows: (place, object).
@@ -96,7 +96,7 @@ def examples(
         render: a chat template.
 
     Raises:
-        ConfigError: with file and line.
+        ConfigError: a row has another form; with file and line.
     """
     writer: Callable[[dict[str, Any], str], Example]
     if form == PAIR:
@@ -153,7 +153,7 @@ def _templated(row: dict[str, Any], place: str, *, render: Render) -> Example:
 
 
 def plain_question(prompt: str) -> str:
-    """A user's turn as the plain form asks it, up to where the answer begins."""
+    """Return a user's turn in the plain form, up to the start of the answer."""
     return f"user: {prompt}\n{ANSWERS}:"
 
 
@@ -178,5 +178,5 @@ def _messages(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
 
 
 def plain_end(tokenizer: str) -> str:
-    """The end-of-text that a tokenizer trained here has; of others it is looked up in them."""
+    """Return the end-of-text of a tokenizer trained here; for others look it up in them."""
     return END_OF_TEXT if tokenizer.startswith("bpe:") else ""

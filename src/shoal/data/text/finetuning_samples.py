@@ -8,10 +8,10 @@
               targets     −  − t3 t4 t6 t7            never the next example's first token
               positions   0  1  2  3  0  1            a document begins at each 0
 
-Packed rows go to the model as {"input_ids", "position_ids"}; tokens of different documents do not
-attend to each other, padding at a row's end is a document of its own. Rows are filled by best fit
-of the longest first, the same in every epoch; the order of rows is the loader's.
-Source      packing without cross-contamination: Krell et al. 2021 (2107.02027); best fit of the
+The model gets packed rows as {"input_ids", "position_ids"}. Tokens of different documents do not
+attend to each other; padding at a row's end is a document of its own. Rows are filled by best fit
+of the longest first, the same in every epoch; the loader orders the rows. Source packing without
+cross-contamination: Krell et al. 2021 (2107.02027); best fit of the
             longest first: Johnson 1974, at most 11/9 of the fewest rows and a bit
 """
 
@@ -39,7 +39,7 @@ from shoal.wire.phases import counting
 
 IGNORED = -100
 MASKED_BY = "what holds no character of an answer"
-"""Part of a kept entry's name: entries of another rule are made anew."""
+"""Part of a cache entry's name: entries of another masking rule are made again."""
 ENCODE_AT_ONCE = 1024
 
 Ints = npt.NDArray[np.int64]
@@ -47,7 +47,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Encoded:
-    """Examples as tokens: of example e those from ends[e − 1] to ends[e].
+    """Examples as tokens: those of example e are ends[e − 1] to ends[e].
 
     ids [tokens] · is_answer [tokens] bool · ends [examples] · held [examples] bool
     """
@@ -64,10 +64,10 @@ class Encoded:
 
 
 def answer_mask(offsets: Sequence[tuple[int, int]], example: Example) -> list[bool]:
-    """Which tokens hold characters of an answer, from the characters that each token covers.
+    """Return which tokens contain characters of an answer, from each token's characters.
 
-    A token across the border is the answer's: after a prompt that ends in a space, BPE joins that
-    to the answer's first word, which would never be learnt.
+    A token across the border belongs to the answer: after a prompt that ends in a space, BPE joins
+    the space to the answer's first word, which would otherwise never be trained.
 
     >>> answer_mask([(0, 2), (2, 5), (5, 9), (9, 10)], Example("hi Bob, you", ((3, 9),)))
     [False, True, True, False]
@@ -82,16 +82,16 @@ def open_examples(
     share: float,
     template: str,
 ) -> Encoded:
-    """The examples of JSON lines, from the cache or encoded now; `share` of them held out.
+    """Open the examples of JSON lines, from the cache or encoded now; hold out a `share`.
 
     Args:
-        template: folder of a chat template, "" for the plain one; `find_template` finds it.
+        template: folder of a chat template, "" for the plain one; see `find_template`.
 
     Raises:
-        ConfigError: for a line of another form, by file and number.
+        ConfigError: a line has another form; with file and number.
 
     Note:
-        while they are encoded all of them are in memory as text.
+        During encoding all examples are in memory as text.
     """
     folder = template if form == CHAT else ""
     recipe = [tokenizer_recipe(tokenizer), form, share, _template_recipe(folder), MASKED_BY]
@@ -158,7 +158,7 @@ def _build(
 def _encode(
     tokenizer: Any, found: list[Example]
 ) -> tuple[list[npt.NDArray[Any]], list[npt.NDArray[np.bool_]]]:
-    """Ids of every example and which of them are answers; the whole text is encoded at once."""
+    """Encode every example and mark the answers' tokens; the whole text is encoded at once."""
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
     ids, masks = [], []
     for start in counting("encode", len(found), range(0, len(found), ENCODE_AT_ONCE)):
@@ -171,7 +171,7 @@ def _encode(
 
 
 def _held_out(found: list[Example], share: float) -> npt.NDArray[np.bool_]:
-    """Which examples are held out, by a hash of each; at least one of two, equal ones together."""
+    """Return which examples are held out, by a hash; at least one of two, equal ones together."""
     places = np.array([place_of(example.text) for example in found])
     if share <= 0 or len(found) < 2:
         return np.zeros(len(found), dtype=bool)
@@ -182,10 +182,10 @@ def _held_out(found: list[Example], share: float) -> npt.NDArray[np.bool_]:
 
 
 def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Deal things of some sizes, none above `room`, to rows: longest first, each where it fits.
+    """Pack items of some sizes, none above `room`, into rows: longest first, by best fit.
 
     Returns:
-        numbers of things, row by row.
+        item numbers, row by row.
 
     >>> best_fit([3, 5, 2, 4, 1], 6)
     [[1, 4], [3, 2], [0]]
@@ -215,14 +215,14 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
     """Rows of `sequence` tokens, each of one example, or of several if `packed`.
 
     dataset[i] is (inputs, targets): inputs int64 [sequence], or if packed the model's keywords
-    {"input_ids", "position_ids"}, each [sequence]; targets int64 [sequence], −100 where no loss is.
+    {"input_ids", "position_ids"}, each [sequence]; targets int64 [sequence], −100 for no loss.
 
     Attributes:
-        `cut`: examples longer than sequence + 1, of which the end is left out.
-        `left_out`: examples without an answer among their first sequence + 1 tokens.
+        cut: examples longer than sequence + 1, whose end is left out.
+        left_out: examples without an answer in their first sequence + 1 tokens.
 
     Raises:
-        ConfigError: if no example is left; `part` names it.
+        ConfigError: no example is left; the message names the `part`.
     """
 
     draws_nothing = True
@@ -258,7 +258,7 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
         return len(self.row_ends)
 
     def told(self) -> str:
-        """How many examples and rows, what was cut or left out: a line for the user."""
+        """Return a line for the user: examples, rows, and examples cut or left out."""
         tokens = int((self.stops - self.starts - 1).sum())
         full = tokens / (len(self) * self.sequence)
         parts = [f"{self.examples} examples in {len(self)} rows, {full:.0%} full"]
@@ -269,12 +269,12 @@ class ExampleRows(Dataset[tuple[Any, torch.Tensor]]):
         return ", ".join(parts)
 
     def examples_of(self, index: int) -> list[int]:
-        """Numbers of the examples in one row, in their order there."""
+        """Return the numbers of the examples in one row, in their order there."""
         start = int(self.row_ends[index - 1]) if index else 0
         return [int(n) for n in self.order[start : int(self.row_ends[index])]]
 
     def __getitem__(self, index: int) -> tuple[Any, torch.Tensor]:
-        """Inputs and targets of one row. Errors: IndexError."""
+        """Return inputs and targets of one row; may raise IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         inputs = np.full(self.sequence, self.pad, dtype=np.int64)

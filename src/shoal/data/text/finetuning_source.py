@@ -1,4 +1,4 @@
-"""Rows with answers as a source: the examples, what is held out, and the user's line.
+"""Source of rows with answers: the examples, the held-out part, and the user's line.
 
 rows.py (rows) ──> chat_examples.py (text, answers) ──> finetuning_samples.py (tokens, rows)
 """
@@ -17,14 +17,14 @@ from shoal.data.text.text_rows import CHAT, PAIR, find_form, row_documents
 
 
 def open_finetuning(section: DataSection, share: float, second: str) -> dict[str, Any] | None:
-    """What a `Source` is made of, but for `collate` and `kind`; None where lines are text.
+    """Open fine-tuning rows as the fields of a `Source`; None if the lines are text.
 
     Args:
-        second: another source for validation, which must be rows with answers too; "" none.
+        second: another source for validation, which must be rows with answers too; "": none.
 
     Raises:
-        ConfigError: for a line of another form by file and number, for examples without an answer
-            within data.sequence, for a second source of another kind.
+        ConfigError: a line has another form (with file and number), no example has an answer within
+            data.sequence, or the second source is of another kind.
     """
     documents, form = _lines(section, section.source, "data.source")
     if form not in (PAIR, CHAT):

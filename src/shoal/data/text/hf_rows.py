@@ -1,11 +1,11 @@
-"""Datasets of the library `datasets` that lie in a folder, as rows or as images.
+"""Local datasets of the library `datasets`, as rows or as images.
 
     hf:FOLDER            saved by `save_to_disk`, or a dataset's files as the Hub has them
     hf:FOLDER#SPLIT      one split of it; else the only one, or `train`
 
-A run reads what is on the machine and asks no hub: ranks would download side by side, and a dataset
-may change there. Files that are not in the library's own format are translated once, into the cache
-folder; then rows are mapped from disk, not read whole.
+A run reads local files and uses no hub: ranks would download in parallel, and a dataset may change
+there. Files in other formats than the library's own are converted once, into the cache folder. Then
+rows are memory-mapped, not read whole.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shoal.base.runlog.atomic_files import cache_folder
 
 @lru_cache(maxsize=4)  # the form, the tokenizer's share and both sides read the same one
 def open_split(argument: str, where: str) -> Any:
-    """The `datasets.Dataset` that FOLDER or FOLDER#SPLIT names.
+    """Open the `datasets.Dataset` of FOLDER or FOLDER#SPLIT.
 
     Raises:
-        ConfigError: for a folder that the library cannot read, an unknown split, or several of
-            which none is `train`.
+        ConfigError: the library cannot read the folder, the split is unknown, or there are several
+            splits and none is `train`.
     """
     import datasets  # of the extra `data`; check_data says so where it is missing
 
@@ -63,7 +63,7 @@ def open_split(argument: str, where: str) -> Any:
 
 
 def document_fields(argument: str, where: str) -> dict[str, Any]:
-    """What a `Document` is made of; its size and time are those of all files in the folder."""
+    """Return the fields of a `Document`; size and time are those of all files in the folder."""
     folder = Path(argument.partition("#")[0]).expanduser()
     stats = [path.stat() for path in sorted(folder.rglob("*")) if path.is_file()]
     if not stats:
@@ -80,7 +80,7 @@ def read_hf(argument: str, keys: Sequence[str]) -> Iterator[tuple[str, dict[str,
     """Yield (`FOLDER: row N`, object) of every row, N from 1.
 
     Args:
-        keys: columns to read; none, or one that the dataset has not: all of them.
+        keys: columns to read; none, or one that the dataset lacks: all columns.
     """
     data = open_split(argument, "data.source")
     if keys and set(keys) <= set(data.column_names):
@@ -102,9 +102,9 @@ def read_spread(
 
 
 def open_hf_images(argument: str, size: int, share: float, where: str) -> dict[str, Any] | None:
-    """What a `Source` is made of where rows have an image and a class; None where they have none.
+    """Open rows with image and class as the fields of a `Source`; None if they have none.
 
-    Errors: ConfigError for a class of a row that is no number.
+    Raises a ConfigError if the class of a row is no number.
     """
     import datasets
 
@@ -131,7 +131,7 @@ class HfImages(Dataset[Any]):
     """Rows with an image and a class as (image [3, size, size] float32 in 0 … 1, class int).
 
     Args:
-        numbers: rows that this part has.
+        numbers: rows of this part.
     """
 
     draws_nothing = True
@@ -143,11 +143,11 @@ class HfImages(Dataset[Any]):
         return len(self.numbers)
 
     def whole_index(self, index: int) -> int:
-        """The row's number in the dataset."""
+        """Return the row's number in the dataset."""
         return int(self.numbers[index])
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Image and class of one row. Errors: IndexError, and what the decoder raises."""
+        """Return image and class of one row; IndexError, and the decoder's errors."""
         from shoal.data.files.image_folders import to_tensor
 
         row = self.data[int(self.numbers[index])]

@@ -1,11 +1,11 @@
-"""Reads the files of a text once, though a tokenizer is trained on some of it before it is encoded.
+"""Reading of text files in one pass, with a sample for the tokenizer before the encoding.
 
-    up to 128 MiB   every text is read and kept for the encoding; the tokenizer's sample is a like
-                    share of every file
+    up to 128 MiB   every text is read and cached for the encoding; the tokenizer's sample is an
+                    equal share of every file
     more            the sample is 64 places, evenly spread over all bytes, 64 KiB each, read
                     beforehand; of parquet the first rows of some row groups, of HF datasets rows
 
-The sample follows from the files alone, so every rank and every machine trains the same tokenizer.
+The sample depends on the files alone, so every rank and every machine trains the same tokenizer.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from shoal.data.text.text_rows import Rows, texts_at
 from shoal.wire.phases import counting
 
 TRAIN_CHARACTERS = 2**22
-"""The BPE is trained on about so much text."""
+"""Approximate characters on which the BPE is trained."""
 
 PLACES = 64
 WHOLE_BYTES = 2**27
-"""Files of so many bytes are read whole for the sample; of more some places."""
+"""Most bytes of files that are read whole for the sample; above it only some places are."""
 
 KEPT_CHARACTERS = 2**28
-"""What unpacks to more is not kept, and read a second time."""
+"""Most characters that are kept in memory; larger texts are read a second time."""
 
 Side = tuple[int, str]
-"""A text and where it belongs: 0 training, 1 held out."""
+"""A text and its side: 0 training, 1 held out."""
 
 
 def sample_rule(documents: Sequence[Document], most: int | None = None) -> str:
-    """How a tokenizer's sample is taken: `whole`, up to `most` bytes of files, or `places`."""
+    """Return the sampling rule: `whole`, up to `most` bytes of files, or `places`."""
     limit = WHOLE_BYTES if most is None else most
     return "whole" if sum(d.size_bytes for d in documents) <= limit else "places"
 
 
 def share_of(documents: Sequence[Document]) -> float:
-    """Of all text, how much a tokenizer is trained on."""
+    """Return the share of all text on which a tokenizer is trained."""
     return min(1.0, TRAIN_CHARACTERS / max(1, sum(d.size_bytes for d in documents)))
 
 
 def by_places(
     documents: Sequence[Document], of_rows: Callable[..., Iterator[str]] = texts_at
 ) -> Iterator[str]:
-    """The text of some places in documents, TRAIN_CHARACTERS in all; each kind has its share.
+    """Yield TRAIN_CHARACTERS of text from places in documents; each kind has its share.
 
     Args:
-        of_rows: gives the texts of (documents of one kind, places, bytes).
+        of_rows: returns the texts of (documents of one kind, places, bytes).
     """
     share = share_of(documents)
     for kind, some in groupby(documents, _kind):
@@ -65,9 +65,9 @@ def _kind(document: Document) -> tuple[str, ...]:
 
 
 class Texts:
-    """All texts of two groups of documents: first a sample, if that is wanted, then every one.
+    """All texts of two groups of documents: first an optional sample, then every text.
 
-    `has_text` says of each side, once all were read, whether any of its texts is more than empty.
+    `has_text` is, after reading, whether each side has a non-empty text.
     """
 
     def __init__(self, train: Sequence[Document], validation: Sequence[Document]) -> None:
@@ -81,7 +81,7 @@ class Texts:
         self.has_text = [False, False]
 
     def sample(self) -> Iterator[str]:
-        """Texts of the training side, or parts of them, for a tokenizer to be trained on."""
+        """Yield training texts, or parts of them, on which a tokenizer is trained."""
         is_empty = True
         for text in self._sampled():
             is_empty = is_empty and not text
@@ -99,10 +99,10 @@ class Texts:
             yield from document.sampled(self._keeping(document), share)
         self._has_all = self._room >= 0
         if not self._has_all:
-            self._kept.clear()  # a part is of no use, and takes memory while all is read again
+            self._kept.clear()  # a part is useless, and takes memory during the second read
 
     def _keeping(self, document: Document) -> Iterator[str]:
-        """The texts of a document that are for training; all of them are kept, if there is room."""
+        """Yield the training texts of a document; cache all its texts in memory if they fit."""
         kept: list[Side] = []
         self._kept.append(kept)
         for side, text in self._read(document):
@@ -113,13 +113,13 @@ class Texts:
                 yield text
 
     def _read(self, document: Document) -> Iterator[Side]:
-        """The texts of a training document; of a file with two sides all of them."""
+        """Yield the texts of a training document; for a file with two sides those of both."""
         if self._is_split:
             return ((int(held), text) for held, text in document.sides())
         return ((0, text) for text in document.texts())
 
     def all(self) -> Iterator[Side]:
-        """Every text, in the documents' order; of files that have both sides in one reading."""
+        """Yield every text, in the documents' order; a file with both sides is read once."""
         both = [(0, document) for document in self.train]
         if not self._is_split:
             both += [(1, document) for document in self.validation]

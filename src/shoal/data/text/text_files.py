@@ -1,9 +1,9 @@
-"""Text files into token files: choose held-out files, train a tokenizer, encode, cache.
+"""Text files to token files: choose held-out files, train a tokenizer, encode, cache.
 
     files ──hash of name──> train | held out        a byte-level BPE is trained on train only
     file, end-of-text, file, end-of-text …  ──> train.npy, validation.npy (uint16, or uint32)
 
-The first run pays for it; later runs and other ranks read the cache, whose key is every file's
+The first run does the work; later runs and other ranks read the cache, whose key is every file's
 name, size and time, the tokenizer and the split. Source: Sennrich et al. 2016 (BPE); byte level as
 in GPT-2, through the library `tokenizers`.
 """
@@ -38,7 +38,7 @@ END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SE
 
 PIECE_CHARACTERS = 2**18
 ENCODE_CHARACTERS = 2**22
-"""Encoded at once: the library holds some 100 bytes per token meanwhile."""
+"""Characters encoded at a time: the library uses some 100 bytes per token meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,21 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Tokens of both parts."""
+        """Number of tokens of both parts."""
         return sum(span.tokens for span in (*self.train, *self.validation))
 
 
 def open_corpus(
     train: Sequence[Document], validation: Sequence[Document], tokenizer: str, tail: float = 0.0
 ) -> Corpus:
-    """Tokens of both groups of documents, from the cache or made now.
+    """Open the tokens of both groups of documents, from the cache or encoded now.
 
-    Takes   tokenizer, `bpe:VOCABULARY` (trained on train) or the path of a tokenizer.json
-            tail, the share of train's last tokens to hold out where validation has no text
+    Args:
+        tokenizer: `bpe:VOCABULARY` (trained on train) or the path of a tokenizer.json.
+        tail: share of train's last tokens to hold out if validation has no text.
 
     Raises:
-        ConfigError: for a tokenizer that is not there, or text without a single token.
+        ConfigError: the tokenizer is missing, or the text has no token.
     """
     recipe = tokenizer_recipe(tokenizer)
     groups = [[d.recipe() for d in g] for g in (train, validation)]
@@ -121,7 +122,7 @@ def _build(
 
 
 def _encoded(texts: Texts, spec: str) -> tuple[Any, list[np.ndarray[Any, Any] | None]]:
-    """The tokenizer, trained now or given, and the tokens of both sides."""
+    """Return the tokenizer, trained now or loaded, and the tokens of both sides."""
     if spec.startswith("bpe:"):
         tokenizer = train_bpe_on(texts.sample(), int(spec[4:]))
     else:
@@ -130,7 +131,7 @@ def _encoded(texts: Texts, spec: str) -> tuple[Any, list[np.ndarray[Any, Any] | 
 
 
 def tokenizer_recipe(spec: str) -> str:
-    """What a tokenizer depends on besides the text. Errors: ConfigError."""
+    """Return what a tokenizer depends on besides the text; may raise ConfigError."""
     check_tokenizer(spec)
     if spec.startswith("bpe:"):
         return spec
@@ -138,7 +139,7 @@ def tokenizer_recipe(spec: str) -> str:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a tokenizer.json. Errors: ConfigError."""
+    """Load the tokenizer of a tokenizer.json; may raise ConfigError."""
     from tokenizers import Tokenizer  # here: 0.1 s that other sources need not pay
 
     try:
@@ -149,7 +150,7 @@ def load_tokenizer(path: Path) -> Any:
 
 @phase("tokenizer")
 def train_bpe_on(texts: Iterable[str], vocabulary: int) -> Any:
-    """A byte-level BPE tokenizer of at most `vocabulary` entries; the same for the same texts."""
+    """Train a byte-level BPE of at most `vocabulary` entries; the same for the same texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -166,7 +167,7 @@ def train_bpe_on(texts: Iterable[str], vocabulary: int) -> Any:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces that end at a line's end, so that a huge file is encoded in parallel."""
+    """Yield a text in pieces that end at line ends, so that a huge file encodes in parallel."""
     start = 0
     while start < len(text):
         stop = start + PIECE_CHARACTERS
@@ -177,14 +178,14 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def encode(tokenizer: Any, texts: Texts) -> list[np.ndarray[Any, Any] | None]:
-    """Tokens of all texts, each followed by the end-of-text token if there is one, by side.
+    """Encode all texts by side, each followed by the end-of-text token if there is one.
 
     Returns:
         ids [tokens] of each side, uint16 where the vocabulary allows, else uint32; None for a side
         without documents.
 
     Note:
-        the result must fit in memory: 2 bytes per token, about half a byte per byte of text.
+        The result must fit in memory: 2 bytes per token, about half a byte per byte of text.
     """
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
     ends = [tokenizer.token_to_id(name) for name in END_NAMES]

@@ -4,9 +4,9 @@
     {"prompt": "…", "completion": "…"}             fine-tuning, loss on the completion
     {"messages": [{"role": "user", "content": "…"}, …]}     chat, loss on what assistants say
 
-Which of the three a source is, its first row tells; every other row must be the same. A row that
-is not is told with its file and number. Held out are rows, by a hash of each text: rows added to
-a file move no other, and of two equal rows none is trained on that the other validates.
+The first row of a source determines its form; every other row must have the same. An error names
+file and number of a row with another form. A hash of its text decides whether a row is held out:
+rows added to a file move no other, and equal rows are on the same side.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shoal.data.files.documents import Document, place_of, spread
 
 TEXT, PAIR, CHAT = ("text",), ("prompt", "completion"), ("messages",)
 FORMS = (CHAT, PAIR, TEXT)
-"""Keys by which a line's form is known, in the order in which they are looked for."""
+"""Keys that determine the form of a line, in search order."""
 
 
 Reader = Callable[[str, Sequence[str]], Iterator[tuple[str, dict[str, Any]]]]
-"""Reads (path, the keys that are wanted, none: all) as (place, object) pairs."""
+"""Reader of (path, requested keys; none: all) that yields (place, object) pairs."""
 
 
 def _reader(kind: str) -> Reader:
-    """Who reads files of a kind; their libraries are loaded for them alone."""
+    """Return the reader of a kind of files; imports its library only then."""
     if kind == "parquet":
         from shoal.data.files.row_files import read_parquet
 
@@ -45,10 +45,10 @@ def _reader(kind: str) -> Reader:
 
 
 def text_of(row: dict[str, Any], key: str, place: str) -> str:
-    """The text that one object has under `key`.
+    """Return the text of one object under `key`.
 
     Raises:
-        ConfigError: with `place` and the nearest key where there is none, or it is no text.
+        ConfigError: the key is missing or its value is no text; with `place` and the nearest key.
     """
     if key not in row:
         close = nearest(key, row)
@@ -61,10 +61,10 @@ def text_of(row: dict[str, Any], key: str, place: str) -> str:
 
 
 def find_form(documents: Sequence[Document], field: str) -> tuple[str, ...]:
-    """The keys that the rows of a source are read by: TEXT, PAIR, CHAT, or (data.field,).
+    """Return the keys by which a source's rows are read: TEXT, PAIR, CHAT, or (data.field,).
 
     Raises:
-        ConfigError: for files without a row, or a first row of none of these forms.
+        ConfigError: the files have no row, or the first row has none of these forms.
     """
     if field:
         return (field,)
@@ -97,29 +97,29 @@ class Rows(Document):
     held: bool = False
 
     def rows(self, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (place, object) of every row of the file; of `keys` alone where a format can.
+        """Yield (place, object) of every row of the file; only `keys` if the format allows.
 
-        Errors: ConfigError with file and number.
+        Raises a ConfigError with file and number.
         """
         return _reader(self.kind)(self.path, keys)
 
     def texts(self) -> Iterator[str]:
-        """The texts of this side, in order. Errors: ConfigError, of any row of the file."""
+        """Yield the texts of this side, in order; ConfigError for any bad row of the file."""
         return (text for held, text in self.sides() if held is self.held)
 
     @property
     def is_side(self) -> bool:
-        """Whether other rows of the file are on the other side."""
+        """True if other rows of the file are on the other side."""
         return self.share > 0
 
     def sides(self) -> Iterator[tuple[bool, str]]:
-        """(whether it is held out, text) of every row. Errors: as `texts`."""
+        """Yield (whether it is held out, text) of every row; raises as `texts`."""
         for place, row in self.rows((self.field,)):
             text = text_of(row, self.field, place)
             yield place_of(text) < self.share if self.share else self.held, text
 
     def sampled(self, texts: Iterable[str], share: float) -> Iterator[str]:
-        """Whole rows of these, evenly spread, of which there are about so large a share."""
+        """Yield about so large a share of these texts, as whole rows, evenly spread."""
         for number, text in enumerate(texts):
             if int((number + 1) * share) > int(number * share):
                 yield text
@@ -129,21 +129,21 @@ class Rows(Document):
         return [*super().recipe(), self.field, self.share, self.held]
 
     def unsplit(self) -> Rows:
-        """The document with every row of the file."""
+        """Return the document with every row of the file."""
         return replace(self, share=0.0, held=False)
 
 
 def rows_of(document: Document, keys: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, object) of every row of a document. Errors: as its reader."""
+    """Yield (place, object) of every row of a document; raises as its reader."""
     if isinstance(document, Rows):
         return document.rows(keys)
     raise TypeError(f"{document.path} has no rows")
 
 
 def _first(document: Document) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The first rows of a document; of parquet one made of its columns.
+    """Yield the first rows of a document; for parquet one made of its columns.
 
-    The least that is read of a column is a row group, and every rank asks.
+    The smallest read of a column is a row group, and every rank does this.
     """
     if isinstance(document, Rows) and document.kind == "parquet":
         from shoal.data.files.row_files import parquet_columns
@@ -158,11 +158,11 @@ def rows_at(
     """Yield (place, object) of rows of documents of one kind, at places spread over their bytes.
 
     Args:
-        count: places.
-        wanted: bytes at all of them together, about.
+        count: number of places.
+        wanted: approximate bytes of all places together.
 
     Raises:
-        as the readers.
+        ConfigError: as the readers.
     """
     kind = documents[0].kind
     if kind == "hf":
@@ -185,7 +185,7 @@ def rows_at(
 
 
 def texts_at(documents: Sequence[Rows], count: int, wanted: int) -> Iterator[str]:
-    """The texts of `rows_at`, of the side that the documents are. Errors: as `Rows.texts`."""
+    """Yield the texts of `rows_at`, of the side that the documents are; raises as `Rows.texts`."""
     one = documents[0]
     for place, row in rows_at(documents, count, wanted, (one.field,)):
         text = text_of(row, one.field, place)
@@ -196,13 +196,13 @@ def texts_at(documents: Sequence[Rows], count: int, wanted: int) -> Iterator[str
 def row_documents(
     kind: str, argument: str, field: str, share: float, where: str = "data.source"
 ) -> tuple[list[Document], list[Document]]:
-    """Both sides of the rows that KIND:ARGUMENT names: for training, and held out (share 0: none).
+    """Return training and held-out rows of KIND:ARGUMENT (share 0: none held out).
 
     Args:
-        field: key of the text; "" where examples are read, or before `find_form` has found it.
+        field: key of the text; "" for examples, or before `find_form` has determined it.
 
     Raises:
-        ConfigError: if no file matches, with the nearest path.
+        ConfigError: no file matches; with the nearest path.
     """
     if kind == "hf":
         from shoal.data.text.hf_rows import document_fields

@@ -1,17 +1,17 @@
-"""Keeps which collectives a rank makes in some steps, for somebody who compares them over ranks.
+"""Log of a rank's collectives in some steps, so that the launcher can compare the ranks.
 
-Ranks whose collectives come in another order, or from other lines, add up what does not belong
-together, and where shapes are equal nothing fails. So in a run's first steps and in every 50th a
-rank keeps its calls in its page (wire/watch_page.py); the launcher compares
-(launch/watch/collective_mismatch.py), so that nothing is sent for it. Outside of those steps
-torch's methods are as torch made them.
+Ranks that call collectives in different orders, or from different lines, sum unrelated tensors; if
+the shapes agree, nothing fails. So in a run's first steps and in every 50th step each rank writes
+its calls to its watch page (wire/watch_page.py). The launcher compares the pages
+(launch/watch/collective_mismatch.py), so the log sends nothing. Outside of those steps torch's
+methods are unpatched.
 
     GROUP ∥ NAME ∥ SHAPE AND FORMAT ∥ LINE     one line of text per call, ∥ being a tab
 
-All collectives that Python calls are seen, a user's own among them, whichever way they were
-imported; not messages from one rank to another, not what compiled code calls, and not those of
-other Python threads than the training one. A device's backward pass runs on a thread of torch's
-own, for which the training thread waits, so its calls come in their place.
+The log contains all collectives called from Python, including a user's own, however they were
+imported. It omits point-to-point messages, calls by compiled code, and calls in Python threads
+other than the training thread. A device's backward pass runs on a thread of torch, for which the
+training thread waits, so its calls are logged in order.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from shoal.base.text.user_frames import OWN_FOLDER
 from shoal.wire.watch_page import Page
 
 FIRST, EVERY = 10, 50
-"""Steps after a start that are kept · and every so many."""
+"""Steps after a start whose calls are logged · and the period of logged steps after them."""
 CALLERS = 3
 ALIKE = {
     "allreduce": "all_reduce",
     "_allgather_base": "all_gather",
     "_reduce_scatter_base": "reduce_scatter",
 }
-"""Methods of a process group whose tensors have one shape on all ranks, by their usual names."""
+"""Process group methods whose tensors have one shape on all ranks, by their usual names."""
 ANY_SHAPE = {
     "allgather": "all_gather",
     "alltoall_base": "all_to_all",
@@ -45,17 +45,17 @@ ANY_SHAPE = {
     "barrier": "barrier",
 }
 ROOTED = {"broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter"}
-"""Of one rank and the others, who may well call them at different lines."""
+"""Collectives with a root; root and others may call them at different lines."""
 
 
 class Fingerprints:
-    """Keeps the calls of this process's training thread in its page; made by that thread.
+    """Log of this process's collectives in its watch page; the training thread creates it.
 
     Args:
-        step: the one that begins.
+        step: the step that starts now.
 
-    They are kept under the step's number, or the next one that is free: a step that is taken again,
-    or that of another run of this process, is not compared with the one before.
+    The calls are stored under the step's number, or under the next free number. So a repeated step,
+    or a step of another run in this process, is not compared with the earlier one.
     """
 
     def __init__(self, page: Page, step: int) -> None:
@@ -70,7 +70,7 @@ class Fingerprints:
         self._begin()
 
     def _stepped(self, step: int) -> None:
-        """A step is done: hand over its calls, and see whether the next one's are kept."""
+        """Publish the finished step's calls, and decide whether to log the next step's."""
         step = max(step, self._step)
         if self._torchs:
             self._end()
@@ -81,7 +81,7 @@ class Fingerprints:
             self._begin()
 
     def close(self) -> None:
-        """Keep no more: torch's methods are as torch made them."""
+        """Stop logging and restore torch's methods."""
         self.page.on_step = lambda step: None
         self._end()
 
@@ -91,7 +91,7 @@ class Fingerprints:
     def _begin(self) -> None:
         self._lines = []
         for method in (*ALIKE, *ANY_SHAPE, *ROOTED):
-            # As it stands in the class: what `getattr` gives would not bind when it is put back.
+            # From the class's __dict__: the result of `getattr` would not bind when restored.
             self._torchs[method] = vars(dist.ProcessGroup)[method]
             setattr(dist.ProcessGroup, method, self._kept(method))
 
@@ -110,7 +110,7 @@ class Fingerprints:
                 form = form_of(given) if method in ALIKE or method == "broadcast" else ""
                 where = "" if method in ROOTED else called_at(sys._getframe(1))
                 self._lines.append(f"{self._name(group)}\t{name}\t{form}\t{where}")
-                self._keep(-self._step)  # who aborts in this step hands over nothing
+                self._keep(-self._step)  # a rank that aborts in this step publishes nothing else
             return done
 
         return call
@@ -124,12 +124,12 @@ class Fingerprints:
 
 
 def _by_python() -> bool:
-    """Whether Python started this thread: for others it makes up a name."""
+    """Return whether Python started this thread; for other threads Python invents a name."""
     return not threading.current_thread().name.startswith("Dummy-")
 
 
 def form_of(given: tuple[Any, ...]) -> str:
-    """Shapes and formats of the last tensors that a call was given, its own where it gathers.
+    """Return shapes and dtypes of a call's last tensors; for a list, those of its last tensor.
 
     >>> form_of(([torch.zeros(2, 3)], "options"))
     '2×3 float32'
@@ -142,9 +142,10 @@ def form_of(given: tuple[Any, ...]) -> str:
 
 
 def called_at(frame: FrameType | None) -> str:
-    """Where a collective is called, outside of torch and fabric/: FILE:LINE, or Shoal's own line.
+    """Return the FILE:LINE that called a collective, outside of torch and fabric/ if there is one.
 
-    After a user's, up to `CALLERS` lines that led to it follow: helpers are called from many.
+    Without such a line, return Shoal's own. After a user's line, up to `CALLERS` lines of its
+    callers follow, since a helper has many callers.
     """
     found: list[str] = []
     while frame is not None and len(found) < CALLERS:

@@ -1,7 +1,7 @@
-"""Short messages between ranks, as JSON: what they cost is what is new in them, not ranks × length.
+"""Short JSON messages between ranks; cost grows with their differences, not ranks × length.
 
-Most of what ranks tell each other is the same on all of them: a structure, a plan, a "nothing to
-report". So they compare digests before anybody sends a word.
+Most messages are equal on all ranks: a structure, a plan, a "nothing to report". So the ranks
+compare digests before any of them sends its text.
 
 Protocol  1  an all-reduce of the least of (digest, its complement, −length): all messages are the
              same, or how long the longest is                                     72 bytes
@@ -11,14 +11,15 @@ Protocol  1  an all-reduce of the least of (digest, its complement, −length): 
 Cost      300 tensors in 30 KB of JSON that all 4,096 ranks agree on: 72 bytes, in place of 120 MB
 Source    docs/lab-log.md, "A control plane that scales"
 
-At a start ranks also sum numbers whose sum is known (`check_sums`): links and cards that add
-wrongly exist, and vendors' own diagnostics passed beside them (SemiAnalysis, on NVLS).
+At start, ranks also sum numbers whose sum is known (`check_sums`). Links and cards that add wrongly
+exist, and vendors' diagnostics passed on them (SemiAnalysis, on NVLS).
 
-Before all that members of a group prove who they are. gloo asks nobody: whoever connects while
-ranks do, and says a small number, takes a rank's place there (tests/worlds/test_hijack.py). So
-each pair tells each other what only who was at their store can know: the MAC of "group:i>j", by a
-key of the store's random word. Nobody can pass it on: the true rank's connection is its own, and
-nobody answers there. Where a pair fails, the start does, within PROOF_S, and names it.
+Before that, the members of a group authenticate each other. gloo does not: a stranger that connects
+while ranks do, and sends a small number, becomes that rank (tests/worlds/test_hijack.py). So each
+pair exchanges the MAC of "group:i>j", under a key derived from the store's random word; only
+members of the store can compute it. A stranger cannot relay the MAC: the true rank's connection is
+its own, and nobody answers there. If a pair fails, the start fails within PROOF_S with an error
+that names the pair.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from shoal.base.errors import ClusterError
 from shoal.fabric.device import carries_host_tensors
 
 SHORT_BYTES = 64
-"""Messages up to this length are sent as they are."""
+"""Longest message in bytes that travels in a padded row (step 2 above)."""
 
 WORDS = 4
-"""int64 of a SHA-256 digest."""
+"""Number of int64 words of a SHA-256 digest."""
 
 PROOF_S, PROOF_BYTES, PROOF_TAG = 60.0, 32, 7401
 
 
 class Talker(Protocol):
-    """What of a `World` messages need: ranks, and a few collectives over them."""
+    """The part of `World` that messages need: rank, size and a few collectives."""
 
     rank: int
     size: int
@@ -56,20 +57,20 @@ class Talker(Protocol):
     messages: torch.device
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sum in place."""
+        """All-reduce a tensor by sum, in place."""
 
     def all_reduce_least(self, tensor: torch.Tensor) -> None:
-        """Least value in place."""
+        """All-reduce a tensor by minimum, in place."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[...] → [size, ...]."""
+        """All-gather a tensor: [...] → [size, ...]."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Overwrite with rank `source`'s."""
+        """Overwrite a tensor with that of rank `source`."""
 
 
 def gather(world: Talker, message: Any) -> list[Any]:
-    """Every rank's JSON value, by rank; equal ones are one object, not to be changed."""
+    """Return every rank's JSON value, by rank; equal values are one object, not to be mutated."""
     text = json.dumps(message).encode()
     same, longest = _compared(world, text)
     if same:
@@ -79,7 +80,7 @@ def gather(world: Talker, message: Any) -> list[Any]:
         return [json.loads(row) for row in rows]
     words = torch.tensor([*_digest(text)[:1], len(text)], device=world.messages)
     told = [tuple(row) for row in world.all_gather(words).tolist()]
-    unlike = list(dict.fromkeys(told))  # in the order of the first rank that says it
+    unlike = list(dict.fromkeys(told))  # in the order of the first rank that has it
     starts = _starts([length for _, length in unlike])
     whole = torch.zeros(starts[-1], dtype=torch.uint8)
     mine = unlike.index(told[world.rank])
@@ -96,7 +97,7 @@ def gather(world: Talker, message: Any) -> list[Any]:
 
 
 def broadcast(world: Talker, message: Any, source: int = 0) -> Any:
-    """Rank `source`'s JSON value on every rank; what others give is not looked at."""
+    """Return rank `source`'s JSON value on every rank; the arguments of other ranks are ignored."""
     text = json.dumps(message).encode() if world.rank == source else b""
     length = torch.tensor([len(text)], device=world.messages)
     world.broadcast(length, source)
@@ -109,9 +110,9 @@ def broadcast(world: Talker, message: Any, source: int = 0) -> Any:
 
 
 def differing(world: Talker, message: Any) -> tuple[int, Any, Any] | None:
-    """The first rank whose JSON value is not rank 0's: (rank, rank 0's value, its own), or None.
+    """Return (rank, rank 0's value, its own) of the first rank whose value differs, else None.
 
-    The same on all ranks; costs 72 bytes where all agree, else two messages.
+    The result is the same on all ranks. Costs 72 bytes if all agree, else two messages.
     """
     text = json.dumps(message).encode()
     if _compared(world, text)[0]:
@@ -127,10 +128,11 @@ def differing(world: Talker, message: Any) -> tuple[int, Any, Any] | None:
 
 
 def differing_places(world: Talker, numbers: Sequence[int]) -> list[int]:
-    """Places at which some rank's number is another than other ranks'; as many numbers on each.
+    """Return the indices at which ranks' numbers differ; each rank passes as many numbers.
 
     Args:
-        numbers: of 63 bits and a sign; costs 72 bytes where all agree, else 16 bytes a number.
+        numbers: integers of 63 bits and a sign. Costs 72 bytes if all agree, else 16 bytes a
+            number.
     """
     if _compared(world, json.dumps(list(numbers)).encode())[0]:
         return []
@@ -142,7 +144,7 @@ def differing_places(world: Talker, numbers: Sequence[int]) -> list[int]:
 
 
 def _compared(world: Talker, text: bytes) -> tuple[bool, int]:
-    """(whether all ranks have the same text, length of the longest)."""
+    """Return (whether all ranks have the same text, length of the longest text)."""
     words = _digest(text)
     both = torch.tensor([*words, *(~word for word in words), -len(text)], device=world.messages)
     world.all_reduce_least(both)
@@ -152,7 +154,7 @@ def _compared(world: Talker, text: bytes) -> tuple[bool, int]:
 
 
 def _short(world: Talker, text: bytes, longest: int) -> list[bytes]:
-    """All ranks' texts, each in a row of its own behind its length."""
+    """Return all ranks' texts, all-gathered as padded rows that start with the length."""
     row = torch.zeros(1 + longest, dtype=torch.uint8)
     row[0] = len(text)
     row[1 : 1 + len(text)] = _bytes(text)
@@ -177,18 +179,19 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 LENGTHS = (3, 5003)
-"""Of the sums: a short message, and one that is cut into pieces; no number of ranks fits."""
+"""Lengths of the test sums: a short message, and one cut into pieces; not divisible by ranks."""
 
 NAMED = 8
-"""Ranks that a line names; of more it says how many."""
+"""Most ranks that an error message names; of further ranks it reports the number."""
 
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_sums(world: Talker) -> None:
-    """Compare all-reduces with what is known beforehand, once per world; every rank calls it.
+    """Check all-reduces against known sums, once per world; every rank must call it.
 
-    Errors: ClusterError, on all ranks, naming the first rank with another sum, a place and both
+    On a wrong sum all ranks raise a ClusterError that names the first such rank, an index and both
+    numbers.
     """
     if world.size == 1 or world in _checked or _is_fake(world):
         return
@@ -209,16 +212,16 @@ def check_sums(world: Talker) -> None:
 
 
 def _is_fake(world: Talker) -> bool:
-    """Whether it is torch's group for dry runs, which adds nothing."""
+    """Return whether a process group is torch's fake group for dry runs, which sums nothing."""
     group = getattr(world, "group", None)
     return group is not None and dist.get_backend(group) == "fake"
 
 
 def wrong_sums(world: Talker) -> list[list[float]]:
-    """For every rank the first place where its sum is wrong, what it got, what is right; or [].
+    """Return [index, received, expected] of every rank's first wrong sum; [] if all sums are right.
 
-    Rank r gives (r mod 64 + 1) · (i mod 13 + 1) at place i: float32 holds the sums of 4,096 ranks
-    exactly, added in any order.
+    Rank r contributes (r mod 64 + 1) · (i mod 13 + 1) at index i. float32 holds the sums of 4,096
+    ranks exactly, added in any order.
     """
     mine: list[float] = []
     factors = sum(rank % 64 + 1 for rank in range(world.size))
@@ -233,19 +236,19 @@ def wrong_sums(world: Talker) -> list[list[float]]:
 
 
 def key_of(token: bytes, word: bytes) -> bytes:
-    """The key of a run's groups, out of its token (may be empty) and its store's random word."""
+    """Return the key of a run's groups, from its token and its store's random word."""
     return hmac.digest(token or b"no token", word, "sha256")
 
 
 def prove_peers(group: dist.ProcessGroup | None, ranks: Sequence[int], key: bytes) -> None:
-    """Have every member of a new group prove itself to every other; all of them call it.
+    """Authenticate every member of a new group to every other; all members must call it.
 
     Args:
-        ranks: the members, by their numbers among all processes.
-        key: of `key_of`; empty: no proof.
+        ranks: global ranks of the members.
+        key: result of `key_of`; empty: no authentication.
 
     Raises:
-        ClusterError: naming the pair, after PROOF_S.
+        ClusterError: a pair failed within PROOF_S; the message names it.
     """
     if group is None or not key or not carries_host_tensors(group):
         return  # NCCL's connections ask for a random word of their own, which the store carries
@@ -273,7 +276,7 @@ def prove_peers(group: dist.ProcessGroup | None, ranks: Sequence[int], key: byte
             f"prove to be it (group of ranks {name}): somebody else on this network or machine "
             f"took it, or the link carries nothing; start again: {failure}"
         ) from failure
-    if "SHOAL_STORE" not in os.environ:  # members may stand on several machines
+    if "SHOAL_STORE" not in os.environ:  # members may be on several machines
         from shoal.fabric.collectives.link_failures import watch_links
 
         watch_links()
@@ -285,6 +288,6 @@ def _wait(work: dist.Work | None, until: timedelta) -> None:
 
 
 def word(key: bytes, name: str, source: int, target: int) -> torch.Tensor:
-    """What member `source` of the group `name` says to `target`: [PROOF_BYTES] uint8."""
+    """Return the MAC for `target` from member `source` of group `name`: [PROOF_BYTES] uint8."""
     said = hmac.digest(key, f"{name}:{source}>{target}".encode(), "sha256")
     return torch.frombuffer(bytearray(said), dtype=torch.uint8)

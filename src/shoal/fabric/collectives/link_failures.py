@@ -1,12 +1,12 @@
-"""Links between machines: how one that carries nothing is told from a peer that takes its time.
+"""Detection of dead links between machines, as distinct from peers that are slow.
 
-A rank that waits for another cannot see why nothing comes: gloo waits ten minutes. The kernel can:
-it asks the other machine's kernel, which answers for a process that computes, or stands in a
-debugger, but not over a dead link, and not for a machine that is gone. So every connection that
-leaves this machine is asked about when it is silent, and one that nobody answers on for LINK_S
-fails, in whatever call waits for it. A link that comes back sooner has lost nothing.
+A rank that waits for another rank cannot see why nothing arrives: gloo waits ten minutes. The
+kernel can: it probes the other machine's kernel, which answers for a process that computes or
+stands in a debugger. A dead link or a lost machine does not answer. So TCP keepalive probes every
+connection that leaves this machine. A connection without an answer for LINK_S fails, in whatever
+call waits for it. A link that recovers sooner has lost nothing.
 
-What machines tell each other is collective; a file that one of them lacks is not: `swap`.
+Machines exchange everything by collectives, except files that one of them lacks: `swap`.
 
 Source   tcp(7): SO_KEEPALIVE, TCP_KEEPIDLE, TCP_USER_TIMEOUT (bytes that were sent and not taken)
 Limits   Linux; connections of gloo and of stores. NCCL has its own watchdog
@@ -28,18 +28,18 @@ from shoal.base.errors import ClusterError
 from shoal.fabric.rendezvous.rendezvous_store import is_loopback
 
 LINK_S = 30
-"""How long a link may carry nothing."""
+"""Seconds that a link may be dead before its connection fails."""
 ASK_S = 5
-"""How long a connection is silent before it is asked about, and between two questions."""
+"""Seconds of silence before a connection is probed, and between two probes."""
 PAIR_S = 120.0
-"""How long a piece of a file is waited for: its sender, or its receiver, may wait for a disk."""
+"""Seconds to wait for a piece of a file: sender or receiver may wait for a disk."""
 TAG = 7402
 DEAD = re.compile(r"\[([^\]]+)\]:\d+: (?:Connection timed out|No route to host)")
-"""What gloo says where the kernel gave a connection up."""
+"""Text of gloo's error after the kernel dropped a connection."""
 
 
 def dead_link(text: str) -> str:
-    """What a failure says of a link that carries nothing, in words; "" where it says no such thing.
+    """Return a sentence on the dead link that an error text reports; "" if it reports none.
 
     >>> dead_link("[pair.cc:537] Read error [10.0.0.2]:385: Connection timed out. This is")
     'nothing comes from 10.0.0.2 since 30 s: that machine, or the link to it, is down'
@@ -55,7 +55,7 @@ def dead_link(text: str) -> str:
 
 
 def watch_links() -> int:
-    """Have the kernel watch this process's connections to other machines; gives how many."""
+    """Enable TCP keepalive on this process's connections to other machines; return their number."""
     if not sys.platform.startswith("linux"):
         return 0
     watched = 0
@@ -72,7 +72,7 @@ def watch_links() -> int:
 
 
 def _watch(link: socket.socket) -> bool:
-    """Whether a socket is a connection that leaves this machine; then it is watched."""
+    """Enable keepalive on a socket that leaves this machine; return whether it does."""
     try:
         if link.family not in (socket.AF_INET, socket.AF_INET6) or link.type != socket.SOCK_STREAM:
             return False
@@ -95,14 +95,14 @@ def swap(
     into: tuple[int, torch.Tensor] | None,
     within_s: float = PAIR_S,
 ) -> None:
-    """Send bytes to a rank and take bytes of a rank, both at once: a ring does not wait in turn.
+    """Send bytes to one rank while receiving bytes from another, so that a ring does not serialize.
 
     Args:
-        group: of all ranks, which carries what lies in host memory.
-        out, into: (rank, [bytes] uint8 in host memory); None: nothing that way.
+        group: a process group of all ranks for tensors in host memory.
+        out, into: (rank, [bytes] uint8 in host memory); None: no transfer in this direction.
 
     Raises:
-        ClusterError: naming the rank that did not take, or send, within the time.
+        ClusterError: a rank did not receive, or send, in time; the message names it.
     """
     works = []
     if out is not None:

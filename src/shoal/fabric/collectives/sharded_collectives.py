@@ -1,7 +1,8 @@
-"""The two collectives under fully sharded parameters, counted, and without gloo's detour.
+"""All-gather and reduce-scatter for `fully_shard`, counted, and without gloo's detour.
 
-`fully_shard` takes objects that allocate a buffer and run a collective on it. These add what is
-sent to the world's traffic; on gloo the reduce-scatter is all-to-all plus a sum (see `parts`).
+`fully_shard` takes objects that allocate a buffer and run a collective on it. These add the sent
+bytes to the world's traffic. On gloo the reduce-scatter is an all-to-all plus a sum (see
+`uneven_collectives.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from shoal.fabric.device import is_accelerator
 
 
 class SpareBuffer:
-    """Memory of the host that tensors of one size take turns with.
+    """Reusable host buffers for tensors of one size.
 
-    Memory that is asked for anew is zeroed by the kernel, page by page. A buffer is kept where the
-    one before it was as large: what a pass needs once is given back.
+    The kernel zeroes newly allocated memory page by page. A buffer is kept if the previous one had
+    the same size; memory that a pass needs once is freed.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class SpareBuffer:
         self._last_bytes = 0
 
     def take(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Give a flat tensor whose numbers are arbitrary, and that owns its storage."""
+        """Return a flat tensor of arbitrary values that owns its storage."""
         spare = self._spare
         if spare is not None and (spare.numel(), spare.dtype) == (elements, dtype):
             self._spare = None
@@ -42,7 +43,7 @@ class SpareBuffer:
         return torch.empty(elements, dtype=dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back what `take` gave, or a view of all of it; nobody looks at it any more."""
+        """Accept back a tensor from `take`, or a view of all of it, for reuse."""
         if self._spare is not None:
             let_go(self._spare)
         self._spare = tensor.view(-1) if tensor.nbytes == self._last_bytes else None
@@ -51,19 +52,19 @@ class SpareBuffer:
             let_go(tensor)
 
     def drop(self) -> None:
-        """Give back what is kept."""
+        """Free the kept buffer."""
         if self._spare is not None:
             let_go(self._spare)
         self._spare, self._last_bytes = None, 0
 
 
 class GatherParameters:
-    """The all-gather that `FSDPModule.set_custom_all_gather` wants; `GatherParameters(traffic)`.
+    """All-gather for `FSDPModule.set_custom_all_gather`; `GatherParameters(traffic)`.
 
-    `allocate(size, *, dtype, device)` makes a buffer; calling it runs the collective on a group and
-    adds the bytes that this rank sends, (n−1)/n of the whole, to `traffic`, and, if it waits, its
-    time. On the CPU units of one size take turns with one buffer, or two where the next unit is
-    gathered early: memory that is asked for anew is zeroed by the kernel, page by page.
+    `allocate(size, *, dtype, device)` makes a buffer. A call runs the collective on a group and
+    adds the bytes that this rank sends, (n−1)/n of the whole, to `traffic`; if it waits, its time
+    too. On the CPU, units of one size share one buffer, or two if the next unit is prefetched,
+    since the kernel zeroes newly allocated memory page by page.
     """
 
     def __init__(self, traffic: Traffic) -> None:
@@ -74,11 +75,11 @@ class GatherParameters:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Give a buffer of `size` elements whose numbers are arbitrary."""
+        """Return a buffer of `size` elements with arbitrary values."""
         if is_accelerator(device):
             return torch.empty(*size, dtype=dtype, device=device)
         asked = (tuple(size), dtype)
-        if asked != self._last:  # what is gathered once a pass is not kept for the next pass
+        if asked != self._last:  # a unit gathered once a pass keeps no buffer
             self._kept, self._last = [], asked
             return torch.empty(*size, dtype=dtype)
         for buffer in self._kept:
@@ -89,7 +90,7 @@ class GatherParameters:
         return made.detach()
 
     def drop(self) -> None:
-        """Give back what is kept for further units: the pass is over."""
+        """Free the buffers kept for further units, after a pass."""
         self._kept, self._last = [], ()
 
     def __call__(
@@ -99,7 +100,7 @@ class GatherParameters:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Run it and count it."""
+        """Run the all-gather and count its traffic."""
         gathered_bytes = output_tensor.numel() * output_tensor.element_size()
         self.traffic.count(ALL_GATHER, gathered_bytes, group.size())
         if async_op:
@@ -109,17 +110,20 @@ class GatherParameters:
 
 
 class ScatterGradients:
-    """The reduce-scatter (sum) that `FSDPModule.set_custom_reduce_scatter` wants, counted.
+    """Reduce-scatter (sum) for `FSDPModule.set_custom_reduce_scatter`, counted.
 
-    Takes      traffic, where its bytes and waits are added · replicas, ranks over which
-               `fully_shard` sums each part afterwards (hsdp), to count that all-reduce too
+    Args:
+        traffic: counter of its bytes and waits.
+        replicas: ranks over which `fully_shard` sums each part afterwards (hsdp), to count that
+            all-reduce too.
 
     Attributes:
-        norms: of what this rank put in, one per call; the reducer empties it as a step begins.
+        norms: norms of this rank's inputs, one per call; the reducer empties it at the start of a
+            step.
 
     Note:
-        its `op` is not looked at. On the CPU it waits for the sum, adds up in the order of the
-        ranks, and keeps the input's memory for a next unit of its size; on CUDA it is NCCL's own.
+        It ignores `op`. On the CPU it waits for the sum, adds in the order of the ranks, and keeps
+        the input's memory for the next unit of its size. On CUDA it is NCCL's collective.
     """
 
     def __init__(self, traffic: Traffic, replicas: int) -> None:
@@ -131,13 +135,13 @@ class ScatterGradients:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Give a buffer of `size` elements whose numbers are arbitrary."""
+        """Return a buffer of `size` elements with arbitrary values."""
         if is_accelerator(device):
             return torch.empty(*size, dtype=dtype, device=device)
         return self._sent.take(math.prod(size), dtype).view(*size)
 
     def drop(self) -> None:
-        """Give back what is kept for further units: the pass is over."""
+        """Free the buffers kept for further units, after a pass."""
         self._sent.drop()
         self._received.drop()
 
@@ -149,7 +153,7 @@ class ScatterGradients:
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Sum over the group, whatever `op` says: it is told to be a sum."""
+        """Reduce-scatter by sum over the group; `op` is ignored, FSDP passes a sum."""
         self.norms.append(torch.linalg.vector_norm(input_tensor))
         input_bytes = input_tensor.numel() * input_tensor.element_size()
         self.traffic.count(REDUCE_SCATTER, input_bytes, group.size())

@@ -1,4 +1,4 @@
-"""Counts what a rank sends: bytes by kind of collective, and the seconds it stood waiting for them.
+"""Traffic of a rank: bytes sent by kind of collective, and seconds spent waiting.
 
 Bytes follow what gloo and NCCL put on the wire per rank (checked against the kernel's counters in
 `tests/worlds`): all-reduce 2(n−1)/n · M, all-gather (n−1)/n of the gathered whole,
@@ -22,7 +22,7 @@ ALL_TO_ALL = "all_to_all"
 
 
 def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
-    """Bytes one rank sends for a collective over `degree` ranks.
+    """Return the bytes that one rank sends for a collective over `degree` ranks.
 
     payload_bytes: the whole tensor that is reduced, scattered, broadcast, or there after gathering;
     or sent to one rank; of an all-to-all, what this rank has for others.
@@ -38,15 +38,16 @@ def wire_bytes(kind: str, payload_bytes: int, degree: int) -> float:
 
 
 class Traffic:
-    """What one rank sent and how long it waited for it, counted.
+    """Counters of the bytes that one rank sent and the seconds that it waited for collectives.
 
     Attributes:
-        sent_bytes: by kind of collective.
+        sent_bytes: bytes by kind of collective.
         exposed_s: seconds spent waiting; `take()` returns both since the last call, and sets them
             to zero.
-        calls: collectives that were begun, ever.
+        calls: collectives started since the beginning.
 
-    `count(kind, payload_bytes, degree)` adds one; `with waiting():` adds the time inside
+    `count(kind, payload_bytes, degree)` adds one collective; `with waiting():` adds the time
+    inside.
     """
 
     def __init__(self, *, watched: bool = True) -> None:
@@ -56,19 +57,19 @@ class Traffic:
         self.calls = 0
 
     def count(self, kind: str, payload_bytes: int, degree: int) -> None:
-        """Add one collective."""
+        """Add one collective to the counts."""
         self.calls += 1
         self.begin(kind, payload_bytes)
         self.sent_bytes[kind] += round(wire_bytes(kind, payload_bytes, degree))
 
     def begin(self, kind: str, payload_bytes: int = 0) -> None:
-        """Tell the page of one; also what sends nothing that counts: a barrier, a receive."""
+        """Report a started call to the watch page, also a barrier or a receive."""
         if self.page is not None:
             self.page.begun(kind, payload_bytes)
 
     @contextmanager
     def waiting(self, count: int = 1) -> Iterator[None]:
-        """Time inside counts as exposed, nothing else ran; `count` are complete afterwards."""
+        """Count the time inside as exposed; the calls in `count` are complete afterwards."""
         began_s = time.perf_counter()
         if self.page is not None:
             self.page.waits()
@@ -80,7 +81,7 @@ class Traffic:
             self.exposed_s += time.perf_counter() - began_s
 
     def take(self) -> tuple[dict[str, int], float]:
-        """(bytes by kind, exposed seconds) since the last call."""
+        """Return (bytes by kind, exposed seconds) since the last call, and reset both."""
         totals = dict(self.sent_bytes), self.exposed_s
         self.sent_bytes = Counter()
         self.exposed_s = 0.0

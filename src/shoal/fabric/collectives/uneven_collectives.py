@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather of flat tensors whose parts may be unequal, on gloo and NCCL.
+"""Reduce-scatter and all-gather of flat tensors with unequal parts, on gloo and NCCL.
 
 gloo's own reduce-scatter sends as much as an all-reduce (measured: 1.00 and 1.50 × the tensor at 2
 and 4 ranks, where 0.50 and 0.75 suffice). So on gloo every rank sends each peer that peer's part
@@ -19,24 +19,26 @@ from shoal.fabric.device import is_accelerator
 
 
 def let_go(tensor: torch.Tensor) -> None:
-    """Give back the memory of a tensor that owns its storage, and that nobody reads any more.
+    """Free the memory of a tensor that owns its storage and has no further reader.
 
-    A thread of gloo holds what it sent and received until it runs again, after `wait` has returned;
-    on busy cores that is several milliseconds, in which the next buffers come on top.
+    A gloo thread keeps its sent and received tensors alive until it runs again, after `wait` has
+    returned. On busy cores that takes several milliseconds, in which the next buffers add to the
+    peak.
     """
     tensor.untyped_storage().resize_(0)
 
 
 @dataclass
 class PendingSum:
-    """A reduce-scatter under way; `result(out=None)` waits and gives this rank's part of the sum.
+    """Handle of a pending reduce-scatter; `result(out=None)` returns this rank's part of the sum.
 
-    With `out` that is overwritten with it and returned. To be called once: it may free what came.
+    With `out`, `result` overwrites `out` and returns it. Call `result` once: it may free the
+    received parts.
 
     Attributes:
         received: [ranks, own part], or [1, own part] where the backend has summed already.
-        source: what is being sent; held until the work is done.
-        give_back: takes `received` when it was read; default: its memory is freed.
+        source: the tensor being sent, kept alive until the work is done.
+        give_back: called with `received` after it was read; default: its memory is freed.
     """
 
     work: dist.Work | None
@@ -45,17 +47,17 @@ class PendingSum:
     give_back: Callable[[torch.Tensor], None] = let_go
 
     def result(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Wait, then give this rank's part of the sum; `out` is overwritten with it if given."""
+        """Wait for this rank's part of the sum and return it, in `out` if given."""
         if self.work is not None:
             self.work.wait()
-        # A work that is kept would keep its process group alive beyond `destroy`.
+        # A reference to the work would keep its process group alive beyond `destroy`.
         self.work = self.source = None
         if self.received.shape[0] == 1:
             part = self.received[0]
             return part if out is None else out.copy_(part)
         if out is None:
             summed = torch.sum(self.received, 0)
-        else:  # in the format that is kept, though what travelled may be narrower
+        else:  # in the stored dtype; the received one may be narrower
             summed = torch.sum(self.received, 0, dtype=out.dtype, out=out)
         self.give_back(self.received)
         return summed
@@ -69,14 +71,13 @@ def reduce_scatter(
     into: torch.Tensor | None = None,
     give_back: Callable[[torch.Tensor], None] = let_go,
 ) -> PendingSum:
-    """Begin a reduce-scatter; rank r gets the elements from cuts[r] to cuts[r + 1].
+    """Start a reduce-scatter; rank r gets the elements from cuts[r] to cuts[r + 1].
 
     Args:
-        into: on a CPU: memory for what arrives, as many elements as all ranks want of this one's
-            part; default: new memory.
-        give_back: takes it when the sum was read.
+        into: on a CPU: receive buffer of ranks × (this rank's part) elements; default: new memory.
+        give_back: called with the buffer after the sum was read.
 
-    Source: measured in docs/lab-log.md; pairwise all-to-all, Thakur et al. 2005
+    Source: measured in docs/lab-log.md; pairwise all-to-all, Thakur et al. 2005.
     """
     sizes = _sizes(cuts)
     mine, ranks = sizes[rank], len(sizes)
@@ -95,7 +96,7 @@ def reduce_scatter(
 def all_gather_parts(
     tensor: torch.Tensor, cuts: Sequence[int], rank: int, group: dist.ProcessGroup
 ) -> dist.Work | None:
-    """Begin an all-gather in place: the elements from cuts[r] to cuts[r + 1] become rank r's."""
+    """Start an in-place all-gather; the elements from cuts[r] to cuts[r + 1] are rank r's."""
     sizes = _sizes(cuts)
     own = tensor[cuts[rank] : cuts[rank + 1]]
     if len(set(sizes)) == 1:

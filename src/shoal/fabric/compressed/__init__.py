@@ -1,1 +1,1 @@
-"""Compressed sums of gradients: codes with error feedback, and PowerSGD."""
+"""Compressed all-reduces of gradients: codecs with error feedback, and PowerSGD."""

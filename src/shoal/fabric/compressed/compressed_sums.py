@@ -1,9 +1,9 @@
-"""Sums over ranks whose addends travel as short codes, each rank keeping what its codes leave out.
+"""Compressed sums over ranks: addends travel as codes, with error feedback on each rank.
 
-A sender serves one tensor that is summed again and again, and knows three moments: `begin` of a
-step, `send`, which gives a flight that a later `result` brings home, and `commit`, when the step
-counted. What it keeps goes into checkpoints (`kept`) and comes back from them (`take`). Why errors
-are kept, and what that promises, is in `data_parallel/compress.py`.
+A Sender serves one tensor that is summed repeatedly. A step calls `begin`, then `send`, which
+returns a Flight whose `result` is the sum, then `commit` if the step counted. Checkpoints save the
+residuals (`kept`) and load them (`take`). `data_parallel/compress.py` explains error feedback and
+its guarantees.
 
 Source: pairwise all-to-all, Thakur et al. 2005
 """
@@ -32,44 +32,46 @@ from shoal.fabric.device import is_accelerator
 from shoal.fabric.world import World
 
 BLOCK = 1024
-"""Gradients that share a scale. A bucket holds many layers, and their sizes differ by magnitudes,
-so blocks are short; scales are 0.4 % of the bytes."""
+"""Gradients that share a scale. A bucket holds many layers whose gradients differ by magnitudes,
+so blocks are short; scales are 0.4 % of the bytes.
+"""
 BIT_BLOCK = 64
-"""The same for one bit, where a number's size is nothing but its block's: within a row of a layer,
-whose numbers are alike. Scales are a third of the bytes; in blocks of 1024 a small Llama was three
-times as far behind."""
+"""Block of one-bit codes, whose numbers take their block's magnitude: within a row of a layer,
+where magnitudes are similar. Scales are a third of the bytes; in blocks of 1024 a small Llama was
+three times as far behind.
+"""
 
 CODES: dict[str, Callable[[torch.dtype], Codec]] = {
     "int8": lambda dtype: Int8(dtype, BLOCK),
     "one-bit": lambda dtype: Sign(dtype, BIT_BLOCK),
 }
-"""Codes of gradients number by number, by the name that users write."""
+"""Element-wise gradient codecs, by the name that users write."""
 
 
 @dataclass
 class PendingRows:
-    """An exchange under way; `source` is held until it is done."""
+    """Handle of a pending exchange; it keeps `source` alive until the exchange is done."""
 
     work: dist.Work | None
     received: Tensor
     source: Tensor | None
 
     def result(self) -> Tensor:
-        """Wait, then give what every rank had for this one: [ranks, own bytes], in their order."""
+        """Wait for the bytes of every rank for this one and return them: [ranks, own bytes]."""
         if self.work is not None:
             self.work.wait()
-        # A work that is kept would keep its process group alive beyond `destroy`.
+        # A reference to the work would keep its process group alive beyond `destroy`.
         self.work = self.source = None
         return self.received
 
 
 def exchange(world: World, packed: Tensor, sizes: Sequence[int]) -> PendingRows:
-    """Begin to give every rank its part of everybody's bytes: the sending half of a sum.
+    """Start an all-to-all of encoded bytes, the sending half of a sum.
 
     Args:
-        packed: [bytes], the parts for rank 0, 1, … one after another, each `sizes[rank]` long.
+        packed: [bytes], the parts for rank 0, 1, … in order, each `sizes[rank]` long.
 
-    Counted as a reduce-scatter, which it is for those who then add up what they decode.
+    Counted as a reduce-scatter, since the receivers sum the decoded parts.
     """
     if world.group is None:
         return PendingRows(None, packed.unsqueeze(0), packed)
@@ -83,7 +85,7 @@ def exchange(world: World, packed: Tensor, sizes: Sequence[int]) -> PendingRows:
 
 
 class Flight(Protocol):
-    """A sum under way, as `Sender.send` gives it; every rank calls `turn` once, then `result(out)`.
+    """Handle of a pending sum from `Sender.send`; every rank calls `turn` once, then `result(out)`.
 
     Attributes:
         turn: wait for the first half and send the second, if the code has one.
@@ -91,49 +93,48 @@ class Flight(Protocol):
     """
 
     def turn(self) -> None:
-        """The first half is there: send the second, if the code has one."""
+        """Wait for the first half and send the second, if the codec has one."""
 
     def result(self, out: torch.Tensor) -> None:
-        """Wait, then write the sum, or this rank's part of it, over `out`."""
+        """Wait for the sum and write it, or this rank's part of it, to `out`."""
 
 
 class Sender(Protocol):
-    """Sums one flat tensor over ranks in every step, as codes, and keeps what these leave out.
+    """Interface of a compressed sum: it sums one flat tensor per step, with error feedback.
 
-    send(flat)  begin to sum [elements] over all ranks, which all call it; gives a Flight. `flat`
-                may change as soon as it returns
-    begin()     a step begins: what an uncommitted one left behind is forgotten
-    commit()    the step counted: what its codes left out is added to the next message (error
-                feedback)
-    kept()      what a checkpoint needs to go on alike, by name, as of the last commit; not copies
-    take(kept)  go on from that
-    nothing()   the same as of a run that begins
+    send(flat)  start to sum [elements] over all ranks, which all must call it; returns a Flight.
+                `flat` may change as soon as it returns
+    begin()     start a step, and discard the residual of an uncommitted one
+    commit()    commit the step: its encoding error is added to the next message (error feedback)
+    kept()      state for a checkpoint, by name, as of the last commit; not copies
+    take(kept)  load that state
+    nothing()   the same state at the start of a run
     """
 
     def send(self, flat: torch.Tensor) -> Flight:
-        """Begin to sum [elements] over all ranks; `flat` may change as soon as this returns."""
+        """Start to sum [elements] over all ranks; `flat` may change as soon as this returns."""
 
     def begin(self) -> None:
-        """A step begins: what an uncommitted one left behind is forgotten."""
+        """Start a step and discard the residual of an uncommitted one."""
 
     def commit(self) -> None:
-        """The step counted: what was kept is valid."""
+        """Commit the step: its residual becomes current."""
 
     def kept(self) -> dict[str, Tensor]:
-        """What a checkpoint needs to go on alike, by name; not copies."""
+        """Return the state that a checkpoint needs for error feedback, by name; not copies."""
 
     def take(self, kept: Mapping[str, Tensor]) -> None:
-        """Go on from what `kept` gave."""
+        """Load the state that `kept` returned."""
 
     def nothing(self) -> dict[str, Tensor]:
-        """What `kept` gives where nothing is left."""
+        """Return the state of `kept` at the start of a run: zero residuals."""
 
 
 class Keeping:
-    """The moments of a Sender whose memory is residuals only: `rests`, by name.
+    """Base class of Senders whose state is residuals only: `rests`, by name.
 
     Attributes:
-        starts: of each rank's part the places where blocks begin anew (`Pieces`); (): none.
+        starts: offsets in each rank's part at which blocks restart (`Pieces`); (): none.
     """
 
     rests: Mapping[str, Residual]
@@ -141,18 +142,18 @@ class Keeping:
     starts: Sequence[Sequence[int]] = ()
 
     def by(self, code: str) -> None:
-        """Send in another of CODES from now on; what was left out stays."""
+        """Switch to another of CODES; the residuals stay."""
         self.codec = CODES[code](self.codec.dtype)
 
     def codec_of(self, rank: int) -> Codec:
-        """What codes the part of this rank."""
+        """Return the codec of a rank's part."""
         starts = self.starts[rank] if self.starts else ()
         return Pieces(self.codec, starts) if starts else self.codec
 
     def sizes(self, lengths: Sequence[int]) -> list[int]:
-        """Bytes of the codes of parts of such lengths; of equal ones equal, whatever their starts.
+        """Return the encoded bytes of parts of such lengths; equal lengths give equal sizes.
 
-        Collectives of equal parts are cheaper; what is too long by that is zeros.
+        Collectives of equal parts are cheaper, so shorter codes are padded with zeros.
         """
         found = [self.codec_of(rank).size_bytes(one) for rank, one in enumerate(lengths)]
         return found if len(set(lengths)) > 1 else [max(found)] * len(found)
@@ -178,17 +179,18 @@ class Keeping:
             rest.begin()
 
     def nothing(self) -> dict[str, Tensor]:
-        """See `Sender.nothing`; where no residual is, as it is now."""
+        """See `Sender.nothing`; without residuals it is the present state."""
         zeros = {name: torch.zeros_like(rest.standing) for name, rest in self.rests.items()}
         return {**self.kept(), **zeros}
 
 
 class CodedSum(Keeping):
-    """A Sender: an all-reduce (sum) in codes; `CodedSum(elements, codec, world, starts)`.
+    """Sender of a compressed all-reduce (sum): `CodedSum(elements, codec, world, starts)`.
 
-    Codes of each part go to the rank that owns it, which adds up and sends a code of the sum to
-    all; every rank ends with the same bits. Parts are equal, so the buffer is padded to a multiple
-    of the ranks. Each rank keeps what its codes left out, the owner also that of the second code.
+    Each part goes encoded to the rank that owns it. The owner sums the parts and sends the encoded
+    sum to all ranks, so every rank ends with the same bits. Parts are equal, so the buffer is
+    padded to a multiple of the ranks. Each rank keeps its encoding error; the owner also keeps that
+    of the encoded sum.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class CodedSum(Keeping):
         self.rests = {"left": self.left, "left_of_sum": self.left_of_sum}
 
     def send(self, flat: torch.Tensor) -> Flight:
-        """Send every owner the codes of its part."""
+        """Send every owner its encoded part."""
         parts = self.left.add(flat).view(self.world.size, self.part)
         return _CodedFlight(self, _send_parts(self, parts.unbind(), self.world))
 
@@ -215,7 +217,7 @@ class _CodedFlight:
         self.gathered = torch.empty(0, dtype=torch.uint8)
 
     def turn(self) -> None:
-        """Add up what came, in the order of the ranks, and send a code of it to all."""
+        """Sum the received parts in the order of the ranks, and send the encoded sum."""
         sender, world = self.sender, self.sender.world
         received = self.rows.result()
         total = torch.empty(sender.part, dtype=sender.codec.dtype, device=received.device)
@@ -227,7 +229,7 @@ class _CodedFlight:
         self.work = world.all_gather_parts(self.gathered, self.cuts)
 
     def result(self, out: torch.Tensor) -> None:
-        """Decode all parts; the own one too, so that all ranks have the same bits."""
+        """Decode all parts, the own one too, so that all ranks have the same bits."""
         if self.work is not None:
             self.work.wait()
         sender = self.sender
@@ -242,10 +244,10 @@ class _CodedFlight:
 
 
 class ScatteredSum(Keeping):
-    """A Sender: a reduce-scatter in codes; `ScatteredSum(cuts, codec, world, starts)`.
+    """Sender of a compressed reduce-scatter: `ScatteredSum(cuts, codec, world, starts)`.
 
-    Rank r gets the sum of elements cuts[r] to cuts[r + 1] only, which is added up in the codec's
-    format; the others' parts travel to their owners. Each rank keeps what its codes left out.
+    Rank r gets only the sum of elements cuts[r] to cuts[r + 1], summed in the codec's dtype. Each
+    rank keeps its encoding error.
     """
 
     def __init__(
@@ -260,7 +262,7 @@ class ScatteredSum(Keeping):
         self.rests = {"left": self.left}
 
     def send(self, flat: torch.Tensor) -> Flight:
-        """Send every owner the codes of its part."""
+        """Send every owner its encoded part."""
         numbers = self.left.add(flat[: self.cuts[-1]])
         parts = [numbers[a:b] for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
         return _ScatteredFlight(self, _send_parts(self, parts, self.world))
@@ -271,10 +273,10 @@ class _ScatteredFlight:
         self.sender, self.rows = sender, rows
 
     def turn(self) -> None:
-        """One half is all."""
+        """Do nothing: a reduce-scatter has no second half."""
 
     def result(self, out: torch.Tensor) -> None:
-        """Add up what came, in the order of the ranks."""
+        """Sum the received parts, in the order of the ranks."""
         wide = self.sender.codec.dtype
         total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
         own = self.sender.codec_of(self.sender.world.rank)
@@ -284,15 +286,15 @@ class _ScatteredFlight:
 
 
 class CodedScatter:
-    """A reduce-scatter in codes for one unit of `fully_shard`; made of a `ScatterGradients`.
+    """Compressed reduce-scatter for one unit of `fully_shard`; built from a `ScatterGradients`.
 
     Args:
-        plain: its traffic and norms are used, and its buffers.
+        plain: provides traffic, norms and buffers.
         code: one of CODES.
         world: the ranks of the unit.
-        sizes: of a rank's rows of each parameter, one after another.
+        sizes: elements of a rank's rows of each parameter, in order.
 
-    It is a Sender's memory too: what there is to keep it knows from its first call on.
+    It also keeps the residuals of a Sender; they exist after the first call.
     """
 
     def __init__(
@@ -311,7 +313,7 @@ class CodedScatter:
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Sum over the ranks of the unit, as codes; waits for it."""
+        """Reduce-scatter over the ranks of the unit, compressed; waits for the result."""
         self.plain.norms.append(torch.linalg.vector_norm(input_tensor))
         if self.sum is None:
             part = output_tensor.numel()
@@ -368,7 +370,7 @@ class CodedScatter:
 
 
 def block_starts(sizes: Sequence[int]) -> list[int]:
-    """Where blocks begin anew in tensors of such sizes: where one begins inside of a block.
+    """Return the offsets in concatenated tensors at which a tensor starts inside a block.
 
     >>> block_starts([32, 128, 64, 5, 64])
     [32, 229]
@@ -382,7 +384,7 @@ def block_starts(sizes: Sequence[int]) -> list[int]:
 
 
 def _send_parts(sender: Keeping, parts: Sequence[torch.Tensor], world: World) -> PendingRows:
-    """Begin to send every rank the codes of its part; the parts keep what those leave out."""
+    """Start to send every rank its encoded part; the parts keep the encoding errors."""
     sizes = sender.sizes([part.numel() for part in parts])
     packed = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
     for rank, (part, row) in enumerate(zip(parts, packed.split(sizes), strict=True)):
@@ -391,19 +393,21 @@ def _send_parts(sender: Keeping, parts: Sequence[torch.Tensor], world: World) ->
 
 
 def _add_up(codec: Codec, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum of what all rows [rows, bytes] hold over `out` [elements], in their order."""
+    """Sum the decoded rows [rows, bytes] in their order, and write the sum to `out` [elements]."""
     for place, packed in enumerate(rows):
         codec.decode(packed, out, add=place > 0)
 
 
 class LargestSum(Keeping):
-    """A Sender: an all-reduce (sum) of each rank's largest magnitudes only (top-k).
+    """Sender of a top-k all-reduce: the sum of each rank's largest magnitudes.
 
-    Takes   elements, dtype, world · share  of the elements that a rank sends, at least one of them;
-            it keeps the others for the next message
+    Args:
+        elements, dtype, world: size, dtype and ranks of the sum.
+        share: share of the elements that a rank sends, at least one element; the residual stays
+            for the next message.
 
     Returns:
-        every rank the same sum, 0 where no rank sent anything.
+        the same sum on every rank, 0 where no rank sent a value.
     """
 
     def __init__(self, elements: int, dtype: torch.dtype, world: World, share: float) -> None:
@@ -413,7 +417,7 @@ class LargestSum(Keeping):
         self.rests = {"left": self.left}
 
     def send(self, flat: torch.Tensor) -> Flight:
-        """Send the largest with their places to all."""
+        """Send the largest numbers and their indices to all ranks."""
         numbers, world = self.left.add(flat), self.world
         chosen = largest(numbers, self.count)
         own = pack_places(numbers, chosen)
@@ -429,10 +433,10 @@ class _LargestFlight:
         self.sender, self.gathered, self.work = sender, gathered, work
 
     def turn(self) -> None:
-        """One half is all."""
+        """Do nothing: a top-k sum has no second half."""
 
     def result(self, out: torch.Tensor) -> None:
-        """Add up what came, in the order of the ranks; a rank's places are all different."""
+        """Sum the received numbers in the order of the ranks; indices of one rank are distinct."""
         if self.work is not None:
             self.work.wait()
         wide = self.sender.dtype
@@ -446,21 +450,21 @@ class _LargestFlight:
 
 
 def largest(numbers: Tensor, count: int) -> Tensor:
-    """Places of the `count` largest magnitudes of [elements], int64; NaN is larger than any."""
+    """Return the indices of the `count` largest magnitudes of [elements], int64; NaN is largest."""
     return numbers.abs().topk(count, sorted=False).indices
 
 
 def pack_places(numbers: Tensor, places: Tensor) -> Tensor:
-    """The numbers at some places, and the places: [count · (itemsize + 4)] uint8 (top-k).
+    """Pack the numbers at some indices with the indices: [count · (itemsize + 4)] uint8 (top-k).
 
-    Source: Aji and Heafield 2017
+    Source: Aji and Heafield 2017.
     """
     values = numbers[places].view(torch.uint8)
     return torch.cat([values, places.to(torch.int32).view(torch.uint8)])
 
 
 def unpack_places(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(values [count] in `dtype`, places [count] int64) of what `pack_places` packed."""
+    """Return (values [count] in `dtype`, indices [count] int64) that `pack_places` packed."""
     count = packed.numel() // (dtype.itemsize + 4)
     values, places = packed.clone().split([count * dtype.itemsize, count * 4])
     return values.view(dtype), places.clone().view(torch.int32).long()

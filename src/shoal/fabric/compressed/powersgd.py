@@ -1,13 +1,13 @@
-"""PowerSGD: a matrix is summed over ranks as the product of two thin ones.
+"""PowerSGD: sum a matrix over ranks as the product of two thin matrices.
 
 With M the sum over ranks of the matrices Mᵣ [m, k], and Q [k, r] where the last step ended:
 
     P = Σ Mᵣ·Q   all-reduce of m · r numbers     made orthonormal, the same on every rank
     Q = Σ Mᵣᵀ·P  all-reduce of k · r numbers     the sum that all ranks use is P·Qᵀ
 
-which is one step of power iteration: over steps P·Qᵀ becomes the best approximation of rank r of
-what is summed. A rank keeps Mᵣ − P·(Mᵣᵀ·P)ᵀ, what of its own matrix did not travel. All matrices of
-a bucket share the two all-reduces; vectors ride in the first, whole.
+This is one step of power iteration: over steps P·Qᵀ becomes the best rank-r approximation of the
+sum. A rank keeps its residual Mᵣ − P·(Mᵣᵀ·P)ᵀ. All matrices of a bucket share the two all-reduces;
+the first one also carries the vectors, uncompressed.
 
 Source: Vogels et al. 2019 (PowerSGD), algorithms 1 and 2; the orthonormal basis by Householder's QR
 instead of Gram and Schmidt, since it also completes a basis that zeros leave without directions
@@ -25,18 +25,18 @@ from shoal.fabric.compressed.compressed_sums import Flight, Keeping, Residual
 from shoal.fabric.world import World
 
 FIRST_SEED = 0x5A0A1
-"""All ranks begin at the same random Q."""
+"""Seed of the initial Q, the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The elements start … stop − 1 of a flat tensor, summed as a matrix [rows, columns].
+    """Elements start … stop − 1 of a flat tensor, summed as a matrix [rows, columns].
 
     Attributes:
-        stride: of the matrix in memory, in elements.
+        stride: stride of the matrix in memory, in elements.
 
-    `of(flat)` gives the matrix as a view; `rank(asked)` the rank it can have; `pays(asked)` whether
-    its two thin matrices of that rank are smaller than it
+    `of(flat)` returns the matrix as a view, `rank(asked)` its possible rank, and `pays(asked)`
+    whether its two thin matrices of that rank are smaller than it.
     """
 
     start: int
@@ -46,16 +46,16 @@ class Matrix:
     stride: tuple[int, int]
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The matrix [rows, columns], a view."""
+        """Return the matrix [rows, columns] as a view of the flat tensor."""
         part = flat[self.start : self.stop]
         return part.as_strided((self.rows, self.columns), self.stride)
 
     def rank(self, asked: int) -> int:
-        """The rank it can have: at most the asked one."""
+        """Return the rank of the approximation: `asked`, or the most that the matrix has."""
         return min(asked, self.rows, self.columns)
 
     def pays(self, asked: int) -> bool:
-        """Whether the two thin matrices are smaller than this one.
+        """Return whether the two thin matrices have fewer elements than this matrix.
 
         >>> Matrix(0, 64, 8, 8, (8, 1)).pays(3), Matrix(0, 64, 8, 8, (8, 1)).pays(4)
         (True, False)
@@ -64,15 +64,17 @@ class Matrix:
 
 
 class LowRankSum(Keeping):
-    """A Sender: an all-reduce (sum) of matrices as products of two thin ones (PowerSGD).
+    """Sender of a PowerSGD all-reduce: sums of matrices as products of two thin matrices.
 
-    Takes   elements, dtype, world · rank  columns of the thin matrices, at most
-            matrices  parts of [elements]; those worth it are sent as two thin ones, and all other
-            elements as they are
+    Args:
+        elements, dtype, world: size, dtype and ranks of the sum.
+        rank: most columns of the thin matrices.
+        matrices: parts of [elements]; those whose thin matrices are smaller are sent as two thin
+            ones, and all other elements uncompressed.
 
     Returns:
-        every rank the same sum; what a rank's thin matrices left out comes with its next message,
-        once `commit` said that this one counts.
+        the same sum on every rank. After `commit`, a rank adds its approximation error to its next
+        message.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class LowRankSum(Keeping):
         self.next_start: torch.Tensor | None = None
 
     def send(self, flat: torch.Tensor) -> Flight:
-        """Sum the first thin matrices, and with them what travels as it is."""
+        """Sum the first thin matrices and the uncompressed elements."""
         numbers = self.left.add(flat)
         message = [
             (matrix.of(numbers) @ q).reshape(-1)
@@ -120,7 +122,7 @@ class LowRankSum(Keeping):
             self.start, self.next_start = self.next_start, None
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """See `Sender.kept`: where the next power iteration starts, too."""
+        """See `Sender.kept`; the state contains the next start of the power iteration too."""
         return {**super().kept(), "start": self.start}
 
     def take(self, kept: Mapping[str, torch.Tensor]) -> None:
@@ -129,7 +131,7 @@ class LowRankSum(Keeping):
         self.start, self.next_start = kept["start"].to(self.start, copy=True), None
 
     def columns_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The Q [columns, rank] of every matrix, views of one flat tensor."""
+        """Return the Q [columns, rank] of every matrix, as views of one flat tensor."""
         sizes = [r * one.columns for one, r in zip(self.matrices, self.ranks, strict=True)]
         parts = flat.split(sizes) if sizes else ()
         return [p.view(-1, r) for p, r in zip(parts, self.ranks, strict=True)]
@@ -142,7 +144,7 @@ class _LowRankFlight:
         self.second = first[:0]
 
     def turn(self) -> None:
-        """Sum the second thin matrices against the basis that all ranks share now."""
+        """Sum the second thin matrices, using the basis that all ranks share."""
         sender = self.sender
         if self.work is not None:
             self.work.wait()
@@ -161,7 +163,7 @@ class _LowRankFlight:
         self.work = sender.world.all_reduce(self.second, wait=False) if own else None
 
     def result(self, out: torch.Tensor) -> None:
-        """Multiply out; what travelled whole is put back in its places."""
+        """Multiply the thin matrices, and copy the uncompressed elements to their offsets."""
         sender = self.sender
         if self.work is not None:
             self.work.wait()
@@ -179,7 +181,7 @@ class _LowRankFlight:
 
 
 def _gaps(elements: int, matrices: Sequence[Matrix]) -> list[tuple[int, int]]:
-    """Where the elements lie that belong to no matrix."""
+    """Return the ranges of elements that belong to no matrix."""
     edges = [0]
     for matrix in sorted(matrices, key=lambda one: one.start):
         edges += [matrix.start, matrix.stop]

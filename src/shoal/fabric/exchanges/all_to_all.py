@@ -1,8 +1,8 @@
-"""Every rank has rows for every other rank, as many as the data says: one exchange of all of them.
+"""All-to-all exchange of rows, with numbers of rows that depend on the data.
 
-Protocol  rows lie in order of their rank: the first `sent[0]` are for rank 0, and so on. What
-          arrives lies in order of where it came from. How many rows come is told by `counts_for`
-          first, as both sides must know.
+Protocol  rows are in order of their target: the first `sent[0]` are for rank 0, and so on. The
+          received rows are in order of their source. `counts_for` exchanges the numbers of rows
+          first, since both sides must know them.
 Source    torch.distributed.all_to_all_single with split sizes; gloo and NCCL have it
 """
 
@@ -18,7 +18,7 @@ from shoal.fabric.world import World
 
 
 def counts_for(world: World, counts: torch.Tensor) -> torch.Tensor:
-    """Exchange integers all-to-all: row r of `counts` goes to rank r; gives the rows that came.
+    """Exchange integers all-to-all: row r of `counts` goes to rank r; return the received rows.
 
     Every rank must call it.
 
@@ -26,7 +26,7 @@ def counts_for(world: World, counts: torch.Tensor) -> torch.Tensor:
         counts: [size, …] integers, one row for each rank.
 
     Returns:
-        [size, …], row r as rank r sent it here; of one process a copy of `counts`.
+        [size, …], row r from rank r; with one process a copy of `counts`.
     """
     if world.group is None:
         return counts.clone()
@@ -40,16 +40,16 @@ def counts_for(world: World, counts: torch.Tensor) -> torch.Tensor:
 def to_each(
     world: World, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
 ) -> torch.Tensor:
-    """Exchange rows all-to-all: send `sent[r]` rows to each rank r; gives [sum of received, …].
+    """Exchange rows all-to-all: send `sent[r]` rows to each rank r; return [sum of received, …].
 
     Every rank must call it, and waits until its rows have come.
 
     Args:
         rows: [sum of sent, …]: those for rank 0 first, then rank 1, …
-        received: how many come from each rank (`counts_for` tells).
+        received: rows from each rank, as `counts_for` returns them.
 
     Returns:
-        what came, rank 0's first; of one process `rows` itself.
+        the received rows, rank 0's first; with one process `rows` itself.
     """
     if world.group is None:
         return rows

@@ -1,4 +1,4 @@
-"""Messages from one rank to one other: a tensor leaves here and arrives there, nobody else waits.
+"""Point-to-point messages: tensors from one rank to another, without blocking other ranks.
 
 Protocol  neither side blocks: both get a `Transfer` and wait for it when they need its end. Between
           two ranks and in one direction, messages arrive in the order in which they were sent, so
@@ -24,15 +24,15 @@ from shoal.fabric.world import COLLECTIVE_TIMEOUT, World
 
 @dataclass
 class Transfer:
-    """A message under way between two ranks; `wait()` returns its tensor once it is there.
+    """Handle of a pending message between two ranks; `wait()` returns its tensor.
 
     Attributes:
-        tensor: what arrives, filled once `wait` has returned; or what is sent, to be left as it is
-            until then.
-        work: torch's handle; None: nothing had to travel, or it was waited for.
+        tensor: the received tensor, filled once `wait` has returned; or the sent tensor, which must
+            not change until then.
+        work: torch's handle; None: nothing was sent, or `wait` has returned.
 
     Raises:
-        RuntimeError: of `wait` where the peer is gone or the deadline has passed.
+        RuntimeError: from `wait`, if the peer is gone or the deadline has passed.
     """
 
     tensor: torch.Tensor
@@ -40,22 +40,23 @@ class Transfer:
     work: dist.Work | None = None
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor when it has arrived, or may be changed; the wait counts as exposed.
+        """Wait for the transfer and return its tensor; the wait counts as exposed.
 
-        Errors: RuntimeError of the backend where the peer is gone or the deadline has passed
+        The backend raises a RuntimeError if the peer is gone or the deadline has passed.
         """
         if self.work is not None:
             with self.world.traffic.waiting():
                 self.work.wait()
-            self.work = None  # a work that is kept would keep its group alive beyond `destroy`
+            self.work = None  # a kept work would keep its group alive beyond `destroy`
         return self.tensor
 
 
 class PointToPoint:
-    """Messages between single ranks: `PointToPoint(world)`, made on all ranks together.
+    """Point-to-point messages between ranks: `PointToPoint(world)`, created on all ranks together.
 
-    send(tensor, peer)      begin to send; a Transfer, until whose end the tensor must not change
-    receive(shape, dtype, peer)   begin to receive what `peer` sends next; a Transfer
+    send(tensor, peer)      start to send; returns a Transfer, until whose end the tensor must not
+                            change
+    receive(shape, dtype, peer)   start to receive the next tensor of `peer`; returns a Transfer
     Neither blocks. Between two ranks and in one direction, messages arrive in the order in which
     they were sent; receives are posted in that order.
     """
@@ -72,7 +73,7 @@ class PointToPoint:
             )
 
     def send(self, tensor: torch.Tensor, peer: int) -> Transfer:
-        """Begin to send a tensor of any shape and dtype; it must not change until waited for."""
+        """Start to send a tensor of any shape and dtype; it must not change until sent."""
         whole = tensor.detach().contiguous()
         sent = Transfer(whole, self.world)
         if whole.numel():
@@ -82,7 +83,7 @@ class PointToPoint:
         return sent
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, peer: int) -> Transfer:
-        """Begin to receive what `peer` sends next; shape and dtype must be known."""
+        """Start to receive the next tensor from `peer`; shape and dtype must be known."""
         arriving = Transfer(torch.empty(shape, dtype=dtype, device=self.world.device), self.world)
         if arriving.tensor.numel():
             self.world.traffic.begin(RECEIVE)
@@ -91,7 +92,7 @@ class PointToPoint:
         return arriving
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
-        # Asked for each time: whoever kept the group would keep gloo's threads alive at exit.
+        # Looked up each time: a stored group would keep gloo's threads alive at exit.
         return self._directed[source > target] if self._directed else self.world.group
 
 

@@ -1,7 +1,8 @@
-"""Ranks in a ring: each hands tensors on to the next one and gets the like from the one before.
+"""Ring exchange: each rank sends tensors to the next rank and receives from the previous one.
 
-After `size − 1` turns every rank has seen what every other one began with, and nobody ever held
-more than two parts. A turn is under way while the caller computes: it is waited for when needed.
+After `size − 1` turns every rank has received every other rank's tensors, and no rank ever held
+more than two parts. A turn runs while the caller computes; the caller waits for it when it needs
+the tensors.
 
 Source: the ring of Baidu's all-reduce (2017); for attention: Liu et al. 2023 (2310.01889)
 """
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Turn:
-    """A turn of the ring under way."""
+    """Handle of a pending ring turn."""
 
     def __init__(self, sent: Sequence[Transfer], coming: Sequence[Transfer]) -> None:
         self.sent, self.coming = sent, coming
 
     def result(self) -> list[torch.Tensor]:
-        """Wait; gives what came, and lets what was sent be changed."""
+        """Wait for the received tensors and return them; the sent tensors may change afterwards."""
         came = [one.wait() for one in self.coming]
         for one in self.sent:
             one.wait()
@@ -35,12 +36,12 @@ class Turn:
 
 
 class Ring:
-    """The ranks of a world as a ring: `Ring(world)`, made on all of them together.
+    """The ranks of a world as a ring: `Ring(world)`, created on all ranks together.
 
-    pass_on(tensors)   begin to send tensors to the next rank and receive the like from the one
-                       before; gives a Turn, whose `result()` waits and returns what came. Shapes
-                       and formats are the same on every rank, and what is sent must not change
-                       until then
+    pass_on(tensors)   start to send tensors to the next rank and receive as many from the previous
+                       one; returns a Turn, whose `result()` waits and returns the received tensors.
+                       Shapes and dtypes are the same on every rank, and the sent tensors must not
+                       change until then
 
     Attributes:
         all_reduce, all_gather, reduce_scatter, to_each: the world's, and `all_to_all.to_each`.
@@ -51,22 +52,22 @@ class Ring:
         self.messages = PointToPoint(world)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum over the ranks, in place."""
+        """All-reduce a tensor by sum, in place."""
         self.world.all_reduce(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[...] of every rank to [size, ...]."""
+        """All-gather a tensor: [...] of every rank to [size, ...]."""
         return self.world.all_gather(tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingSum:
-        """Begin to sum a flat tensor of which rank r gets elements cuts[r] to cuts[r + 1]."""
+        """Start a reduce-scatter of a flat tensor; rank r gets elements cuts[r] to cuts[r + 1]."""
         return self.world.reduce_scatter(tensor, cuts)
 
     def pass_on(self, tensors: Sequence[torch.Tensor]) -> Turn:
-        """Begin a turn; the tensors must stay as they are until it is waited for.
+        """Start a turn; the tensors must not change until its `result` returns.
 
         Args:
-            tensors: of the same shapes and formats on every rank.
+            tensors: tensors of the same shapes and dtypes on every rank.
         """
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         return Turn(
@@ -77,7 +78,7 @@ class Ring:
     def to_each(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
-        """Rows for every rank, in order of the ranks; see `all_to_all.to_each`."""
-        from shoal.fabric.exchanges.all_to_all import to_each  # a ring without masks does without
+        """Exchange rows all-to-all, in order of the ranks; see `all_to_all.to_each`."""
+        from shoal.fabric.exchanges.all_to_all import to_each  # only rings with masks need it
 
         return to_each(self.world, rows, sent, received)

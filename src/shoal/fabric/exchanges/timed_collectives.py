@@ -1,8 +1,8 @@
-"""One collective to be timed: as a run makes it, or bare, as a loop written by hand would.
+"""Single collectives for timing: through `World` as in a run, or bare as in a hand-written loop.
 
-What a run sends goes through `World`, which counts it and gives results memory of their own. On
-two cores that is 5 to 35 % of a call (docs/lab-log.md): a plan wants to know it, and who asks how
-fast links are does not.
+A run's collectives go through `World`, which counts them and allocates memory for results. On two
+cores that costs 5 to 35 % of a call (docs/lab-log.md). A plan includes this cost; a measurement of
+link speed does not.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ EVERY = (*OF_PLANS, "broadcast", "all_to_all")
 
 
 def bare_call(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
-    """Make the buffers of one collective; gives the function that runs it once, and waits.
+    """Allocate the buffers of one bare collective; return the function that runs it once and waits.
 
-    Every rank of the group must make and run it. Messages are float32, all 0.
+    Every rank of the group must create and run it. Messages are float32 zeros.
 
     Args:
         kind: one of EVERY; on gloo a reduce-scatter is an all-to-all and a sum, as in runs.
-        size_bytes: what is summed, gathered, broadcast, or what a rank holds for all others; at
-            least one element for each rank.
+        size_bytes: bytes of the summed, gathered or broadcast tensor, or of a rank's rows for all
+            others; at least one element for each rank.
     """
     each = max(1, size_bytes // 4 // group.size)
     whole = torch.zeros(group.size * each, device=group.device)
@@ -58,9 +58,9 @@ def bare_call(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
 
 
 def call_of_runs(group: World, kind: str, size_bytes: int) -> Callable[[], object]:
-    """Make the tensor of one of OF_PLANS; gives the function that runs it once, as a run does.
+    """Allocate the tensor of one of OF_PLANS; return the function that runs it once as a run does.
 
-    Every rank of the group must make and run it. Messages are as of `bare_call`.
+    Every rank of the group must create and run it. Messages are those of `bare_call`.
     """
     each = max(1, size_bytes // 4 // group.size)
     tensor = torch.zeros(group.size * each, device=group.device)

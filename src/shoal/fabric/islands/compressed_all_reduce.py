@@ -1,20 +1,20 @@
-"""The two halves of a sum between islands: coded parts go to their owners, coded sums to all.
+"""Compressed all-reduce between islands: encoded parts go to owners, encoded sums to all islands.
 
-    first half    island i codes part j of its numbers and sends that to j, who decodes all of them
+    first half    island i encodes part j of its numbers and sends it to j, which decodes all
     between       the owners know whether messages are finite, and the inner products of all pairs,
-                  [R, R]; who must not count is decided with these, before anything is summed
-    second half   owner j decodes again, adds up Σ wᵢ·mᵢ in the order of the islands, divides, codes
-                  that once and sends the same bytes to all, who decode them, the owner too
+                  [R, R]; admission is decided with these, before anything is summed
+    second half   owner j decodes again, sums Σ wᵢ·mᵢ in the order of the islands, divides, encodes
+                  the sum once and sends the same bytes to all; all decode them, the owner too
 
-Bytes sent by an island: (R−1)/R of the coded whole in each half, 2(R−1)/R in sum. All islands end
-with the same bits, since what is decoded has one source. A sum that is coded at every hop of a ring
-(prime) drifts apart instead.
+An island sends (R−1)/R of the encoded whole in each half, 2(R−1)/R in total. All islands end with
+the same bits, since they decode the same bytes. A sum that is encoded at every hop of a ring
+(prime) diverges instead.
 
-A codec that `gathers` has sums that are larger than its messages: those travel whole, all islands
-do all sums, each finds the products of its share, and there is no second half.
+A codec that `gathers` has sums that are larger than its messages. Its messages travel whole, every
+island computes the whole sum and the products of its share, and there is no second half.
 
-Numbers are coded in chunks, each sent over its own exchange: chunk k + 1 is coded while chunk k
-travels, and decoded chunks are still in the cache when they are added up.
+Numbers are encoded in chunks, each sent by its own exchange. Chunk k + 1 is encoded while chunk k
+travels, and decoded chunks are still in the cache when they are summed.
 
 Source: reduce-scatter and all-gather as in Rabenseifner 2004; coded twice, by senders and owner,
 as in 1-bit Adam's compressed all-reduce (Tang et al. 2021)
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from shoal.fabric.compressed.codecs import Codec, Feedback
 
 COARSE, FINE = 65_536, 4096
-"""Parts are multiples of the first, a codec's block; of the second where parts are a few blocks."""
+"""Parts are multiples of the first (a codec's block), or of the second if parts have few blocks."""
 PRODUCT_BLOCK = 8192
-"""Of so many numbers the doubles of all islands stay in the cache: a fifth of the time."""
+"""Numbers per block of inner products, whose doubles stay in the cache: a fifth of the time."""
 CHUNK_BYTES, MOST_BLOCKS = 131_072, 4
-"""About so many bytes are coded and sent at a time, unless those are too many numbers."""
+"""Bytes encoded and sent at a time · most numbers of such a chunk."""
 
 SUM = "sum"
-"""Stands in tags of sums where an owner's number stands in those of messages."""
+"""Owner index in the tags of sums; the tags of messages have an owner's number there."""
 
 
 def is_of_sum(tag: str) -> bool:
-    """Tell whether a tag of error feedback stands for a sum that this island sent, not a message.
+    """Return whether an error-feedback tag belongs to a sum that this island sent.
 
     >>> is_of_sum("0/sum/3"), is_of_sum("0/1/3")
     (True, False)
@@ -55,16 +55,16 @@ def is_of_sum(tag: str) -> bool:
 
 
 def chunk_elements(codec: Codec) -> int:
-    """Elements that are coded and sent at a time, whole blocks."""
+    """Return the elements that are encoded and sent at a time, whole blocks."""
     blocks = round(CHUNK_BYTES / codec.size_bytes(COARSE))
     return COARSE * min(max(blocks, 1), MOST_BLOCKS)
 
 
 class Cut:
-    """How a vector is dealt to owners, and each part is cut into chunks.
+    """Partition of a vector into parts by owner, and of each part into chunks.
 
     Args:
-        chunk: elements of a chunk.
+        chunk: elements per chunk.
 
     >>> cut = Cut(100_001, 4)
     >>> [cut.piece(owner, 0) for owner in range(4)], cut.chunks
@@ -80,19 +80,19 @@ class Cut:
         self.chunks = -(-min(self.part, elements) // chunk)
 
     def piece(self, owner: int, chunk: int) -> tuple[int, int]:
-        """(start, stop) of a chunk of an owner's part; empty where the part has fewer chunks."""
+        """Return (start, stop) of a chunk of an owner's part; may be empty."""
         end = min(self.part * (owner + 1), self.elements)
         start = min(self.part * owner + chunk * self.chunk, end)
         return start, min(start + self.chunk, end)
 
 
 class Arrived:
-    """The first half is over: what this island knows of everybody's numbers, and the second half.
+    """State after the first half: finiteness and inner products of all messages.
 
     Attributes:
-        finite: [R]: whether no NaN or infinity (nor a number whose square is one) is among what
-            this island decoded of each island's message.
-        gram: [R][R]: inner products of the decoded messages over the same numbers, summed up in
+        finite: [R]: whether each island's decoded message has neither NaN nor infinity, nor a
+            number whose square overflows.
+        gram: [R][R]: inner products of the decoded messages over this island's part, summed in
             float64 in a fixed order. The sum of all islands' matrices is that of whole messages.
     """
 
@@ -108,16 +108,16 @@ class Arrived:
 
     @property
     def gram(self) -> list[list[float]]:
-        """See the class."""
+        """Inner products of the decoded messages; see the class."""
         return self._products.tolist()
 
     @property
     def finite(self) -> list[bool]:
-        """See the class."""
+        """Finiteness of each island's decoded message; see the class."""
         return self._products.diagonal().isfinite().tolist()
 
     def receive(self, flat: Tensor, deadline: Deadline) -> None:
-        """The first half; see `Plane.begin`."""
+        """Run the first half; see `Plane.begin`."""
 
         def start(chunk: int) -> Flight:
             owners = [0] if self.codec.gathers else range(self.links.count)
@@ -139,17 +139,18 @@ class Arrived:
         self.links.stream(self.cut.chunks, start, end, deadline)
 
     def finish(self, weights: Sequence[float], divisor: float, *, deadline_s: float) -> Tensor:
-        """The second half: Σ weights[i] · decoded message i / divisor, the same bits everywhere.
+        """Run the second half: Σ weights[i] · decoded message i / divisor, equal bits everywhere.
 
         Args:
-            weights: [R], the same on every island; of weight 0 nothing is touched, NaN neither.
-            divisor: not 0, the same on every island.
+            weights: [R], the same on every island; a message of weight 0 is not read, even if it
+                has NaN.
+            divisor: non-zero, the same on every island.
 
         Returns:
             [elements] in the codec's dtype.
 
         Raises:
-            IslandLost.
+            IslandLost: an island failed or did not answer in time.
         """
         if len(weights) != self.links.count or not divisor:
             raise BugError(f"weights {list(weights)} / {divisor} for {self.links.count} islands")
@@ -166,7 +167,7 @@ class Arrived:
     def _share(
         self, weights: Sequence[float], divisor: float, total: Tensor, deadline: Deadline
     ) -> None:
-        """Send all islands the sum of the own part, and decode everybody's, in place."""
+        """Send all islands the sum of the own part, and decode the other parts, in place."""
         islands = range(self.links.count)
 
         def start(chunk: int) -> Flight:
@@ -200,7 +201,7 @@ class Arrived:
             self.feedback.encode(tag, self.codec, numbers, out)
 
     def _multiply(self, chunk: int) -> None:
-        """Add the inner products of what came of one chunk."""
+        """Add the inner products of one received chunk."""
         first, last = self.cut.piece(self.own, chunk)
         if first == last:
             return
@@ -212,7 +213,7 @@ class Arrived:
             self._products += wide @ wide.T
 
     def _sum(self, chunk: int, weights: Sequence[float], divisor: float, out: Tensor) -> None:
-        """Add up one chunk of the own part over `out`, in the order of the islands."""
+        """Sum one chunk of the own part into `out`, in the order of the islands."""
         if not out.numel():
             return
         admitted = [island for island, weight in enumerate(weights) if weight]

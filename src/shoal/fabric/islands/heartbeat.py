@@ -1,19 +1,19 @@
-"""Who is alive: every island beats at the store, and tells from the beats who is to blame.
+"""Heartbeats of islands through the store, which decide the island to blame for a failure.
 
-A transfer that fails does not say whose fault it was: all islands that took part see their
-connections close, or wait until a deadline. So each island says every BEAT_S that it lives, what it
-has begun and whom it gave up, and hears what the others say. That happens in a thread of its own
-over a connection of its own, since a question to a store that is gone may never be answered; who
-fails, reads what was heard. First match wins:
+A failed transfer does not show its cause: all participating islands see their connections close, or
+wait until a deadline. So every BEAT_S each island publishes a beat: it is alive, the calls it has
+started, and the islands it gave up on. It also reads the others' beats. A separate thread does this
+over its own connection, since a lost store may never answer. After a failure the island reads the
+last beats. First match wins:
 
-    given up   others already gave up on an island: that one, however it looks from here
-    silent     an island was not heard for SILENT_S; a store that does not answer is island 0
-    late       all are alive, but some have not begun what this island waits in
-    cut off    all are alive and have begun: the link between some of them carries nothing
+    given up   others already gave up on an island: that one, whatever this island sees
+    silent     an island sent no beat for SILENT_S; a store that does not answer means island 0
+    late       all are alive, but some have not started the call in which this island waits
+    cut off    all are alive and have started it: a link between some of them is dead
 
-Clocks are monotonic and local: no time of another machine is ever compared.
-Whoever reaches the store may write there. What is no beat (no JSON, other types, a megabyte) is
-passed over, as if nothing had been said, and told once; the listening goes on.
+Clocks are monotonic and local: no time of another machine is ever compared. Whoever reaches the
+store may write there. A malformed beat (no JSON, other types, a megabyte) is ignored and reported
+once; the thread continues.
 
 Source: failure detectors by heartbeat, Chandra and Toueg 1996. Beats accuse; only deadlines decide.
 """
@@ -35,16 +35,16 @@ from shoal.fabric._torch import own_connection
 BEAT_S, SILENT_S, LOOK_S = 0.5, 2.5, 0.02
 STORE_ISLAND = 0
 MOST_BYTES = 64 * 1024
-"""Of a beat; a real one has a few hundred."""
+"""Most bytes of a beat; a real one has a few hundred."""
 MOST_WORDS = 200
 
 
 class IslandLost(ClusterError):
-    """An exchange between islands failed.
+    """Failure of an exchange between islands.
 
     Args:
-        islands: who is to blame, in order; this island itself where the others gave up on it.
-        after_s: seconds from the beginning of the exchange until it was given up.
+        islands: the islands to blame, in order; this island itself if the others gave up on it.
+        after_s: seconds from the start of the exchange until this island gave it up.
     """
 
     def __init__(self, message: str, islands: tuple[int, ...], after_s: float) -> None:
@@ -53,20 +53,20 @@ class IslandLost(ClusterError):
 
 
 class Beat(NamedTuple):
-    """What an island said last: calls it has begun by plane, and whom it gave up, in what words."""
+    """Last message of an island: started calls by plane, the islands it gave up on, and why."""
 
     begun: dict[str, int]
     given_up: tuple[tuple[int, ...], str] = ((), "")
 
 
 def read_beat(raw: bytes, count: int) -> Beat:
-    """A beat out of bytes that anybody may have written.
+    """Parse a beat from untrusted bytes.
 
     Args:
-        count: how many islands there are.
+        count: number of islands.
 
     Raises:
-        ValueError: that says what is wrong.
+        ValueError: the bytes are no beat; the message says why.
 
     >>> read_beat(b'[7, {"all": 3}, [1], "silent"]', 2)
     Beat(begun={'all': 3}, given_up=((1,), 'silent'))
@@ -94,11 +94,11 @@ def _is_count(value: object) -> bool:
 
 
 class Pulse:
-    """This island's beat and what it heard of the others'.
+    """Heartbeat thread of this island, with the last beats of the others.
 
     Attributes:
-        begun: how many calls this island has begun, by the name of the plane.
-        tell: is given one line of the first beat of each island that is none.
+        begun: calls that this island has started, by the name of the plane.
+        tell: called with one line on each island's first malformed beat.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class Pulse:
         self._beat()
 
     def start(self, deadline_s: float) -> None:
-        """Wait for everybody's first beat, then beat and listen in the background.
+        """Wait for the first beat of every island, then beat and listen in the background.
 
         Raises:
-            ClusterError: where one does not come; those who met (`island_rendezvous.py`) have set
-                out.
+            ClusterError: an island sends no beat in time, although it has joined
+                (`island_rendezvous.py`).
         """
         keys = [f"beat/{index}" for index in range(self.count)]
         try:
@@ -142,27 +142,27 @@ class Pulse:
         self._thread.start()
 
     def close(self) -> None:
-        """Say the last words, then be silent."""
+        """Publish a last beat, then stop."""
         if self._thread.is_alive():
             self._ended.set()
             self._soon.set()
             self._thread.join(2 * BEAT_S)
             if self._given_up[0] and self.index == STORE_ISLAND:
-                time.sleep(2 * BEAT_S)  # else the store is gone before the others hear of whom
+                time.sleep(2 * BEAT_S)  # else the store ends before the others read the last beat
 
     def give_up(self, islands: tuple[int, ...], words: str) -> None:
-        """Tell the others whom this island gave up on, and why."""
+        """Publish the islands that this island gave up on, and the reason."""
         self._given_up = islands, words
         self._soon.set()
 
     def missing(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Which of the members, this island apart, missed a beat: not yet silent, but suspect."""
+        """Return the other members that missed a beat: suspect, but not yet silent."""
         now_s = time.monotonic()
         others = (member for member in members if member != self.index)
         return tuple(other for other in others if now_s - self._heard_s[other] > 2 * BEAT_S)
 
     def blame(self, members: Sequence[int], plane: str) -> tuple[tuple[int, ...], str]:
-        """Who is to blame for a failure just now, and in what words; takes up to SILENT_S + 1 s.
+        """Return the islands to blame for a failure and the reason; takes up to SILENT_S + 1 s.
 
         Args:
             members: the islands of the plane that failed, this one among them.
@@ -177,7 +177,7 @@ class Pulse:
                     return islands, words
             if silent := self._silent(others):
                 return silent, "silent"
-            # What was heard within a beat of the failure may have been said before it.
+            # A beat read within BEAT_S of the failure may have been sent before it.
             if all(self._heard_s[other] > failed_s + 2 * BEAT_S for other in others):
                 break
             time.sleep(LOOK_S)
@@ -191,7 +191,7 @@ class Pulse:
         answered_s = self._answered_s
         if time.monotonic() - answered_s > SILENT_S:
             return (STORE_ISLAND,) if self.index != STORE_ISLAND else tuple(others)
-        # Up to the last answer: a store that is gone says nothing of those who still live.
+        # Up to the last answer: a lost store has no news of islands that are still alive.
         return tuple(other for other in others if answered_s - self._heard_s[other] > SILENT_S)
 
     def _run(self) -> None:

@@ -1,14 +1,14 @@
-"""A plane joins islands: what one process of each island says to its peers on the other islands.
+"""Group of one process per island, over which islands exchange bytes and compressed sums.
 
     store = meet("10.0.0.1:29400", index, count, deadline_s=120)
     plane = open_plane(store, lane, index, count, connections=2, host="10.0.0.1", deadline_s=120)
     arrived = plane.begin(message, codec, feedback=None, tag="0", deadline_s=60)     # first half
     mean = arrived.finish(weights, sum(weights), deadline_s=60)                      # second half
 
-Inner rank r of every island is lane r, with a plane of its own, so islands exchange what each rank
-owns. All members call the same things in the same order, from one thread at a time; the thread may
-be another than the one that trains. A plane lives beside the process groups of its island and uses
-none of them. Any failure raises `IslandLost`, which says who is to blame; the plane is broken then.
+Inner rank r of every island is lane r, which has its own group (`Plane`), so each rank exchanges
+the part that it owns. All members call the same methods in the same order, from one thread at a
+time, which need not be the training thread. A plane uses no process group of its island. Any
+failure raises `IslandLost`, which names the island to blame; the plane is broken then.
 
 gloo and the store neither encrypt nor authenticate anything: whoever reaches their ports may read
 and alter what islands send. They listen on the address that leads to `host` and on no other; use a
@@ -54,22 +54,22 @@ def open_plane(
     deadline_s: float,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Plane:
-    """Connect this process with the same lane of all other islands; every one of them calls it.
+    """Connect this process with the same lane of all other islands; every island must call it.
 
     Args:
-        lane: the inner rank.
-        store: of `meet`.
-        host: that of the address where islands meet.
-        index, count: this island's number, and how many there are.
+        lane: the rank inside its island.
+        store: result of `meet`.
+        host: host of the rendezvous address.
+        index, count: this island's number, and the number of islands.
         connections: TCP connections to each other island: one alone may not fill a long link.
-        deadline_s: for connecting; also of sub-planes (`Plane.among`).
-        tell: is called with a line on what somebody else wrote into the store, in another thread.
+        deadline_s: time limit for connecting, also for sub-planes (`Plane.among`).
+        tell: called from another thread with a line on a malformed entry in the store.
 
     Returns:
-        the Plane; of one island one without connections.
+        the Plane; without connections if there is one island.
 
     Raises:
-        ClusterError: where an island does not come, IslandLost where one is lost meanwhile.
+        ClusterError: an island does not connect in time; IslandLost if one fails meanwhile.
     """
     own = dist.PrefixStore(f"lane/{lane}", store)
     address = local_address(host) if count > 1 else ""
@@ -88,20 +88,20 @@ def open_plane(
 
 
 class Plane:
-    """The same lane (inner rank) of all islands, as one process of one of them sees it.
+    """The same inner rank (lane) of all islands, as a group seen by one of its processes.
 
     Members call the same methods in the same order; any failure is IslandLost, and the plane is
     broken then. Made by `open_plane`.
 
     Attributes:
-        index, count: this island's place among the members, and how many there are.
-        sent_bytes, received_bytes: payload handed to and got from the groups so far, sub-planes
-            too.
+        index, count: this island's index among the members, and the number of members.
+        sent_bytes, received_bytes: payload sent to and received from other islands so far,
+            sub-planes included.
 
-    gather(message, *, deadline_s)   every member's bytes, in order, on every member
-    begin(flat, codec, *, feedback, tag, deadline_s)   first half of a coded sum: an Arrived, whose
-                    `finish(weights, divisor, deadline_s=…)` is the second
-    among(indices)  the plane of some members · close()  leave, so that others fail at once
+    gather(message, *, deadline_s)   return every member's bytes, in order, on every member
+    begin(flat, codec, *, feedback, tag, deadline_s)   first half of a compressed sum: an Arrived,
+                    whose `finish(weights, divisor, deadline_s=…)` is the second
+    among(indices)  the plane of some members · close()  end the connections
     """
 
     def __init__(self, links: Links, address: str, connections: int, deadline_s: float) -> None:
@@ -112,19 +112,19 @@ class Plane:
 
     @property
     def sent_bytes(self) -> int:
-        """See the class."""
+        """Payload sent to other islands so far; see the class."""
         return self.links.sent_bytes + sum(part.sent_bytes for part in self._parts.values())
 
     @property
     def received_bytes(self) -> int:
-        """See the class."""
+        """Payload received from other islands so far; see the class."""
         return self.links.received_bytes + sum(p.received_bytes for p in self._parts.values())
 
     def gather(self, message: bytes, *, deadline_s: float) -> list[bytes]:
-        """Every member's message, in their order, on every member. For small ones.
+        """All-gather every member's message, in their order; for small messages.
 
         Raises:
-            IslandLost.
+            IslandLost: an island failed or did not answer in time.
         """
         own = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else _nothing()
         size = torch.tensor([own.numel()]).view(torch.uint8)
@@ -138,16 +138,16 @@ class Plane:
     def begin(
         self, flat: Tensor, codec: Codec, *, feedback: Feedback | None, tag: str, deadline_s: float
     ) -> Arrived:
-        """The first half of a sum: everybody's coded part of the numbers that this island owns.
+        """Run the first half of a sum: exchange encoded parts, so that owners have their parts.
 
         Args:
-            flat: [elements] in the codec's dtype, on the CPU, without gaps; as many on each island;
-                left as it is.
-            feedback: keeps what codes leave out, of messages as TAG/OWNER/CHUNK, of sums as
+            flat: [elements] in the codec's dtype, on the CPU, contiguous; as many on each island;
+                not modified.
+            feedback: keeps encoding errors: of messages under TAG/OWNER/CHUNK, of sums under
                 TAG/sum/CHUNK.
 
         Raises:
-            IslandLost; BugError for numbers of another format.
+            IslandLost: an island failed; BugError for numbers of another dtype.
         """
         if flat.dtype != codec.dtype or flat.dim() != 1 or not flat.is_contiguous():
             raise BugError(
@@ -160,13 +160,13 @@ class Plane:
         return arrived
 
     def among(self, indices: tuple[int, ...]) -> Plane:
-        """The plane of some members, which all of them ask for; made once and kept.
+        """Return the plane of some members, all of which must call it; the result is cached.
 
         Args:
-            indices: places in this plane, rising, this island's among them.
+            indices: ascending indices in this plane, this island's among them.
 
         Raises:
-            IslandLost where one of them does not come.
+            IslandLost: one of them does not connect in time.
         """
         if self.index not in indices or list(indices) != sorted(set(indices)):
             raise BugError(f"island {self.index} asks for a plane among {indices}")
@@ -183,7 +183,7 @@ class Plane:
         return self._parts[indices]
 
     def close(self) -> None:
-        """Leave: connections end, and others that still wait for this island fail at once."""
+        """Close the connections; other islands that wait for this one fail at once."""
         for part in self._parts.values():
             part.links.close()
         self.links.close()
@@ -197,7 +197,7 @@ def _nothing() -> Tensor:
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """For runs that die of an exception: gloo's threads must end before the interpreter does."""
+    """Close all planes at exit: gloo's threads must end before the interpreter does."""
     for plane in list(_planes):
         with contextlib.suppress(Exception):
             plane.close()

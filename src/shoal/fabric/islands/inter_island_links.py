@@ -1,12 +1,12 @@
 """Connections between islands: several gloo groups of the same members, used in turn.
 
-    exchange k   goes over group k mod connections: every island has bytes for every other one, and
-                 gets what each had for it. Several are under way at a time, so a link stays busy
-                 while the next bytes are coded
-    deadline     an exchange that does not end in time is left behind. A blocked collective cannot
-                 be called back (`abort` does not free it); but each carries its deadline into gloo,
+    exchange k   uses group k mod connections: every island sends bytes to every other island, and
+                 receives from each. Several run at a time, so a link stays busy while the next
+                 bytes are encoded
+    deadline     an exchange that does not end in time is abandoned. A blocked collective cannot
+                 be cancelled (`abort` does not free it); but each passes its deadline to gloo,
                  whose thread ends by itself soon after, and then its group can be dropped
-    failure      whatever goes wrong becomes `IslandLost`, and these connections are broken for good
+    failure      every failure becomes `IslandLost`, and these connections are broken for good
 
 A group is built on the islands' store, beside any default process group. It listens on the local
 address from which `host` is reached and on no other, and its members prove themselves once
@@ -39,41 +39,42 @@ from shoal.fabric.collectives.json_messages import PROOF_BYTES, key_of, word
 from shoal.fabric.islands.heartbeat import IslandLost, Pulse
 
 THREADS = 2
-"""Of each group, and so its exchanges under way at a time.
+"""Threads of each group: its number of concurrent exchanges.
 
-More of them, or longer ones, do not fill a link better, but end unevenly: who is ahead with one
-island then sends to the other alone, past whose link all queue (measured: 25 Mbit/s, three islands,
-8 exchanges of 256 KiB to each under way 1.17 × the bound, 4 of 128 KiB 1.09 ×).
+More or longer exchanges do not fill a link better, but they end unevenly: an island that is ahead
+with one peer then sends to the other peer alone, and all islands queue at that peer's link
+(measured: 25 Mbit/s, three islands, 8 exchanges of 256 KiB to each under way 1.17 × the bound, 4 of
+128 KiB 1.09 ×).
 """
 LEAST_S = 1e-3
 LOOK_S = 0.25
-"""How long a transfer is waited for before something is sent to see whether anybody is there.
+"""Seconds to wait for a transfer before a test message checks whether the peer is connected.
 
-In one of 130 to 250 kills gloo closes a connection in the moment in which a transfer is posted to
-it, and that transfer alone is not told: it waits for its deadline. Whatever is posted there later
-fails at once (docs/lab-log.md, "A closed connection").
+In one of 130 to 250 kills, gloo closes a connection in the moment in which a transfer is posted to
+it. That transfer alone does not fail: it waits for its deadline. Any later transfer on the
+connection fails at once (docs/lab-log.md, "A closed connection").
 """
 
 
 class Deadline:
-    """A moment in the future, by the monotonic clock of this machine."""
+    """A moment in the future, on this machine's monotonic clock."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s, self.began_s = deadline_s, time.monotonic()
 
     @property
     def passed_s(self) -> float:
-        """Seconds since it was set."""
+        """Seconds since the deadline was set."""
         return time.monotonic() - self.began_s
 
     @property
     def left(self) -> timedelta:
-        """Time until then; never zero, which torch takes for no limit at all."""
+        """Time until the deadline; never zero, which torch takes for no limit."""
         return timedelta(seconds=max(self.deadline_s - self.passed_s, LEAST_S))
 
 
 def _ends(work: dist.Work, deadline: Deadline) -> bool:
-    """Wait a little; whether a transfer came to its end, well or not, or its deadline did."""
+    """Wait briefly; return whether a transfer ended (or failed), or its deadline passed."""
     try:
         work.wait(min(deadline.left, timedelta(seconds=LOOK_S)))
     except RuntimeError:
@@ -83,7 +84,7 @@ def _ends(work: dist.Work, deadline: Deadline) -> bool:
 
 @dataclass
 class Flight:
-    """An exchange under way in a group; `sent` must not change until it is done."""
+    """Handle of a pending exchange in a group; `sent` must not change until it is done."""
 
     work: dist.Work | None
     sent: torch.Tensor
@@ -92,17 +93,17 @@ class Flight:
 
 
 class _Failed(Exception):
-    """A group says that a transfer failed, or has not said anything in time."""
+    """Failure or timeout of a transfer in a group."""
 
 
 class Links:
-    """The connections of one plane, or of none if it has one member.
+    """Connections of one plane; empty if the plane has one member.
 
     Attributes:
-        members: the islands that they join, in order.
-        index: this one's place among them.
-        sent_bytes: handed to the groups for other islands so far; what is told, not coded, too.
-        received_bytes: got from them.
+        members: the connected islands, in order.
+        index: this island's index among them.
+        sent_bytes: bytes sent to other islands so far, uncompressed messages included.
+        received_bytes: bytes received from other islands so far.
     """
 
     def __init__(
@@ -121,10 +122,10 @@ class Links:
         self._turns = counter()
 
     def open(self, address: str, connections: int, deadline_s: float) -> None:
-        """Connect all members; every one of them calls it.
+        """Connect all members; every member must call it.
 
         Args:
-            address: of this machine, where the groups listen.
+            address: the address of this machine on which the groups listen.
         """
         if self.count == 1:
             return
@@ -138,10 +139,10 @@ class Links:
             self.store.delete_key(f"{self.name}/word")
 
     def _prove(self, deadline: Deadline) -> None:
-        """Have every member show over each connection that it was at the store (json_messages.py).
+        """Authenticate every member over each connection, by the store's key (json_messages.py).
 
         Raises:
-            IslandLost naming the one whose place somebody else has.
+            IslandLost: a stranger holds a member's connection; the error names that member.
         """
         if self.index == 0:
             self.store.set(f"{self.name}/word", secrets.token_hex(16))
@@ -164,12 +165,11 @@ class Links:
     def exchange(
         self, packed: torch.Tensor, to: Sequence[int], of: Sequence[int], deadline: Deadline
     ) -> Flight:
-        """Begin to give every member its bytes.
+        """Start to send every member its bytes.
 
         Args:
-            packed: [sum(to)] uint8: the bytes for member 0, 1, … one after another, its own
-                included.
-            to, of: how many bytes go to each member, and come from each.
+            packed: [sum(to)] uint8: the bytes for member 0, 1, … in order, the own ones included.
+            to, of: bytes to each member, and from each.
         """
         if not self.groups:
             return Flight(None, packed, packed)
@@ -186,13 +186,13 @@ class Links:
     def exchange_all(
         self, message: torch.Tensor, deadline: Deadline, of: Sequence[int] = ()
     ) -> Flight:
-        """Begin to give every member the same bytes; `of` if theirs are not as many."""
+        """Start to send every member the same bytes; `of`: their lengths, if they differ."""
         size = message.numel()
         copies = message.repeat(self.count)
         return self.exchange(copies, [size] * self.count, of or [size] * self.count, deadline)
 
     def wait(self, flight: Flight, deadline: Deadline) -> torch.Tensor:
-        """What the members had for this one: [sum(of)] uint8, in their order."""
+        """Wait for the bytes from all members and return them: [sum(of)] uint8, in their order."""
         work, group = flight.work, flight.group
         if work is None or group is None:
             return flight.received
@@ -208,7 +208,7 @@ class Links:
         return flight.received
 
     def _silent(self) -> list[int]:
-        """Places of members that missed a beat: whether their connections are closed is asked."""
+        """Return the indices of members that missed a beat, whose connections are then tested."""
         missing = self.pulse.missing(self.members) if self.pulse is not None else ()
         return [place for place, member in enumerate(self.members) if member in missing]
 
@@ -219,11 +219,11 @@ class Links:
         end: Callable[[int, torch.Tensor], None],
         deadline: Deadline,
     ) -> None:
-        """Many exchanges, as many under way as the groups can carry: the line never empties.
+        """Run many exchanges, as many at a time as the groups allow, so that the link stays busy.
 
         Args:
-            start: codes step k and begins its exchange.
-            end: is given what came of it, in order.
+            start: encodes step k and starts its exchange.
+            end: called with the received bytes, in order.
         """
         under_way: deque[tuple[int, Flight]] = deque()
         for step in range(steps):
@@ -236,7 +236,7 @@ class Links:
 
     @contextmanager
     def watched(self, what: str, deadline_s: float) -> Iterator[Deadline]:
-        """Work that needs all members: gives its deadline, and makes failures `IslandLost`."""
+        """Yield a deadline for work that needs all members; raise failures as `IslandLost`."""
         if self.lost is not None:
             raise self.lost
         if self.pulse is not None:
@@ -249,7 +249,7 @@ class Links:
             raise self.lost from failure.__cause__
 
     def close(self) -> None:
-        """Drop the groups; their threads end here, and not while the interpreter is torn down."""
+        """Drop the groups; their threads end here, not while the interpreter shuts down."""
         self.groups.clear()
 
     def _blame(self, what: str, deadline: Deadline) -> IslandLost:

@@ -1,15 +1,14 @@
-"""Where islands meet: a small store at one address, which island 0 serves and the others ask.
+"""Rendezvous of islands: a small store at one address, which island 0 serves.
 
     HOST:PORT    island 0 listens there, and on that address only: torch alone would listen on all
                  interfaces of the machine, so the socket is bound before torch gets it
-    host/NAME    how many islands there are, and which have joined: a second island of the same
-                 index, or one that counts otherwise, is refused by name
+    host/NAME    number of islands, and those that have joined: a second island of the same index,
+                 or one with another number of islands, is refused by name
 
-With a token (wire/run_token.py) the store is open to those alone who know it, so islands of another
-run are refused by name. Without one whoever reaches the port may read and write keys, which one
-line says. Nothing is encrypted, and gloo groups that are made over the store carry numbers as they
-are: meet at an address that only the islands reach, in a private network or a tunnel (WireGuard,
-ssh).
+With a token (wire/run_token.py) the store accepts only clients that know it, so it refuses islands
+of another run by name. Without one, whoever reaches the port may read and write keys, and a printed
+line warns of it. Nothing is encrypted, and gloo groups made over the store send plain numbers. Use
+an address that only the islands reach, in a private network or a tunnel (WireGuard, ssh).
 
 Source: torch.distributed.TCPStore, `master_listen_fd`.
 """
@@ -30,7 +29,7 @@ from shoal.wire.run_token import TOKEN
 BACKLOG = 1024
 TRY_S = 0.1
 ANY_PORT = 9
-"""A datagram socket sends nothing on connecting, so any port will do."""
+"""Arbitrary port for a datagram socket, which sends nothing on connect."""
 
 
 def meet(
@@ -43,18 +42,19 @@ def meet(
     token: bytes = b"",
     tell: Callable[[str], None] = lambda line: None,
 ) -> dist.Store:
-    """Join the store of all islands; gives it once every island has joined this lane.
+    """Join the store of all islands; return it once every island has joined this lane.
 
     Args:
         at: HOST:PORT, the same on every island; HOST is an address of island 0's machine.
-        index, count: this island's number, and how many there are; of one island `at` is not used.
-        lane: the inner rank whose processes meet: that of island 0's lane "0" serves the store.
-        deadline_s: how long island 0 is waited for, and then the others.
-        token: by which islands know each other; empty: they do not, and `tell` is given a line.
+        index, count: this island's number, and the number of islands; one island does not use `at`.
+        lane: the inner rank whose processes meet; island 0's process of lane "0" serves the store.
+        deadline_s: time limit for island 0, and then for the others.
+        token: shared secret of the islands; empty: no authentication, and `tell` gets a warning
+            line.
 
     Raises:
-        ConfigError: for an address that is none, or where the islands were told different things
-            ClusterError when island 0 cannot listen, is not reached, or an island stays away.
+        ConfigError: `at` is no address, or the islands' settings differ; ClusterError when island 0
+            cannot listen, is not reached, or an island does not join.
     """
     if count == 1:
         return dist.HashStore()
@@ -81,7 +81,7 @@ def meet(
 
 
 def _open(at: str, index: int, listener: socket.socket | None, deadline_s: float) -> dist.Store:
-    """A store that whoever reaches it may use."""
+    """Open the store without authentication."""
     host, port = address_of(at)
     _await_host(at, host, port, index, deadline_s)
     return dist.TCPStore(
@@ -102,7 +102,7 @@ def _guarded(
     deadline_s: float,
     tell: Callable[[str], None],
 ) -> dist.Store:
-    """A store for those who know the token."""
+    """Open the store for clients that know the token."""
     from shoal.fabric.rendezvous.authenticated_store import GuardedStore
     from shoal.fabric.rendezvous.store_server import Server
 
@@ -118,7 +118,7 @@ def _guarded(
 
 
 def address_of(at: str) -> tuple[str, int]:
-    """HOST and PORT of an address; an IPv6 host stands in brackets.
+    """Return HOST and PORT of an address; an IPv6 host stands in brackets.
 
     >>> address_of("10.0.0.1:29400"), address_of("[fd00::1]:29400")
     (('10.0.0.1', 29400), ('fd00::1', 29400))
@@ -131,13 +131,13 @@ def address_of(at: str) -> tuple[str, int]:
 
 
 def local_address(host: str) -> str:
-    """The address of this machine from which `host` is reached, in digits.
+    """Return this machine's numeric address on the route to `host`.
 
     Args:
         host: as in HOST:PORT; an IPv6 address may stand in brackets.
 
     Raises:
-        ClusterError: where no route leads there.
+        ClusterError: no route leads there.
 
     >>> local_address("127.0.0.1")
     '127.0.0.1'
@@ -164,7 +164,7 @@ def _listen(at: str, host: str, port: int) -> socket.socket:
 
 
 def _await_host(at: str, host: str, port: int, index: int, deadline_s: float) -> None:
-    """Wait until island 0 listens; torch would wait too, but tell the user's screen of each try."""
+    """Wait until island 0 listens; torch would wait too, but would print each try."""
     until_s = time.monotonic() + deadline_s
     while True:
         try:
@@ -181,8 +181,8 @@ def _await_host(at: str, host: str, port: int, index: int, deadline_s: float) ->
 
 
 def _join(store: dist.Store, at: str, lane: str, index: int, count: int) -> None:
-    """Say that this island is here; see the module for what is refused."""
-    if index == 0:  # its word counts: else whoever came first would be right
+    """Register this island in the store; the module lists the refused cases."""
+    if index == 0:  # its settings count, not those of the first island to join
         store.set("meeting/count", str(count))
     agreed = int(store.get("meeting/count"))
     if agreed != count:

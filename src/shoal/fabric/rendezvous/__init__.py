@@ -1,1 +1,1 @@
-"""Rendezvous: which process this is, and the authenticated store at which ranks meet."""
+"""Rendezvous: rank and size of this process, and the authenticated store of the ranks."""

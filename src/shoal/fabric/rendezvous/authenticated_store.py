@@ -1,9 +1,10 @@
-"""A store at which processes of several machines meet, open to those alone who hold its token.
+"""Authenticated store: a torch Store for processes that know a token.
 
-torch's TCPStore lets in whoever reaches its port: he may list, read and overwrite all keys, so also
-the addresses by which ranks find each other. This one has both sides prove first that they know the
-token, and seals what they say (wire/authenticated_stream.py). What serves it: store_server.py.
-Nothing is encrypted: who can listen on the wire reads the keys, and addresses are all they hold.
+torch's TCPStore accepts whoever reaches its port: a stranger may list, read and overwrite all keys,
+such as the addresses by which ranks find each other. Here both sides first prove that they know the
+token, and authenticate every message (wire/authenticated_stream.py). The server is in
+store_server.py. Nothing is encrypted: a listener on the wire reads the keys, and addresses are all
+they hold.
 
 Source: `torch.distributed.Store`, whose methods the client has
 """
@@ -27,22 +28,22 @@ TRY_S = 0.1
 
 
 def coded(value: bytes) -> str:
-    """A value as JSON carries it: base64."""
+    """Return a value as base64, for JSON."""
     return base64.b64encode(value).decode()
 
 
 _made: list[GuardedStore] = []
-"""Kept: what of torch refers to a store in C++ alone loses the methods of its Python object."""
+"""References to stores: a C++ reference alone loses the methods of the Python object."""
 
 
 class GuardedStore(dist.Store):
-    """The store as a process sees it: a `torch.distributed.Store` for those who hold the token.
+    """Client of the authenticated store: a `torch.distributed.Store` for holders of the token.
 
-    Each thread has a connection of its own, so none waits behind another's wait.
+    Each thread has its own connection, so no thread waits behind another's wait.
     """
 
     def __init__(self, host: str, port: int, token: bytes, timeout: timedelta) -> None:
-        """Connect. Errors: ConfigError for another token, ClusterError where nobody answers."""
+        """Connect to the server. ConfigError: another token; ClusterError: nobody answers."""
         super().__init__()
         self.host, self.port, self._token = host, port, token
         self.set_timeout(timeout)
@@ -51,62 +52,62 @@ class GuardedStore(dist.Store):
         _made.append(self)
 
     def clone(self) -> GuardedStore:
-        """Itself: threads do not share a connection."""
+        """Return the store itself: threads do not share a connection."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Keep a value."""
+        """Set a key's value."""
         self._ask("set", key, coded(_bytes(value)))
 
     def get(self, key: str) -> bytes:
-        """A key's value, once it is there."""
+        """Wait for a key and return its value."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Several keys' values, once all are there."""
+        """Wait for several keys and return their values."""
         return [base64.b64decode(value) for value in self._ask("get", list(keys))]
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        """Keep several values."""
+        """Set several keys' values."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number, from 0 on; gives the sum."""
+        """Add to a counter that starts at 0, and return the sum."""
         return int(self._ask("add", key, value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key that has the expected value, or none where "" is expected; gives its value."""
+        """Set a key if it has the expected value ("": no value yet), and return its value."""
         told = self._ask("compare_set", key, coded(_bytes(expected)), coded(_bytes(desired)))
         return base64.b64decode(told)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys exist."""
         return bool(self._ask("check", list(keys)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there. Errors: dist.DistStoreError"""
+        """Wait until all keys exist; raise dist.DistStoreError after the timeout."""
         self._ask("wait", list(keys), within=timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it was there."""
+        """Delete a key and return whether it existed."""
         return bool(self._ask("delete", key))
 
     deleteKey = delete_key  # by this name torch calls it from C++
 
     def has_extended_api(self) -> bool:
-        """No queues and no append."""
+        """Return False: the store has neither queues nor append."""
         return False
 
     def _ask(self, *request: Any, within: timedelta | None = None) -> Any:
-        """The server's answer. Errors: dist.DistStoreError, with which torch's stores fail too."""
+        """Send a request and return the answer; raise dist.DistStoreError as torch's stores do."""
         line = getattr(self._mine, "line", None)
         try:
             if line is None:
                 line = self._mine.line = self._connect()
             return line.ask(list(request), (within or self._timeout()).total_seconds())
         except OSError as failure:
-            self._mine.line = None  # an answer may come yet, which would be the next one's
+            self._mine.line = None  # a late answer would be taken for that of the next request
             if line is not None:
                 line.connection.close()
             if isinstance(failure, TimeoutError):

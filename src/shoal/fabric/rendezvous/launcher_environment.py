@@ -1,10 +1,10 @@
-"""Where a process stands that torchrun, Slurm or Kubernetes started, read from its environment.
+"""Rank and size of a process under torchrun, Slurm or Kubernetes, from its environment.
 
 RANK, WORLD_SIZE, MASTER_ADDR   torchrun, Kubernetes · SLURM_PROCID, SLURM_NTASKS   srun
 
-torchrun's agents count restarts each for itself: one that came later has counted none, and a change
-of members is none (torch 2.13, `_invoke_run`). So its count names no meeting that all ranks know;
-each round has a store of its own, or the agents' store, where a name is agreed
+Each torchrun agent counts restarts for itself: an agent that joined later has counted none, and a
+change of members counts as none (torch 2.13, `_invoke_run`). So its count is no name that all ranks
+share. Each round has its own store, or the agents' store, in which the ranks agree on a name
 (rendezvous_store.py).
 """
 
@@ -26,12 +26,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a `Place` (process_info.py); none for a process that is alone.
+    """Return the fields of a `Place` (process_info.py); none for a single process.
 
     Raises:
-        ConfigError: naming a variable that is no number.
+        ConfigError: a variable is no number; the message names it.
     """
-    if env is os.environ:  # this process asks, not a test with variables of its own
+    if env is os.environ:  # for this process, not for a test with its own variables
         end_with_agent(env)
     if "RANK" in env and "WORLD_SIZE" in env:
         rank = _number(env, "RANK")
@@ -70,20 +70,20 @@ def find_fields(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def end_with_agent(env: Mapping[str, str]) -> None:
-    """Have the kernel kill this process when the torchrun agent ends that started it (Linux).
+    """Have the kernel kill this process when the torchrun agent that started it ends (Linux).
 
-    An agent that is killed leaves its workers behind: they would train on, in the way of the next.
+    A killed agent leaves its workers running; they would block the next start.
     """
     agent = os.getppid()
     if "TORCHELASTIC_RUN_ID" not in env or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent:  # it ended before it was asked for
+    if os.getppid() != agent:  # it ended before prctl took effect
         os._exit(1)
 
 
 def first_host(nodelist: str) -> str:
-    """The first name in Slurm's compressed list of hosts.
+    """Return the first host name of Slurm's compressed node list.
 
     >>> first_host("a[3,5-9],b2"), first_host("n1,n2")
     ('a3', 'n1')

@@ -1,4 +1,4 @@
-"""A place: which process this is among those started together, read from environment variables.
+"""Rank, size and rendezvous address of this process, read from environment variables.
 
 No sockets and no torch here, so the rules can be tested with plain dictionaries.
 """
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among those started with it, and where they meet.
+    """Rank and size of a process, and its rendezvous.
 
     Attributes:
-        rank, size: its number among all processes, and how many there are.
+        rank, size: its global rank, and the number of processes.
         local_rank, local_size: the same on this machine.
         started_by: the launcher, for messages.
-        file: where they meet on one machine: a file that no other user can open; "": elsewhere.
-        host, port: address of the store where they meet.
+        file: rendezvous file on one machine, which no other user can open; "": not used.
+        host, port: address of the rendezvous store.
         hosts_store: this process runs that store.
-        agent_store: torchrun does.
-        token: by which those who meet there know each other; empty: they do not.
-        attempt: how many times this job was restarted before; names the meeting.
+        agent_store: torchrun's agent runs it.
+        token: shared secret of the store's clients; empty: no authentication.
+        attempt: earlier restarts of this job; part of the rendezvous name.
     """
 
     rank: int = 0
@@ -40,14 +40,14 @@ class Place:
 
     @property
     def meets_at(self) -> str:
-        """Where the processes meet, in words."""
+        """Description of the rendezvous, for messages."""
         return self.file or f"{self.host}:{self.port}"
 
 
 def find_place(env: Mapping[str, str]) -> Place:
-    """The place described by the environment: Shoal's supervisor, torchrun, Slurm, or alone.
+    """Return the process info of the environment: Shoal's supervisor, torchrun, Slurm, or alone.
 
-    Errors: ConfigError naming a variable that is missing or is no number.
+    Raises a ConfigError that names a variable which is missing or is no number.
 
     >>> find_place({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77",
     ...             "SLURM_JOB_NODELIST": "gpu[07-08,11]"}).host

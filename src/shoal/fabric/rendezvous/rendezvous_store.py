@@ -1,9 +1,9 @@
-"""Where processes of several machines meet: a store at MASTER_ADDR:MASTER_PORT, which rank 0 has.
+"""Rendezvous of ranks on several machines: a store at MASTER_ADDR:MASTER_PORT, served by rank 0.
 
     torchrun's own store   used as it is: its boundary is torch's (SECURITY.md). It outlives its
-                           workers, so those of each round agree on a name under which they meet
-    with a token           a store for those who know it (`authenticated_store.py`)
-    without one            torch's TCPStore, and one line that says what that means
+                           workers, so the workers of each round agree on a rendezvous name
+    with a token           a store for clients that know it (`authenticated_store.py`)
+    without one            torch's TCPStore, and a printed warning
 
 Rank 0 listens on the one address that MASTER_ADDR names; torch alone would listen on all interfaces
 of its machine.
@@ -30,15 +30,15 @@ from shoal.wire.run_token import TOKEN
 
 BACKLOG = 1024
 LOOK_S = 0.05
-"""How often rank 0 looks who asks for the name of a meeting."""
+"""Seconds between rank 0's checks for ranks that request the rendezvous name."""
 
 
 def open_store(place: Place, timeout: timedelta, tell_after_s: float) -> dist.Store:
-    """The store of a place, served by its rank 0; who waits for that says so after a while.
+    """Open the rendezvous store, served by rank 0; a rank that waits prints so after a while.
 
     Raises:
-        ClusterError: where rank 0 cannot listen, or nobody answers; ConfigError for another token
-            than rank 0's.
+        ClusterError: rank 0 cannot listen, or nobody answers; ConfigError for another token than
+            rank 0's.
     """
     with _waiting_told(place, timeout, tell_after_s):
         return _opened(place, timeout)
@@ -46,7 +46,7 @@ def open_store(place: Place, timeout: timedelta, tell_after_s: float) -> dist.St
 
 @contextmanager
 def _waiting_told(place: Place, timeout: timedelta, tell_after_s: float) -> Iterator[None]:
-    """Tell once, on each machine, that rank 0 is waited for: a start is never silent."""
+    """Log once on each machine that this rank waits for rank 0, so that a start is never silent."""
     text = "shoal: rank %d of %d: nobody answers at %s since %.0f s; gives up after %d s"
     values = (place.rank, place.size, place.meets_at, tell_after_s, timeout.total_seconds())
     timer = threading.Timer(tell_after_s, logging.getLogger("shoal").warning, (text, *values))
@@ -87,13 +87,13 @@ def _opened(place: Place, timeout: timedelta) -> dist.Store:
 
 
 def agreed_name(store: dist.Store, place: Place, timeout: timedelta) -> str:
-    """A name that rank 0 made for these processes, told to each that asks with a word of its own.
+    """Return a rendezvous name made by rank 0, which answers each rank's random request.
 
-    Nothing that ranks of an earlier round left in the store answers such a question, and no rank 0
-    that has ended does.
+    Keys of an earlier round in the store answer no such request, and neither does a rank 0 that has
+    ended.
 
     Raises:
-        ClusterError: naming who did not ask.
+        ClusterError: ranks sent no request in time; the message names them.
     """
     if place.rank:
         word = secrets.token_hex(8)
@@ -110,7 +110,7 @@ def agreed_name(store: dist.Store, place: Place, timeout: timedelta) -> str:
             key = f"asks/{rank}"
             asked = store.get(key).decode() if store.check([key]) else ""
             if asked != told.get(rank, ""):
-                told[rank] = asked  # of who asked and died, another word follows
+                told[rank] = asked  # a restarted rank sends a new request
                 store.set(f"told/{asked}", name)
         away = [rank for rank in away if not store.check([f"{name}/came/{rank}"])]
         if away and time.monotonic() > until_s:
@@ -136,10 +136,10 @@ def _torchs(place: Place, listener: socket.socket | None, timeout: timedelta) ->
 
 
 def _listen(place: Place, *, quiet: bool = False) -> socket.socket:
-    """Listen on the address that MASTER_ADDR names, on all where it names none of this machine's.
+    """Listen on the address of MASTER_ADDR, or on all interfaces if it is none of this machine's.
 
     Args:
-        quiet: do not say which of both.
+        quiet: do not print which of both.
     """
     why = ""
     try:
@@ -155,7 +155,7 @@ def _listen(place: Place, *, quiet: bool = False) -> socket.socket:
                 f"MASTER_ADDR, MASTER_PORT = {place.meets_at}: rank 0 cannot listen there: "
                 f"{failure.strerror or failure}; try: another MASTER_PORT"
             ) from failure
-        why = "is no address of rank 0's machine"  # a service's, behind which it stands
+        why = "is no address of rank 0's machine"  # a service's address, in front of rank 0
     if not quiet:
         logging.getLogger("shoal").warning(
             "shoal: MASTER_ADDR = %s %s: the store listens on all interfaces; try: the address "
@@ -172,7 +172,7 @@ def _listen(place: Place, *, quiet: bool = False) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is said to be this machine alone.
+    """Return whether a host name means this machine alone.
 
     >>> is_loopback("localhost"), is_loopback("127.0.1.1"), is_loopback("node7")
     (True, True, False)

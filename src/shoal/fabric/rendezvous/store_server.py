@@ -1,4 +1,4 @@
-"""Serve a store to holders of its token, in a thread of rank 0: see authenticated_store.py."""
+"""Server of the authenticated store, in a thread of rank 0: see authenticated_store.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.wire.authenticated_server import Peer, SealedServer
 
 
 class Server(SealedServer):
-    """Keeps the keys, in a thread of its own, until the process ends; arguments as its parent's."""
+    """Server that holds the store's keys, in its own thread, until the process ends."""
 
     def __init__(
         self, listener: socket.socket, token: bytes, tell: Callable[[str], None] | None = None
@@ -28,7 +28,7 @@ class Server(SealedServer):
             self.serve()
 
     def do(self, peer: Peer, request: Any) -> None:
-        """Do what one of GuardedStore's requests asks for."""
+        """Answer one request of a GuardedStore."""
         kept = self._kept
         match request:
             case ["set", str(key), str(value)]:

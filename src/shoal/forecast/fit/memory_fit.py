@@ -1,12 +1,12 @@
-"""Does it fit? What every instant holds against what a device and a node have: fits, tight or no.
+"""Verdict on memory: compare each instant's bytes with the capacity of a device and a node.
 
     fits    the upper end of the interval is within the capacity, at every instant
-    tight   the capacity lies inside the interval at one: it may run, or die there
-    no      even the lower end is more than the capacity at one, whatever the others need
+    tight   the capacity lies inside the interval at an instant: the run may run out of memory
+    no      at an instant even the lower end is above the capacity
 
-The worst instant gives the word, and is named. The interval is what published runs were missed by
-at most (docs/planner-memory.md), so "fits" keeps less than a tenth of the capacity in reserve. A
-node's memory counts where it is known.
+The worst instant decides the verdict, which names it. The width of the interval is the largest
+error on published runs (docs/planner-memory.md), so "fits" keeps less than a tenth of the capacity
+in reserve. A node's memory counts if it is known.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from shoal.base.estimates.estimate import Instant, MemoryEstimate
 from shoal.base.text.units import bytes_text
 
 WORDS = ("fits", "tight", "no")
-"""From the best to the worst."""
+"""Verdicts from the best to the worst."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The word, the bytes left (below 0: missing) at the steps' predicted peak, and one line.
+    """Verdict on memory, the bytes left (below 0: missing) at the steps' peak, and one line.
 
     Attributes:
-        largest: name of the part that fills most, beside weights, gradients and optimizer.
-        after: the word for the steps alone, on their device.
-        instant, place: another instant whose word is worse, and where: "device" or "host"; ""
-            without.
+        largest: name of the largest part, apart from weights, gradients and optimizer.
+        after: the verdict on the steps alone, on their device.
+        instant, place: another instant with a worse verdict, and its place: "device" or "host"; ""
+            if there is none.
     """
 
     word: str
@@ -42,7 +42,7 @@ class Verdict:
 
     @property
     def starts(self) -> bool:
-        """Whether no other instant ends a run whose steps would fit."""
+        """Return whether a run whose steps would fit also passes every other instant."""
         return not (self.instant and self.word == "no")
 
 
@@ -50,13 +50,13 @@ STAYING = ("weights", "gradients", "optimizer")
 
 
 def verdict(estimate: MemoryEstimate, capacity_bytes: float, node_bytes: float = 0.0) -> Verdict:
-    """Whether a predicted run fits into devices of `capacity_bytes` and nodes of `node_bytes`.
+    """Return the verdict on a run for devices of `capacity_bytes` and nodes of `node_bytes`.
 
     Args:
-        node_bytes: 0: not known, and not looked at.
+        node_bytes: 0: unknown, not compared.
 
     Raises:
-        PlanError: for a capacity that is not more than 0.
+        PlanError: capacity_bytes ≤ 0.
 
     >>> peak = MemoryEstimate({"weights": 40e9, "loss": 30e9}, 70e9, 70e9, "loss", 0, 64e9, 76e9)
     >>> [verdict(peak, size).word for size in (80e9, 72e9, 60e9)]
@@ -86,7 +86,7 @@ def verdict(estimate: MemoryEstimate, capacity_bytes: float, node_bytes: float =
         ):
             told = _at(estimate, size, most) if most else "fits"
             if one.name == "step" and place == "device":
-                continue  # `after` is its word, by the estimate's own interval
+                continue  # `after` is its verdict, by the estimate's own interval
             if WORDS.index(told) > WORDS.index(found.word):
                 where = _where(one, place, size, most)
                 text = f"{told}: {where}; its steps: {after}"
@@ -95,7 +95,7 @@ def verdict(estimate: MemoryEstimate, capacity_bytes: float, node_bytes: float =
 
 
 def _at(estimate: MemoryEstimate, size: float, capacity_bytes: float) -> str:
-    """The word at another instant, whose interval is as wide as the steps'."""
+    """Return the verdict on another instant, with an interval as wide as the steps'."""
     peak = estimate.peak_bytes or 1.0
     low, high = estimate.low_bytes / peak, estimate.high_bytes / peak
     return _word(size * low, size * high, capacity_bytes)
@@ -108,7 +108,7 @@ def _word(low_bytes: float, high_bytes: float, capacity_bytes: float) -> str:
 
 
 def _where(one: Instant, place: str, size: float, most: float) -> str:
-    """Says the instant, its bytes, and those of the device or the node."""
+    """Describe the instant, its bytes, and the capacity of the device or the node."""
     of = "on one device of" if place == "device" else "in a node's"
     while_ = "in its first step" if one.name == "first step" else f"while {one.name}"
     while_ = "in a step" if one.name == "step" else while_

@@ -1,30 +1,30 @@
-"""What every instant of a run holds, on its fullest device and in a node's memory: not steps alone.
+"""Memory at every instant of a run, on its fullest device and on a node's host.
 
     checking     tp, cp: a layer of each kind is computed whole and divided, in float64
-    building     weights come into being, or arrive: a rank's share and the largest unit, whole
-    loading      a checkpoint's slices lie on the host and go to the device one by one
+    building     weights are created or received: a rank's share and the largest unit, whole
+    loading      a checkpoint's slices lie on the host and are copied to the device one by one
     proving      the layout, and one process on rank 0, train in float64 with SGD and momentum
-    first step   optimizer state comes into being; the steps after it hold it from their beginning
+    first step   its update creates the optimizer state; later steps hold it from their start
     step         the peak of `memory`
-    saving       training goes on beside a copy on the host of what this rank writes
+    saving       training continues beside a host copy of what this rank writes
     exporting    `shoal checkpoint export`: the largest tensor, in one process on one host
 
     device while building   = width · (the rank's share + the largest unit)     zero 3, tp, pp, ep
                               tp, pp, ep without it: at the end the share again, for gradients
                             = width · all elements · 2                          ddp, zero 1, zero 2
-                            + width · all elements for a module that stands there already
+                            + width · all elements if the user's module is already on the device
     host while building     = width · the largest unit           one build per machine, in files
                             = ranks · width · all elements       each rank builds, or has, a module
     device while checking   = 8 · (the largest layer + its largest tensor's gradient, under tp its
                               part again) + activations
-    host while checking     = ranks · activations       at most: what goes in, comes out and pulls
+    host while checking     = ranks · activations       at most: inputs, outputs and gradients
     host while loading      = ranks · (weights + state that a rank keeps)
     host while saving       = ranks · (weights + state) of the model ÷ all ranks, replicas once
     width                   4 bytes, 8 under fp64: narrow copies are made later, bucket by bucket
 
-On a CPU a device's memory is the host's, and all of it counts as the device's. Files are no memory
-of a process: what all ranks of a machine map is in its page cache once. A proof that one process
-cannot hold, or would take more than 30 s for, is left out by the run too (`proof.quick`).
+On a CPU a device's memory is the host's, and all of it counts as the device's. Files are not memory
+of a process: what all ranks of a machine map lies once in its page cache. The prediction omits the
+proof as the run does, if one process cannot hold it or it would take over 30 s (`proof.quick`).
 
 Source: shoal.parallel.build.shared_build, trainer.parallelize, checkpoint.read,
 checkpoint.hostcopy, proof.battery; torch: FSDPParam (_init_sharded_param);
@@ -46,27 +46,27 @@ from shoal.forecast.memory.transient_memory import gathered_elements, local_elem
 from shoal.planning.pipeline_stages import Stage, cut, is_bare, is_block
 
 PROOF_S, PROOF_SHARE = 30.0, 0.5
-"""What one process may take for a proof, and the share of the float64 rate that it reaches."""
+"""Seconds of a proof in one process, and the share of the float64 rate that it reaches."""
 
 PROOF_STATES = 3
 """Copies of the weights under SGD with momentum: weights, gradients, momentum."""
 
 PROOF_RECORDS = 2 * (2 + 2)
-"""Copies that rank 0 keeps of both sides: gradients of two steps, the first and last weights."""
+"""Copies of both sides on rank 0: gradients of two steps, the first and last weights."""
 
 
 def predict_run(case: Case, habits: Framework | None = None) -> MemoryEstimate:
-    """Predict the peak of the steps (`predict_memory`) and what every instant of the run holds.
+    """Predict the peak of the steps (`predict_memory`) and the bytes at every instant of a run.
 
     Args:
-        habits: as of `predict_memory`.
-
-    Raises:
-        PlanError: as of `predict_memory`.
+        habits: as in `predict_memory`.
 
     Returns:
-        the step's estimate with `instants`, in the order in which a run meets them; without them
-        for peers.
+        The step's estimate with `instants`, in the order in which a run meets them; without them
+        for other frameworks.
+
+    Raises:
+        PlanError: as in `predict_memory`.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.layouts.layout import Layout
@@ -104,8 +104,8 @@ def predict_run(case: Case, habits: Framework | None = None) -> MemoryEstimate:
 
 
 def _placed(case: Case, one: Instant) -> Instant:
-    """Add what is there at any instant; on a CPU the host's share is the device's."""
-    if one.name == "exporting":  # a process of its own, without devices
+    """Add the bytes that exist at any instant; on a CPU the host's bytes are the device's."""
+    if one.name == "exporting":  # a separate process without devices
         return replace(one, host_bytes=one.host_bytes + PROCESS_BYTES)
     context = 0.0 if one.name in STEPS else case.cluster.device.reserved_bytes
     device = one.device_bytes + context
@@ -117,22 +117,23 @@ def _placed(case: Case, one: Instant) -> Instant:
 
 
 STEPS = ("first step", "step", "saving")
-"""Instants whose device bytes come from a step's estimate, which counts the context."""
+"""Instants whose device bytes come from a step's estimate, which counts the CUDA context."""
 
 
 def local_ranks(case: Case) -> int:
-    """Returns the ranks of the fullest node, which share its memory."""
+    """Return the ranks of the fullest node, which share its memory."""
     return max(1, min(case.cluster.per_node, case.layout.processes))
 
 
 LOOKED_AT, SHORT = 3, 256
-"""Samples that are looked at, and under cp their tokens (`trainer.sample_forward`)."""
+"""Samples of a layout check, and under cp their tokens (`trainer.sample_forward`)."""
 
 
 def _checking(case: Case) -> list[Instant]:
-    """A layer of every kind, whole and divided, before anything is cut: weights lie on the host.
+    """Return the check of one layer of each kind, whole and divided, before sharding.
 
-    A model of which nothing repeats is one such layer, unless a pipeline cuts it.
+    The weights lie on the host. A model without repeated layers counts as one layer, unless a
+    pipeline cuts it.
     """
     if case.layout.tp * case.layout.cp == 1:
         return []
@@ -163,13 +164,13 @@ def _checking(case: Case) -> list[Instant]:
 
 
 def _matrix(unit: UnitFacts) -> float:
-    """Elements of a unit's largest tensor: of one layer its matrix, of a block some of it."""
+    """Return the elements of a unit's largest tensor: a layer's matrix, or a third of a block's."""
     matrices = unit.parameters - unit.plain_parameters
     return float(matrices if is_bare(unit) else matrices / 3)
 
 
 def _building(case: Case) -> Instant:
-    """Weights come into being on the host, and their share goes to the device."""
+    """Return the build: weights are created on the host, and a rank's share moves to its device."""
     width, whole = _width(case), whole_elements(case)
     here = whole if holds_whole(case) else 0.0
     on_cpu = case.cluster.device.kind == "cpu"
@@ -177,13 +178,13 @@ def _building(case: Case) -> Instant:
         here += whole
     kept, unit = (_most_kept(case), _largest_unit(case)) if is_divided(case) else (0.0, 0.0)
     ranks, host = local_ranks(case), 0.0
-    if on_cpu:  # what is kept is what was built; a unit is counted where it is gathered
+    if on_cpu:  # the built weights stay; a gathered unit counts elsewhere
         host = ranks * width * whole if case.handed != "builder" and is_divided(case) else 0.0
     elif case.handed == "host" or (case.handed == "builder" and not is_divided(case)):
         host = ranks * width * whole
-    elif case.handed == "builder":  # on its way into the files
+    elif case.handed == "builder":  # one unit at a time, on its way into the files
         host = width * unit
-    buffers = 0.0  # gradients' own, and flat weights under zero 1 and 2
+    buffers = 0.0  # of gradients, and flat weights under zero 1 and 2
     if case.layout.zero < 3 and case.layout.processes > 1:
         buffers = width * (whole if holds_whole(case) else kept)
     if case.plan.parks_parameters and case.layout.zero == 3 and not on_cpu:
@@ -193,11 +194,11 @@ def _building(case: Case) -> Instant:
 
 
 def _moved(case: Case, unit: float) -> float:
-    """Bytes of the unit that is whole for a moment, as it comes from the host."""
+    """Return the bytes of the unit that is whole for a moment, as it comes from the host."""
     if not unit:
         return 0.0
     width = _width(case)
-    if case.cluster.device.kind == "cpu":  # where it is already
+    if case.cluster.device.kind == "cpu":  # already there
         return 0.0
     if case.layout.zero < 3:
         return width * unit
@@ -206,7 +207,7 @@ def _moved(case: Case, unit: float) -> float:
 
 
 def _loading(case: Case) -> Instant:
-    """A checkpoint's slices: on the host all that the rank keeps, then on the device in turn."""
+    """Return the load of a checkpoint: slices on the host, then one by one on the device."""
     state = _checkpoint_bytes(case)
     width = _width(case)
     found = found_host = 0.0
@@ -221,18 +222,18 @@ def _loading(case: Case) -> Instant:
     on_device = found
     if case.plan.offload != "none":
         on_device = 0.0 if waits_elsewhere(case) else width * _most_kept(case)
-    elif case.cluster.device.kind == "cpu":  # what was read is the optimizer's from then on
+    elif case.cluster.device.kind == "cpu":  # from then on these bytes are the optimizer's
         on_device -= (state - width) * found_host / state
     return Instant("loading", on_device + largest, local_ranks(case) * (found_host + largest))
 
 
 def _proving(case: Case, habits: Framework | None) -> list[Instant]:
-    """A proof in float64 before the run, where there is one: both sides, one after the other."""
+    """Return the proof in float64 before the run, if any: both sides, one after the other."""
     if not case.proves or case.layout.processes == 1:
         return []
     device, whole = case.cluster.device, whole_elements(case)
     batch, micro_batch = proof_batch(case.layout, case.micro_batch)
-    samples = batch + micro_batch  # the second step is a short one
+    samples = batch + micro_batch  # the proof's second step is one micro-batch
     rate = device.matrix_flops_per_s.get("fp64", 0.0) * PROOF_SHARE
     seconds = 3 * case.model.forward_flops * samples / rate if rate else 0.0
     twin = 8 * PROOF_STATES * whole
@@ -248,7 +249,7 @@ def _proving(case: Case, habits: Framework | None) -> list[Instant]:
 
 
 def _in_float64(model: ModelFacts) -> ModelFacts:
-    """The same model with activations of 8 bytes an element."""
+    """Return the same model with activations of 8 bytes an element."""
     times = 8 / model.element_bytes
     units = tuple(
         replace(
@@ -266,7 +267,7 @@ def _in_float64(model: ModelFacts) -> ModelFacts:
 
 
 def _first_step(case: Case, step: MemoryEstimate) -> Instant:
-    """As later ones, but the optimizer's state is made in its update, when activations are gone."""
+    """Return the first step, whose update creates the optimizer state, after the activations."""
     state = step.parts.get("optimizer", 0.0)
     narrow = WIDTHS[case.plan.compute] < 4 and case.layout.zero < 3
     born = state * case.optimizer_bytes / (case.optimizer_bytes + 4) if narrow else state
@@ -276,19 +277,19 @@ def _first_step(case: Case, step: MemoryEstimate) -> Instant:
 
 
 def _saving(case: Case, step: MemoryEstimate) -> Instant:
-    """Training goes on; beside it a copy on the host of what this rank writes."""
+    """Return the save: training continues beside a host copy of this rank's checkpoint."""
     total = _checkpoint_bytes(case) * float(case.model.trainable)
     copied = total / case.layout.processes * local_ranks(case)
     return Instant("saving", step.peak_bytes, _offloaded(case, step) + copied)
 
 
 def _exporting(case: Case) -> Instant:
-    """One tensor at a time, in a process without devices."""
+    """Return the export: one tensor at a time, in a process without devices."""
     return Instant("exporting", 0.0, _width(case) * _largest_tensor(case))
 
 
 def _offloaded(case: Case, step: MemoryEstimate) -> float:
-    """Bytes of a node's memory that hold what `memory.offload` takes from the devices."""
+    """Return the bytes of a node's memory that hold what `memory.offload` moves off devices."""
     if case.plan.offload == "none" or case.cluster.device.kind == "cpu":
         return 0.0
     moved = step.host_bytes
@@ -299,18 +300,18 @@ def _offloaded(case: Case, step: MemoryEstimate) -> float:
 
 
 def _checkpoint_bytes(case: Case) -> float:
-    """Bytes that a checkpoint has per trained element: weight, optimizer state, average."""
+    """Return a checkpoint's bytes per trained element: weight, optimizer state, average."""
     width = _width(case)
     return width + case.optimizer_bytes * width / 4 + (width if case.plan.average else 0)
 
 
 def _ends(case: Case) -> list[Stage]:
-    """The first and last stage: embedding and head make them the fullest."""
+    """Return the first and last stage: embedding and head make them the fullest."""
     return [cut(case, rank) for rank in sorted({0, case.layout.pp - 1})]
 
 
 def _most_kept(case: Case) -> float:
-    """Elements that the fullest rank keeps of the weights."""
+    """Return the elements of the weights that the fullest rank keeps."""
     dense, experts = shard_counts(case) if case.layout.zero == 3 else (1, 1.0)
     found = 0.0
     for stage in _ends(case):
@@ -321,12 +322,12 @@ def _most_kept(case: Case) -> float:
 
 
 def _largest_unit(case: Case) -> float:
-    """Elements of the largest unit, whole, as it is built."""
+    """Return the elements of the largest unit, whole, as it is built."""
     return max(float(u.parameters + u.frozen_parameters) for u in case.model.units)
 
 
 def _largest_tensor(case: Case) -> float:
-    """Elements of the largest tensor, or more: a table is one, of a block it is some of it."""
+    """Return an upper bound of the largest tensor's elements: a table, or a part of a block."""
     tables = [u.parameters for u in case.model.units if u.name in ("embedding", "head")]
     blocks = [u.parameters / 3 for u in case.model.units if u.name not in ("embedding", "head")]
     return float(max([*tables, *blocks], default=0.0))
@@ -337,32 +338,32 @@ def _width(case: Case) -> int:
 
 
 def is_divided(case: Case) -> bool:
-    """Returns whether a rank keeps a part of the weights only."""
+    """Return whether a rank keeps only a part of the weights."""
     layout = case.layout
     return layout.zero == 3 or layout.tp * layout.pp * layout.ep > 1
 
 
 def holds_whole(case: Case) -> bool:
-    """Returns whether a device keeps all weights: ddp, zero 1, zero 2 without offload."""
+    """Return whether a device keeps all weights: ddp, zero 1, zero 2 without offload."""
     return not is_divided(case) and not waits_elsewhere(case)
 
 
 def waits_elsewhere(case: Case) -> bool:
-    """Returns whether a whole model is on the host of one device, or in files."""
+    """Return whether a whole model is on the host of one device, or in files."""
     in_files = case.plan.parks_parameters and case.plan.states_in_files
     return streams_parameters(case) or in_files
 
 
 def files_bytes(case: Case) -> float:
-    """Returns bytes of the files in which each machine builds the model; 0 without.
+    """Return bytes of the files in which each machine builds the model; 0 without files.
 
-    They lie on no disk where twice as much stays free beside them, else in TMPDIR: page cache,
-    which the system writes out where there is no memory for it.
+    They are memfd files if twice as much stays free beside them, else files in TMPDIR. The latter
+    lie in the page cache, which the kernel writes out when memory is short.
     """
     once = case.framework == "shoal" and case.handed == "builder" and is_divided(case)
     return _width(case) * whole_elements(case) if once else 0.0
 
 
 def whole_elements(case: Case) -> float:
-    """Returns elements of the whole model, frozen ones included."""
+    """Return the elements of the whole model, frozen ones included."""
     return float(sum(u.count * (u.parameters + u.frozen_parameters) for u in case.model.units))

@@ -1,14 +1,14 @@
-"""The most memory that one rank needs in a step, with what fills it.
+"""Peak memory of one rank in a step, and its parts.
 
-    peak = (states + most that is alive at an instant + idle pools) · allocator + context
+    peak = (states + largest temporary bytes of an instant + idle pools) · allocator + context
 
     loss      saved activations of every micro-batch in flight + the loss + gathered weights
-    backward  the same without the loss, + what the backward of one block holds: recomputed
-              activations, gradients on their way, gathered weights and inputs
-    update    states + what the optimizer's step holds
+    backward  the same without the loss, + the backward of one block: recomputed activations,
+              gradients in flight, gathered weights and inputs
+    update    states + temporary bytes of the optimizer's step
 
-The fullest of the first, second and last stage counts: in between, fewer micro-batches are kept and
-neither embedding nor head is there. Sources: Korthikanti et al. 2022 (2205.05198); Narayanan et al.
+The fullest of the first, second and last stage counts: the stages between keep fewer micro-batches
+and have neither embedding nor head. Sources: Korthikanti et al. 2022 (2205.05198); Narayanan et al.
 2021 (2104.04473); Rajbhandari et al. 2020 (1910.02054); of each framework: `frameworks`.
 """
 
@@ -54,12 +54,12 @@ from shoal.planning.pipeline_stages import Stage, cut, is_block
 
 LOSSES = ("full", "chunked", "parallel")
 UNSURE = 0.09
-"""Half-width of the interval as a share of the peak: every error of the published runs is inside
+"""Half-width of the interval as a share of the peak: the errors of all published runs lie inside
 (docs/planner-memory.md)."""
 
 
 class _Instant(NamedTuple):
-    """What is alive at one moment beside weights and optimizer state; made: share of gradients."""
+    """Bytes alive at one moment besides weights and optimizer state; made: share of gradients."""
 
     when: str
     made: float
@@ -71,7 +71,7 @@ class _Instant(NamedTuple):
 
     @property
     def size(self) -> float:
-        """All but the gradients."""
+        """Return the sum of all parts but the gradients."""
         return self.gathered + self.buckets + self.activations + self.loss + self.working
 
 
@@ -81,18 +81,18 @@ def predict_memory(
     """Predict the peak memory of the fullest rank in a step, or of pipeline rank `stage`.
 
     Args:
-        stage: −1: the last; None: the fullest of first, second and last, and where blocks change.
-        habits: what the framework's step keeps; None: as `frameworks` has it for case.framework.
-
-    Raises:
-        PlanError: for a policy, schedule or framework that is not known, or more stages than
-            blocks.
+        stage: −1: the last; None: the fullest of first, second and last, and of those where the
+            kind of block changes.
+        habits: memory of the framework's step; None: that of `frameworks` for case.framework.
 
     Returns:
-        parts that sum to the peak, those of 0 left out; interval [low, high] of it. Weights,
-        gradients, optimizer, gathered, buckets, activations, loss and working are allocated;
-        allocator is what is reserved beside them, context what the device needs outside torch's
-        allocator. What a run holds at other instants: `instants.predict_run`.
+        Parts that sum to the peak, without those of 0, and its interval [low, high]. Weights,
+        gradients, optimizer, gathered, buckets, activations, loss and working are allocated.
+        allocator is reserved beside them; context is what the device needs outside torch's
+        allocator. For other instants of a run: `instants.predict_run`.
+
+    Raises:
+        PlanError: unknown policy, schedule or framework, or more stages than blocks.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.layouts.layout import Layout
@@ -136,7 +136,7 @@ def _check(case: Case) -> None:
 
 
 def _candidates(case: Case, stage: int | None) -> list[int]:
-    """Ranks one of which is the fullest: both ends, and where another kind of block begins."""
+    """Return candidates for the fullest rank: both ends, and each change of the kind of block."""
     ranks = case.layout.pp
     if stage is not None:
         return [stage % ranks]
@@ -177,7 +177,7 @@ def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
     allocated = sum(parts.values())
     idle = idle_bytes(case, habits, stage, best.when, sharded)
     if case.layout.zero == 3 and case.cluster.device.kind != "cpu":
-        # made on a stream of their own, whose pool stays reserved
+        # made on a separate stream, whose pool stays reserved
         idle += (1 - best.made) * gradients
     parts["allocator"] = idle + (_slack(case, habits) - 1) * (allocated + idle)
     parts["context"] = case.cluster.device.reserved_bytes
@@ -185,17 +185,17 @@ def _estimate(case: Case, habits: Framework, stage: Stage) -> MemoryEstimate:
 
 
 def _states(case: Case, stage: Stage, elements: Elements) -> States:
-    """What stays from step to step: by the plan's rows where it is placed, else by units."""
+    """Return the bytes that stay from step to step: from the plan's placements, else by units."""
     plan, layout = case.plan, case.layout
     if plan.placements and not acts(case) and case.framework == "shoal":
         ranks = {stage.rank * (layout.processes // layout.pp)}
-        ranks |= {layout.processes - 1} if layout.serves else set()  # the one of most tables
+        ranks |= {layout.processes - 1} if layout.serves else set()  # the one with most tables
         return max((states(plan, rank, case.optimizer_bytes) for rank in ranks), key=sum)
     wide = wide_elements(case, stage)
     if layout.serves:
         from shoal.forecast.time.server_costs import table_elements
 
-        tables = table_elements(case)  # a worker's part is the rest, a server's its columns
+        tables = table_elements(case)  # a worker holds the rest, a server its columns
         there = tables / layout.servers
         on_server = state_bytes(case, Elements(there, 0.0), there)
         rest = elements._replace(dense=elements.dense - tables)
@@ -214,14 +214,14 @@ def _instants(
     sharded: Sharded,
     pieces: float,
 ) -> list[_Instant]:
-    """The moments that can be the peak; pieces: bytes of offloaded state that the update brings."""
+    """Return the moments that can be the peak; pieces: bytes of offloaded state in the update."""
     held = activations(case, habits, stage)
     way = on_way(case, elements)
     carried = carried_bytes(case, habits)
     fresh = _fresh(case)
     begun, ended = (head_share(case, stage, elements), 1 - block_share(case, stage, elements))
     sent = sharded.block + sharded.head
-    # A tied head's gradient waits for the embedding's; others are added to what is kept.
+    # A tied head's gradient waits for the embedding's; others are added to the kept gradients.
     tied = stage.head is not None and stage.head.tied_to and case.layout.zero < 3
     waiting = waiting_head_bytes(case, stage) if tied else 0.0
     working = carried + held.working + waiting + (0.0 if fresh else arriving_bytes(case, stage))
@@ -234,7 +234,7 @@ def _instants(
     begun, ended = max(made, begun), max(made, ended)
     in_turn = goes_in_turn(case)
     gathered = sharded.gathered
-    if in_turn:  # blocks were cut again
+    if in_turn:  # blocks were sharded again
         gathered = sharded.stays + (sharded.last if habits.keeps_last else 0.0)
     instants = [
         _Instant("loss", made, gathered, way.before, held.kept, loss, carried),
@@ -262,9 +262,9 @@ def _instants(
 
 
 def _passes(case: Case, stage: Stage, made: float) -> list[tuple[float, float]]:
-    """Gradients that are there as a backward begins, and shares of the activations in flight.
+    """Return (share of gradients present, share of activations in flight) at a backward's start.
 
-    Where a pipeline has all micro-batches in flight, none has had its backward.
+    If a pipeline has all micro-batches in flight, none has had its backward.
     """
     flying = 1.0
     if case.layout.pp > 1:
@@ -277,7 +277,7 @@ def _passes(case: Case, stage: Stage, made: float) -> list[tuple[float, float]]:
 def _instants_on_gloo(
     case: Case, habits: Framework, stage: Stage, elements: Elements
 ) -> list[_Instant]:
-    """The same where zero 3 gathers and sends through gloo."""
+    """Return the moments that can be the peak where zero 3 gathers and sends through gloo."""
     held = activations(case, habits, stage)
     way = sharded_on_gloo(case, stage)
     made = 0.0 if _fresh(case) else 1.0
@@ -296,9 +296,9 @@ def _instants_on_gloo(
 
 
 def _fresh(case: Case) -> bool:
-    """Whether a step begins without gradients: one micro-batch, and no buffers kept for them.
+    """Return whether a step begins without gradients: one micro-batch, no gradient buffers kept.
 
-    Such are kept by the reducer of several processes, and where narrow ones are added to fp32 ones.
+    Several processes keep them in the reducer, and narrow gradients are added to kept fp32 ones.
     """
     alone = case.layout.processes == 1 and WIDTHS[case.plan.compute] >= 4
     return case.accumulate == 1 and (case.layout.zero == 3 or alone)
@@ -320,7 +320,7 @@ def _finish(
 
 
 def _last(case: Case, held: Activations, stage: Stage) -> float:
-    """Activations while the first block's backward runs: its own, and what came before it."""
+    """Return the activations during the first block's backward: its own, and those before it."""
     by = shares(case)
     first = stage.units[0][0]
     before = 0.0 if is_block(first) else first.saved_plain_bytes * by.plain
@@ -328,7 +328,7 @@ def _last(case: Case, held: Activations, stage: Stage) -> float:
 
 
 def _slack(case: Case, habits: Framework) -> float:
-    """Reserved over allocated: as measured on the machine, else as the framework's runs have it."""
+    """Return reserved / allocated memory, as measured on the machine, else of the framework."""
     measured = case.cluster.calibration.allocator
     if measured != 1.0 or case.cluster.device.kind == "cpu":
         return measured
@@ -336,22 +336,22 @@ def _slack(case: Case, habits: Framework) -> float:
 
 
 MOST_AT_ONCE = 16
-"""Training micro-batches that a validation runs at once: beyond, single operations cost little."""
+"""Training micro-batches that a validation runs at once: beyond, launches cost little."""
 
 
 def validation_micro_batch(case: Case, estimate: MemoryEstimate) -> int:
     """Choose the samples per forward pass of a validation that fit a training step's peak.
 
-    A multiple of the training micro-batch, 1 to 16 times it; once where the room is not known (of
-    zero 3 at a peak that holds no gathered weights).
+    The result is a multiple of the training micro-batch, 1 to 16 times it. It is the micro-batch
+    itself if the room is unknown (zero 3 at a peak that holds no gathered weights).
 
         room    = a step's peak − weights − gradients − optimizer state − gathered weights
         sample  = what the largest unit would keep for a backward, its input and its output: without
                   gradients only one unit's activations are alive at a time, and nothing is kept
         at once = room ÷ sample, in whole micro-batches of training
 
-    What a unit keeps for a backward is more than what its forward holds, and so errs to the safe
-    side, as does counting it whole where tensor parallelism splits it.
+    A unit keeps more for a backward than its forward holds, so the error is on the safe side.
+    Counting the unit whole where tensor parallelism splits it is safe too.
 
     Args:
         estimate: `predict_memory(case)`.
@@ -373,12 +373,12 @@ def validation_micro_batch(case: Case, estimate: MemoryEstimate) -> int:
     units = case.model.units
     sample = max(u.saved_split_bytes + u.saved_plain_bytes + 2 * u.input_bytes for u in units)
     loss = max(u.loss_bytes for u in units)
-    # Where parameters are gathered, the peak of an update says nothing of what a forward gathers.
+    # With gathered parameters, the peak of an update does not bound a forward's gathered weights.
     blind = case.layout.zero == 3 and not estimate.parts.get("gathered")
     if blind or sample <= 0:
         return case.micro_batch
     fit = room / (sample + loss)
-    if case.loss == "chunked":  # its logits are never more than a chunk of them
+    if case.loss == "chunked":  # at most one chunk of logits exists
         chunk = CHUNK_BYTES["cpu" if case.cluster.device.kind == "cpu" else "gpu"]
         fit = max(fit, (room - chunk) / sample)
     times = int(fit // case.micro_batch)

@@ -1,1 +1,1 @@
-"""Machines as numbers: accelerators, links, what was measured here."""
+"""Hardware facts for predictions: accelerators, links, and measurements of this machine."""

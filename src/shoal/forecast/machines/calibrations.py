@@ -1,9 +1,9 @@
-"""What turns arithmetic into seconds on a type of machine that was not itself measured.
+"""Calibration of predicted step times for types of machines that were not measured.
 
-Fitted to published runs, each with its error and source.
+Fitted to published runs; each calibration has its error and source.
 
 A coefficient is seconds measured per second of arithmetic (`efficiency`) or seconds per event
-(`constants_s`); the terms are those of step_terms.py. Nothing here belongs to one model or one run.
+(`constants_s`); step_terms.py defines the terms. No coefficient belongs to one model or one run.
 
     A100, Megatron-DeepSpeed   fp16, attention in several kernels, nothing overlapped: fitted by
                                benchmarks/planner/vtrain.py to vTrain's runs (errors out of fold:
@@ -34,7 +34,7 @@ MEGATRON_DEEPSPEED = Calibration(
     constants_s={"block": 5e-4, "micro_batch": 1e-3, "step": 5e-3},
     source="before any fit: what Megatron's kernels of 2021 cost, in round figures",
 )  # fmt: skip
-"""Where the fits of this framework start, and what holds where they say nothing."""
+"""Start of this framework's fits, and the values of coefficients that a fit does not determine."""
 GPU_PRIOR = Calibration(
     efficiency={
         "matrix": 1.1, "attention": 2.0, "elementwise": 1.6, "loss": 1.5, "weights": 1.0,
@@ -44,7 +44,7 @@ GPU_PRIOR = Calibration(
     constants_s={"block": 1e-4, "micro_batch": 1e-3, "step": 5e-3},
     source="before any fit: round figures",
 )  # fmt: skip
-"""Where the default of GPUs starts."""
+"""Start of the default for GPUs."""
 
 GPU = Calibration(
     efficiency={
@@ -60,7 +60,7 @@ GPU = Calibration(
     ),
     time_error=0.15,
 )  # fmt: skip
-"""Every GPU and framework that has no fit of its own."""
+"""Default of every GPU and framework without its own fit."""
 
 CPU = Calibration(
     efficiency={"matrix": 1.08, "elementwise": 4.9, "launch": 2.5},
@@ -71,8 +71,8 @@ CPU = Calibration(
     ),
     time_error=0.2,
 )  # fmt: skip
-"""Cores: operations add up and nothing is hidden. Element-wise operations allocate what they make,
-and single operations start cold: both cost more than in a loop of their own."""
+"""CPU cores: operations add up and nothing is hidden. Element-wise operations allocate their
+outputs, and single operations start with cold caches: both cost more than in a loop."""
 
 FITTED = {
     ("megatron-deepspeed", True): Calibration(
@@ -97,15 +97,15 @@ FITTED = {
         time_error=0.15,
     ),
 }  # fmt: skip
-"""By framework and whether the run uses several nodes; fitted by benchmarks/planner/vtrain.py."""
+"""Fits by framework, for one node and for several; by benchmarks/planner/vtrain.py."""
 
 
 def calibration_of(case: Case) -> Calibration:
-    """The calibration that a case is timed with.
+    """Return the calibration for a case's step time.
 
-    The cluster's own, where it was fitted (it has a `matrix` term). Else what was fitted to runs of
-    the case's framework on one node or several, or the default of the kind of device; what was
-    measured of the cluster stands in front of that, and a measured ladder needs no correction.
+    It is the cluster's own, if that was fitted (it has a `matrix` term). Else it is the fit to runs
+    of the case's framework on one node or several, or the default of the kind of device. Values
+    measured on the cluster override it, and a measured ladder needs no correction.
     """
     own, device = case.cluster.calibration, case.cluster.device
     if "matrix" in own.efficiency:

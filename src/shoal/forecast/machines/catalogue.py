@@ -1,17 +1,17 @@
-"""What machines that are not at hand can do: accelerators and the links between them, with sources.
+"""Data sheet values of accelerators and the links between them, with sources.
 
 Devices   dense peaks in FLOP/s (never the figure "with sparsity", which is twice as high), fp32
-          without TF32, as torch computes by default. One device is what torch sees as one: of an
-          MI250X that is one of its two dies
-Memory    what the framework is shown, which is below the name on the box
+          without TF32, as torch computes by default. One device is one torch device: one of the two
+          dies of an MI250X
+Memory    as the framework sees it, which is less than the product's name says
 Ladder    a product of n FLOP reaches a share of the peak. A100: ≥ 128 GFLOP 0.95, ≥ 16 0.90,
           ≥ 1 0.60, below 0.10. Others: the same steps at products that take the same time, times
-          0.75 / 0.95 from H100 on, whose power does not last for the rated clock; MI300X 0.50,
-          about 620 of 1307 TFLOP/s in independent measurements (recalled)
-Links     what a ring of all ranks reaches, not the rated figure:
+          0.75 / 0.95 from H100 on, which cannot hold the rated clock within their power; MI300X
+          0.50, about 620 of 1307 TFLOP/s in independent measurements (recalled)
+Links     the rate of a ring of all ranks, not the rated figure:
           NVLink 2, 3   136 and 227 GB/s on 8 devices · NVLink 4   320 GB/s (all-gather)
           xGMI          75 % of the rate, by protocol · others   the shares named below
-Node      memory of its host, as the machine that is named most often has it: DGX-1 512 GB, AWS
+Node      memory of its host, of the most common machine: DGX-1 512 GB, AWS
           p4d and p4de 1152 GiB, DGX H100 and H200 2 TB, DGX B200 2 TB, GB200 and GB300 NVL72 960 GB
           per tray of 4, Frontier 512 GB, Azure ND MI300X v5 1850 GiB, AWS g4dn.12xlarge and
           g5.12xlarge 192 GiB, GCP g2-standard-96 384 GiB (all recalled); others: not known
@@ -33,7 +33,7 @@ GIB = 2.0**30
 GBIT_BYTES = 1e9 / 8
 
 CONTEXT_BYTES = 1.5 * GIB
-"""Context, kernels and communicators; 1 to 3 GB are seen, growing with communicators."""
+"""CUDA context, kernels and communicators; observed 1 to 3 GB, growing with communicators."""
 
 LAUNCH_S = 7e-6
 """Least time of one operation on a GPU: AutoParallel's floor."""
@@ -65,15 +65,15 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Model:
-    """One row of the catalogue: a device and the machine that it usually sits in.
+    """One row of the catalogue: a device and the usual node around it.
 
     Attributes:
         inside: key of LINKS.
         per_node: devices of a usual node.
         network: (key of NETWORKS, cards per node, Gbit/s of each).
-        domain: devices that NVLink joins where that is more than a node.
+        domain: devices that NVLink joins, if they are more than a node.
         host_bytes_per_s: between a device and its host's memory.
-        node_bytes: memory of a usual node of `per_node` devices; 0: they differ too much to say.
+        node_bytes: memory of a usual node of `per_node` devices; 0: nodes differ too much.
     """
 
     device: Device
@@ -86,7 +86,7 @@ class Model:
 
 
 def _ladder(flops_per_s: float, top: float) -> tuple[tuple[float, float], ...]:
-    """A100's steps at products that take as long as there."""
+    """Return the steps of the A100's ladder, at products that take the same time."""
     scale = flops_per_s / A100_FLOPS
     return tuple((flop * scale, share * top / 0.95) for flop, share in A100_LADDER)
 
@@ -113,7 +113,7 @@ def _device(
     )
 
 
-# fp16 and bf16 with sums in fp32; V100 and T4 have no bf16 units: their fp32 rate
+# fp16 and bf16 with fp32 accumulation; V100 and T4 have no bf16 units: their fp32 rate
 _V100 = {"fp64": 7.8, "fp32": 15.7, "bf16": 15.7, "fp16": 125.0}
 _A100 = {"fp64": 9.7, "fp32": 19.5, "bf16": 312.0, "fp16": 312.0}
 _H100 = {"fp64": 34.0, "fp32": 67.0, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
@@ -186,7 +186,7 @@ def _rows() -> tuple[Model, ...]:
 
 
 CATALOGUE = {row.device.name: row for row in _rows()}
-"""By name; a name without memory or with "SXM" is understood too (see `find_model`)."""
+"""Rows by name; `find_model` also accepts a name without memory or with "SXM"."""
 
 _USUAL = {
     "V100": "V100-32GB",
@@ -194,7 +194,7 @@ _USUAL = {
     "A100PCIE": "A100-PCIe-80GB",
     "H100": "H100-80GB",
 }
-"""Which memory is meant where a name says none and there are several."""
+"""Memory of a device if its name states none and there are several."""
 
 
 _NO_MATTER = (
@@ -204,7 +204,7 @@ _NO_MATTER = (
 
 
 def _plain(name: str) -> str:
-    """Letters and digits that tell devices apart: "NVIDIA A100-SXM4-80GB" → "A10080".
+    """Return the letters and digits that identify a device: "NVIDIA A100-SXM4-80GB" → "A10080".
 
     >>> _plain("NVIDIA A100-SXM4-80GB"), _plain("rtx 4090"), _plain("H100-pcie")
     ('A10080', 'RTX4090', 'H100PCIE')
@@ -220,7 +220,7 @@ def _family(name: str) -> str:
 
 
 def _spellings() -> dict[str, str]:
-    """Every way of writing a device → its name in the catalogue."""
+    """Return every spelling of a device → its name in the catalogue."""
     known: dict[str, str] = {}
     for name in CATALOGUE:
         bare = _family(name)
@@ -234,10 +234,10 @@ _KNOWN = _spellings()
 
 
 def find_model(name: str, where: str = "--on") -> Model:
-    """The row of the catalogue that a name means, in any usual spelling.
+    """Look up the catalogue's row for a device name, in any usual spelling.
 
     Raises:
-        PlanError: for an unknown device, with the nearest one.
+        PlanError: unknown device; names the nearest one.
 
     >>> find_model("h100").device.name, find_model("A100-SXM4-40GB").device.name
     ('H100-80GB', 'A100-40GB')
@@ -252,7 +252,7 @@ def find_model(name: str, where: str = "--on") -> Model:
 
 
 def network(kind: str, cards: int, gbit_per_s: float, per_node: int) -> Link:
-    """What one of `per_node` ranks gets of a node's network cards when all use them.
+    """Return the link of one of `per_node` ranks that all use their node's network cards.
 
     Args:
         kind: ib, roce or eth.

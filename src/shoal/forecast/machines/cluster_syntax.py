@@ -1,4 +1,4 @@
-"""Reads `--on "16x8xH100-80GB,ib=8x400Gb"`: a cluster as a person writes it.
+"""Parser of `--on "16x8xH100-80GB,ib=8x400Gb"`, the user's description of a cluster.
 
     16x8xH100-80GB              16 nodes of 8 · 8xH100 one node · 1024xH100 nodes of the usual 8
     32x8xA100-80GB,ib=4x200Gb   4 network cards of 200 Gbit/s per node; also roce= and eth=
@@ -26,7 +26,7 @@ from shoal.forecast.machines.measured_machine import read_measured, this_cluster
 
 EXAMPLE = "16x8xH100-80GB,ib=8x400Gb"
 ISLANDS_LATENCY_S = 0.05
-"""One way between islands where it is not given: half of a round trip across an ocean."""
+"""Default one-way latency between islands: half of a round trip across an ocean."""
 
 _COUNT = re.compile(r"\s*(\d+)\s*[x×*]\s*(?=[\w(])")
 _NAME = re.compile(r"\s*([A-Za-z][\w.]*(?:[- ][A-Za-z0-9]\w*)*|\d{4}\b)\s*")
@@ -42,19 +42,19 @@ _SHORT = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 def parse_machines(
     text: str, machine: MachineFacts | None = None, cache: Path | None = None
 ) -> Cluster:
-    """Parse the cluster that `--on TEXT` names (grammar: head of this module).
+    """Parse the cluster of `--on TEXT` (grammar: head of this module).
 
     Args:
-        machine: what `cpu` means: cores and memory, GPUs not counted; None: as the system tells.
-        cache: folder of measured machines: for `cpu`, a measurement there wins over `machine`.
+        machine: cores and memory of `cpu`, GPUs not counted; None: those of this machine.
+        cache: folder of measured machines; for `cpu` a measurement there overrides `machine`.
 
     Returns:
-        the first part of a mixed cluster, the others in its `groups`; `devices` counts all parts of
+        The first part of a mixed cluster, the others in its `groups`; `devices` counts all parts of
         one island.
 
     Raises:
-        PlanError: what was read, up to where, and an example; an unknown device or link with the
-            nearest known one.
+        PlanError: syntax error, with the text parsed so far and an example; or an unknown device or
+            link, with the nearest known one.
 
     >>> cluster = parse_machines("32x8xA100-80GB,ib=4x200Gb")
     >>> cluster.devices, cluster.device.name, cluster.across.name
@@ -72,7 +72,7 @@ def parse_machines(
 
 
 class _Reader:
-    """Reads from left to right; `at` is how far it got."""
+    """Recursive-descent parser of a cluster's description; `at` is its position."""
 
     def __init__(self, text: str, machine: MachineFacts | None, cache: Path | None) -> None:
         self.text, self.machine, self.cache = text, machine, cache
@@ -102,7 +102,7 @@ class _Reader:
             raise self.failure('"+", ",key=value" or the end')
 
     def whole(self) -> Cluster:
-        """One part, or several joined by +."""
+        """Parse one part, or several joined by +."""
         first = self.part()
         others: list[Cluster] = []
         while self.takes("+"):
@@ -113,7 +113,7 @@ class _Reader:
                 f'try: --on "4x(8xV100-32GB + 8xA100-40GB)@200Mbit"'
             )
         joined = list(first.groups)
-        for other in others:  # brackets may hold several parts
+        for other in others:  # a part in parentheses may have several groups
             joined += [replace(other, groups=()), *other.groups]
         return replace(first, groups=tuple(joined))
 
@@ -141,7 +141,7 @@ class _Reader:
         return replace(measured or this_cluster(alone, processes), nodes=nodes)
 
     def options(self, cluster: Cluster, sharing: int) -> Cluster:
-        """What follows a part; its network cards are shared by `sharing` ranks of a node."""
+        """Parse the options of a part; `sharing` ranks of a node share its network cards."""
         while found := self.take(_OPTION):
             key, value = found[1].lower(), found[2]
             if key == "inside":
@@ -201,7 +201,7 @@ class _Reader:
 
 
 def _of_catalogue(name: str, counts: list[int], text: str) -> tuple[Cluster, int]:
-    """Nodes of one device, and how many ranks share a node's network cards."""
+    """Return the nodes of one catalogue device, and the ranks that share a node's network cards."""
     model = find_model(name, f'--on "{text}"')
     if len(counts) == 1 and counts[0] > max(model.per_node, model.domain):
         if counts[0] % model.per_node:
@@ -234,7 +234,7 @@ def _of_catalogue(name: str, counts: list[int], text: str) -> tuple[Cluster, int
 
 
 def _domains(nodes: int, per_node: int, domain: int) -> tuple[int, int]:
-    """Nodes that NVLink joins count as one: what a rank sees as near is its domain.
+    """Return (nodes, devices per node), with the nodes of one NVLink domain merged into one.
 
     >>> _domains(18, 4, 72), _domains(36, 4, 72), _domains(8, 4, 72)
     ((1, 72), (2, 72), (1, 32))
@@ -246,6 +246,6 @@ def _domains(nodes: int, per_node: int, domain: int) -> tuple[int, int]:
 
 
 def _as_told() -> MachineFacts:
-    """Cores and memory as the system tells them, without looking for GPUs."""
+    """Return cores and memory as the operating system reports them, without probing GPUs."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MachineFacts(os.cpu_count() or 1, memory_bytes, 0)

@@ -1,8 +1,8 @@
-"""This machine as it was measured: the stored JSON read without torch, or a rough default.
+"""Stored measurements of this machine, read without torch, or rough defaults.
 
-`shoal.machine.measure` writes one file per machine, torch version and number of processes; a plan
-that runs on the same machine reads it. Where nothing is stored yet, the default below stands in and
-says "not measured" in its source.
+`shoal.machine.measure` writes one file per machine, torch version and number of processes. A plan
+for the same machine reads it. Without a stored file the defaults below apply, and their source is
+"not measured".
 
 File      machines/KEY.json in the cache folder:
           {"version", "kind": cpu|gpu, "device", "processes", "local", "memory_bytes",
@@ -43,23 +43,22 @@ STREAMING_CORES = 4
 GLOO = Link("gloo over loopback", 3e-5, 1.5e9, "not measured: typical")
 BETWEEN_MACHINES = network("eth", 1, 10.0, 1)
 BUSY_WAIT_S, BUSY_BYTES = 6e-4, 2.7
-"""In steps on busy cores a collective waits so much longer, and takes so many times as long per
-byte, as in a loop of its own: fitted to 32 runs on two cores (benchmarks/planner/at_hand.py)."""
+"""In steps on busy cores a collective waits BUSY_WAIT_S longer, and takes BUSY_BYTES times as long
+per byte, than in a loop: fitted to 32 runs on two cores (benchmarks/planner/at_hand.py)."""
 
 PROCESS_BYTES = 0.4 * 2**30
-"""Interpreter and torch's libraries, resident."""
+"""Resident bytes of the interpreter and torch's libraries."""
 
 
 def machine_path(cache: Path, processes: int, kind: str, threads: int = 0) -> Path:
-    """Name the file in the cache folder that holds this machine as measured with `processes` ranks.
+    """Return the path of the file for this machine as measured with `processes` ranks.
 
-    Nothing is read or made. The name has host, usable cores, torch version, processes and kind, and
-    threads where they are not an equal share of the cores.
+    Reads and creates no file. The name has host, usable cores, torch version, processes and kind,
+    and threads if they are not an equal share of the cores.
 
     Args:
-        kind: cpu or gpu: what the ranks compute on.
-        threads: of a rank on a CPU; 0: as a run has it, which obeys OMP_NUM_THREADS where that is
-            set.
+        kind: cpu or gpu: the device of the ranks.
+        threads: of a rank on a CPU; 0: as in a run, which obeys OMP_NUM_THREADS if set.
     """
     threads = threads or _asked_threads()
     try:
@@ -74,21 +73,21 @@ def machine_path(cache: Path, processes: int, kind: str, threads: int = 0) -> Pa
 
 
 def _asked_threads() -> int:
-    """Of each rank, by the user's environment; 0: nothing is said, so its share of the cores."""
+    """Return the threads per rank that the environment sets; 0: unset, a share of the cores."""
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(said) if said.isdecimal() else 0
 
 
 def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0) -> Cluster | None:
-    """Read this machine as measured with `processes` ranks; None if it was not, or is unreadable.
+    """Read this machine as measured with `processes` ranks; None without a readable file.
 
-    This machine is known by host name, usable cores and torch version. Its matrix rates are
-    corrected by what later runs taught (`refit.learnt`).
+    The file's name has host name, usable cores and torch version. Later runs correct the matrix
+    rates (`refit.learnt`).
 
     Args:
         cache: the cache folder.
-        kind: cpu or gpu; "": of whichever a file is there, GPUs first.
-        threads: of a rank on a CPU; 0: as a run has it (OMP_NUM_THREADS, else its share of cores).
+        kind: cpu or gpu; "": the kind that has a file, GPUs first.
+        threads: of a rank on a CPU; 0: as in a run (OMP_NUM_THREADS, else its share of cores).
     """
     for which in (kind,) if kind else ("gpu", "cpu"):
         try:
@@ -105,18 +104,17 @@ def read_measured(cache: Path, processes: int, kind: str = "", threads: int = 0)
             AttributeError,
             ArithmeticError,
         ):
-            continue  # a cache: what cannot be read is measured again
+            continue  # the next measurement replaces an unreadable file
     return None
 
 
 def cluster_of(document: dict[str, Any]) -> Cluster:
     """Build the `Cluster` that a stored measurement describes (keys: head of this module).
 
-    On a CPU the link inside is made slower than measured, since ranks compute meanwhile.
+    On a CPU the link inside a node is slower than measured, since ranks compute meanwhile.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError, ArithmeticError: for a document that is not
-            one.
+        KeyError, TypeError, ValueError, AttributeError, ArithmeticError: not a stored measurement.
     """
     device = _device(document)
     local = int(document["local"])
@@ -148,7 +146,7 @@ def cluster_of(document: dict[str, Any]) -> Cluster:
 
 
 def _busy(link: Link) -> Link:
-    """A link between ranks whose cores compute: messages wait for a core, and so do their bytes."""
+    """Return a link between ranks whose cores compute: messages and their bytes wait for a core."""
     return replace(
         link,
         latency_s=link.latency_s + BUSY_WAIT_S,
@@ -187,7 +185,7 @@ def _points(found: list[list[float]]) -> list[tuple[float, float]]:
 
 
 def _link(name: str, found: dict[str, Any]) -> Link:
-    """The all-reduce's latency and rate: what gradients use."""
+    """Return the all-reduce's latency and rate, which gradients use."""
     one = found["all_reduce"]
     return Link(
         f"{name}, {found['ranks']} ranks",
@@ -198,9 +196,9 @@ def _link(name: str, found: dict[str, Any]) -> Link:
 
 
 def _other_collectives(found: dict[str, Any]) -> dict[str, float]:
-    """Seconds per second of the plain arithmetic, which knows only the link's (an all-reduce's).
+    """Return how much slower than the link's all-reduce each other collective is, as a factor.
 
-    parameters are gathered (a term of the step time); reduce_scatter is for who asks for it
+    all_gather is a term of the step time (parameters); reduce_scatter is for other callers.
     """
     reference = float(found["all_reduce"]["bytes_per_s"])
     terms = {"parameters": "all_gather", "reduce_scatter": "reduce_scatter"}
@@ -212,14 +210,14 @@ def _other_collectives(found: dict[str, Any]) -> dict[str, float]:
 
 
 def this_cluster(machine: MachineFacts, processes: int) -> Cluster:
-    """Estimate this machine with `processes` ranks, nothing being measured: orders of magnitude.
+    """Estimate this machine with `processes` ranks without a measurement: orders of magnitude.
 
     Args:
-        machine: cores and memory, which the ranks share evenly. With GPUs cores are not read: one
-            GPU per rank, the catalogue's row of the kind that the driver names (else an A100-80GB).
+        machine: cores and memory, which the ranks share evenly. With GPUs the cores are ignored:
+            one GPU per rank, from the catalogue's row of the driver's device (else an A100-80GB).
 
     Returns:
-        a cluster of one node whose device's source says "not measured".
+        A cluster of one node whose device's source is "not measured".
 
     >>> two = this_cluster(MachineFacts(cores=4, memory_bytes=2**34, gpus=0), 2)
     >>> two.devices, two.device.matrix_flops_per_s["fp32"], two.device.source
@@ -276,7 +274,7 @@ def _gpu_cluster(processes: int) -> Cluster:
 
 
 def _gpu_name(folder: Path = NVIDIA_FOLDER) -> str:
-    """What NVIDIA's driver calls the first GPU; "" where it does not say."""
+    """Return the name of the first GPU from NVIDIA's driver; "" if it has none."""
     try:
         for told in sorted(folder.glob("*/information")):
             for line in told.read_text(encoding="utf-8").splitlines():

@@ -1,12 +1,12 @@
-"""What runs taught about this machine: how long real steps take against the rates of small tests.
+"""Corrections of this machine's matrix rates by the steps of earlier runs.
 
-A rate measured on one product in a loop is not what a step reaches: caches, other operations and
-the allocator take their share, about the same one in every step of a machine and number format.
-After a run its share is written down, and the median of the latest runs corrects later plans:
+A step does not reach the rate of one product in a loop: caches, other operations and the allocator
+cost time, about the same share in every step of a machine and number format. Every run records its
+share, and the median of the latest runs corrects later plans:
 
-    share   (measured step − what is no matrix product in the prediction) / predicted products
+    share     (measured step − predicted seconds without matrix products) / predicted products
 
-Kept beside the machine's facts, one JSON line per run; a run that was disturbed is one of many.
+The file lies beside the machine's facts, one JSON line per run; the median ignores disturbed runs.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from pathlib import Path
 from shoal.base.estimates.cluster import Cluster
 
 LATEST = 15
-"""Runs per number format whose median counts."""
+"""Latest runs per number format of which the median counts."""
 
 LEAST, MOST = 0.3, 4.0
-"""Shares beyond are no fact about the machine: something else took its cores."""
+"""Shares outside come from other programs on the cores, not from the machine."""
 
 LEAST_PRODUCTS = 0.5
-"""Of a predicted step: with less in matrix products, the rest would be blamed on them."""
+"""Least share of matrix products in a predicted step; with less the rest would distort the fit."""
 
 
 def runs_path(machine: Path) -> Path:
-    """Where the runs of a machine stand: beside its facts."""
+    """Return the path of a machine's file of runs, beside its facts."""
     return machine.with_suffix(".runs.jsonl")
 
 
 def share_of(parts: dict[str, float], step_s: float, known: float) -> float | None:
-    """Compute a run's share: measured over predicted seconds of its matrix products.
+    """Return a run's share: measured over predicted seconds of its matrix products.
 
-    (step_s − all parts but "matrix") / "matrix" · known. None where that says nothing: products are
-    less than half of the predicted step, or the share is outside 0.3 … 4 (a disturbed machine).
+    (step_s − all parts but "matrix") / "matrix" · known. None if the run is not informative:
+    products are less than half of the predicted step, or the share is outside 0.3 … 4 (a disturbed
+    machine).
 
     Args:
         parts: predicted seconds of a step by name.
-        step_s: measured.
-        known: the share by which the prediction's rates were corrected already; 1: by none.
+        step_s: measured seconds.
+        known: the share that already corrected the prediction's rates; 1: none.
 
     >>> round(share_of({"matrix": 0.5, "gradients": 0.1}, 0.7, 1.0), 3)
     1.2
@@ -58,12 +59,12 @@ def share_of(parts: dict[str, float], step_s: float, known: float) -> float | No
 def note_run(machine: Path, compute: str, share: float) -> None:
     """Append a run's share to the file of runs beside a machine's facts; the newest 120 stay.
 
+    A file that cannot be read or written stays unchanged, without an error.
+
     Args:
         machine: path of the facts (`machine_path`).
         compute: number format.
-        share: as `share_of`.
-
-    A file that cannot be read or written is left as it is, without an error.
+        share: from `share_of`.
     """
     try:
         path = runs_path(machine)
@@ -75,15 +76,15 @@ def note_run(machine: Path, compute: str, share: float) -> None:
 
 
 def learnt(machine: Path) -> dict[str, float]:
-    """Read what runs taught of a machine: number format → median share of its latest 15 runs.
+    """Read a machine's corrections: number format → median share of its latest 15 runs.
 
-    A share is measured seconds by predicted ones.
+    A share is measured seconds divided by predicted ones.
 
     Args:
-        machine: path of the machine's facts (`machine_path`), beside which runs are noted.
+        machine: path of the machine's facts (`machine_path`), beside the file of runs.
 
     Returns:
-        {} where there are none or the file cannot be read; damaged lines are passed over.
+        {} if there are none or the file cannot be read; damaged lines are skipped.
     """
     found: dict[str, list[float]] = {}
     try:
@@ -100,7 +101,7 @@ def learnt(machine: Path) -> dict[str, float]:
 
 
 def corrected(cluster: Cluster, shares: dict[str, float]) -> Cluster:
-    """The cluster with the matrix rates that runs reach.
+    """Return the cluster with its matrix rates divided by the shares.
 
     >>> from shoal.base.estimates.cluster import Device, Link
     >>> link = Link("wire", 1e-5, 1e9)

@@ -1,1 +1,1 @@
-"""Bytes of one rank, kind by kind: states, activations, buffers, what offload moves."""
+"""Predicted bytes of one rank: states, activations, buffers and offloaded tensors."""

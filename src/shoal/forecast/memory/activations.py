@@ -1,16 +1,16 @@
-"""What a rank keeps from forward to backward, and what one block's backward holds beside it.
+"""Activation memory of one rank: saved for the backward, and working memory of one block.
 
-    kept      micro-batches in flight × Σ over the rank's units of what recompute leaves
+    kept      micro-batches in flight × Σ over the rank's units of activations after recompute
     halved    gradients of products' outputs between the two halves of a split backward
-    loss      its backward follows at once, unless the schedule puts it off (gpipe, zero-bubble):
-              then every micro-batch in flight keeps what the loss keeps too; under dualpipe one
-              loss waits while the rank's other stage runs backward
-    working   of the heaviest block: gradients on their way, gathered inputs, and with recompute all
-              that it computes again
-    split     tensor parallelism divides what lies between its two products; the rest only with
-              sequence parallelism; context parallelism divides everything
+    loss      its backward follows at once, unless the schedule delays it (gpipe, zero-bubble): then
+              every micro-batch in flight also keeps the loss's tensors; under dualpipe one loss
+              waits while the rank's other stage runs backward
+    working   of the heaviest block: gradients in flight, gathered inputs, and with recompute all
+              recomputed activations
+    split     tensor parallelism divides the tensors between a block's two products; the rest only
+              with sequence parallelism; context parallelism divides everything
 
-Source: Korthikanti et al. 2022 (2205.05198) §4; which bytes are of which kind: `transformer`.
+Source: Korthikanti et al. 2022 (2205.05198) §4; the kinds of bytes: `transformer_costs`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shoal.planning.pipeline_bubble import in_flight
 from shoal.planning.pipeline_stages import Stage, is_block, put_off, repeated
 
 PUT_OFF = ("gpipe", "zero-bubble")
-"""Schedules in which other passes come between the last stage's forward and its whole backward."""
+"""Schedules in which other passes run between the last stage's forward and its whole backward."""
 
 
 class Shares(NamedTuple):
-    """By what a rank multiplies bytes of one sample: split ones, plain ones, whole ones."""
+    """Factors from one sample's bytes to a rank's: of split, plain and whole tensors."""
 
     split: float
     plain: float
@@ -38,7 +38,7 @@ class Shares(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Bytes of a stage: kept in all · of its head · of its heaviest block, whole · beside it.
+    """Bytes of a stage's activations: kept in all, of its head, of its heaviest block, working.
 
     Attributes:
         waiting: of a head and its loss while another stage of the rank runs backward.
@@ -53,7 +53,7 @@ class Activations(NamedTuple):
 
 
 def shares(case: Case) -> Shares:
-    """How a case divides one sample's bytes over ranks, times its micro-batch."""
+    """Return a rank's shares of one sample's bytes, times its micro-batch."""
     layout = case.layout
     whole = case.micro_batch / layout.cp
     split = whole / layout.tp
@@ -61,7 +61,7 @@ def shares(case: Case) -> Shares:
 
 
 def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
-    """All activation bytes of one pipeline rank."""
+    """Return all activation bytes of one pipeline rank."""
     by = shares(case)
     flying, halved = 1.0, 0.0
     if case.layout.pp > 1:
@@ -79,7 +79,7 @@ def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
             working = max(working, _working(case, unit, by))
             if case.plan.offload == "activations":
                 kept = max(kept, 2 * one)
-            else:  # copies of a block take turns
+            else:  # dualpipe's model copies share the micro-batches in flight
                 kept += flying * count / stage.copies * one
                 kept += halved * count / stage.copies * _products(unit, by)
         elif unit.loss_bytes:
@@ -93,7 +93,7 @@ def activations(case: Case, habits: Framework, stage: Stage) -> Activations:
 
 
 def kept_by_unit(case: Case, habits: Framework, stage: Stage) -> list[tuple[float, float]]:
-    """Bytes that one of each unit saves in one micro-batch, and what recompute leaves of them."""
+    """Return per unit the bytes saved in one micro-batch, and those left by recompute."""
     by = shares(case)
     found: list[tuple[float, float]] = []
     around: set[str] = set()
@@ -102,7 +102,7 @@ def kept_by_unit(case: Case, habits: Framework, stage: Stage) -> list[tuple[floa
         if is_block(unit):
             one = saved if unit.block == "-" else _kept(case, unit, by, saved)
             if unit.block not in ("", "-") and case.plan.recompute == "full":
-                # Of a larger block, the first unit's input is kept and all of it is run again.
+                # A larger block keeps only its first unit's input, and is recomputed as a whole.
                 one = 0.0 if unit.block in around else one / count
                 around.add(unit.block)
         found.append((saved, one))
@@ -110,15 +110,15 @@ def kept_by_unit(case: Case, habits: Framework, stage: Stage) -> list[tuple[floa
 
 
 def _losses_in_flight(case: Case, flying: float) -> float:
-    """Micro-batches whose loss waits for its backward, on the rank that has it."""
+    """Return the micro-batches whose loss waits for its backward, on the rank that has it."""
     return flying if canonical(case.schedule) in PUT_OFF and case.layout.pp > 1 else 1.0
 
 
 def kept_by_loss(case: Case, stage: Stage) -> float:
-    """Bytes of one micro-batch from the loss's forward to its backward.
+    """Return the bytes of one micro-batch from the loss's forward to its backward.
 
-    Of a chunked loss the gradients that it made in its forward pass: of hidden states, and of the
-    head's weight; else the normalised logits.
+    A chunked loss keeps the gradients that its forward pass makes: of hidden states, and of the
+    head's weight. Other losses keep the normalised logits.
     """
     head = stage.head
     if head is None:
@@ -130,13 +130,13 @@ def kept_by_loss(case: Case, stage: Stage) -> float:
 
 
 def boundary_bytes(model: ModelFacts) -> float:
-    """Bytes of one sample between two blocks: what a pipeline sends, and what the head reads."""
+    """Return the bytes of one sample between blocks, which pipelines send and the head reads."""
     blocks = repeated(model)
     return max((unit.input_bytes for unit in blocks), default=model.units[-1].input_bytes)
 
 
 def head_elements(case: Case, stage: Stage) -> float:
-    """Elements of the matrix that makes logits, on this rank."""
+    """Return this rank's elements of the matrix that makes logits."""
     head = stage.head
     if head is None:
         return 0.0
@@ -146,9 +146,9 @@ def head_elements(case: Case, stage: Stage) -> float:
 
 
 def waiting_head_bytes(case: Case, stage: Stage) -> float:
-    """Gradient of the head's weight that a chunked loss makes in its forward pass.
+    """Return the bytes of the head's weight gradient that a chunked loss makes in its forward.
 
-    It waits there until the backward reaches the weight: of a tied one, the embedding's.
+    The gradient waits until the backward reaches the weight: of a tied one, the embedding's.
     """
     if case.loss != "chunked":
         return 0.0
@@ -156,13 +156,13 @@ def waiting_head_bytes(case: Case, stage: Stage) -> float:
 
 
 def _products(unit: UnitFacts, by: Shares) -> float:
-    """Outputs of one unit's products, and so their gradients."""
+    """Return the bytes of the outputs of one unit's products, and thus of their gradients."""
     split, plain = unit.selective_bytes
     return split * by.split + plain * by.plain
 
 
 def _kept(case: Case, unit: UnitFacts, by: Shares, saved: float) -> float:
-    """Kept of one block and micro-batch under the case's recompute."""
+    """Return the bytes kept of one block and micro-batch under the case's recompute."""
     if case.plan.recompute == "none":
         return saved
     if case.plan.recompute == "full":
@@ -171,10 +171,10 @@ def _kept(case: Case, unit: UnitFacts, by: Shares, saved: float) -> float:
 
 
 def _saved(case: Case, habits: Framework, unit: UnitFacts, by: Shares) -> float:
-    """Saved by one unit and micro-batch without recompute."""
+    """Return the bytes that one unit saves per micro-batch without recompute."""
     total = unit.saved_split_bytes * by.split + unit.saved_plain_bytes * by.plain
     if unit.routed_bytes and by.tp > 1 and case.one_expert > 1:
-        # experts split over tp see the tokens of all its ranks: their inputs are not split
+        # experts split over tp see the tokens of all tp ranks: their inputs are not split
         total += unit.routed_bytes * (by.whole - by.split)
     if unit.routed_saved_bytes and case.layout.ep > 1:
         total += (habits.imbalance - 1) * unit.routed_saved_bytes * by.split
@@ -194,7 +194,7 @@ def _working(case: Case, unit: UnitFacts, by: Shares) -> float:
 
 
 def _context(case: Case, by: Shares) -> float:
-    """Keys and values of a neighbour on the ring, and their gradients."""
+    """Return the bytes of a ring neighbour's keys and values, and of their gradients."""
     model = case.model
     if case.layout.cp == 1 or not model.heads:
         return 0.0

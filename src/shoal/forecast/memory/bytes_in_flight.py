@@ -1,17 +1,17 @@
-"""Bytes of gradients and weights on their way between data ranks, at each moment of Shoal's step.
+"""Bytes of gradients and weights in flight between data-parallel ranks, by moment of a step.
 
-    ddp, zero1   all of a step's buckets are on their way until its end: what is received beside
-                 what is kept, and copies where `reduce_bytes` is narrower than what is kept
-    zero2        a bucket is collected beside the parts that are kept, then sent; before that the
-                 one on its way is received, which may be an earlier micro-batch's
-    dualpipe     without data ranks gradients lie apart: a bucket is filled from them, and summed
-    zero1, 2     after the update every rank's part of the weights travels to all others
-    zero3        the next block is gathered ahead; gradients that were sent stay until the next are;
-                 on gloo a block's gather has a copy inside gloo, flat bytes and parameters, and
-                 the memory of what was gathered, sent and received is kept for the next block
+    ddp, zero1   all of a step's buckets are in flight until its end: receive buffers beside the
+                 kept gradients, and copies if `reduce_bytes` is narrower than the kept gradients
+    zero2        a bucket is filled beside the kept parts, then sent; before that the bucket in
+                 flight is received, which may be an earlier micro-batch's
+    dualpipe     without data ranks gradients are separate tensors: a bucket is filled, and summed
+    zero1, 2     after the update every rank's part of the weights is gathered by all others
+    zero3        the next block is gathered ahead; sent gradients stay until the next are sent; on
+                 gloo a block's gather has a copy inside gloo, flat bytes and parameters, and the
+                 next block reuses the memory of gathers, sends and receives
 
-gloo (CPU) receives from every rank before it adds up: as much as was sent. NCCL receives the sum of
-the rank's own part. Source: shoal.parallel.data_parallel.buckets, zero;
+gloo (CPU) receives from every rank before it adds up: as many bytes as were sent. NCCL receives the
+sum of the rank's own part. Source: shoal.parallel.data_parallel.buckets, zero;
 shoal.fabric.collectives.uneven_collectives; torch: ProcessGroupGloo.cpp (_allgather_base),
 _fsdp_param_group.py (post_backward, reduce_scatter_state).
 """
@@ -39,22 +39,22 @@ from shoal.planning.gradient_buckets import BUCKET_BYTES
 from shoal.planning.pipeline_stages import Stage, is_bare, is_block
 
 BUCKETS_IN_FLIGHT = 1
-"""Buckets that zero2 has on their way while it fills one (`data_parallel.zero.IN_FLIGHT`)."""
+"""Buckets that zero2 sends while it fills one (`data_parallel.zero.IN_FLIGHT`)."""
 
 
 GLOO_THREADS = 2
-"""Collectives of a group that gloo works at at a time (torch: ProcessGroupGloo.Options.threads)."""
+"""Concurrent collectives of a gloo group (torch: ProcessGroupGloo.Options.threads)."""
 
 
 class OnWay(NamedTuple):
-    """Bytes at one moment each.
+    """Bytes in flight at five moments of a step.
 
     Attributes:
         before: at the loss, of earlier micro-batches.
         first: in the backward of the last block.
         last: in the backward of the first block.
-        sent: when the last bucket has left and no activation is there any more.
-        published: while stepped weights travel.
+        sent: when the last bucket is sent and all activations are freed.
+        published: during the all-gather of updated weights.
     """
 
     before: float = 0.0
@@ -65,11 +65,11 @@ class OnWay(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes of zero 3 on gloo while blocks are in their backward: weights gathered, gradients sent.
+    """Bytes of zero 3 on gloo at a moment of a backward: gathered weights, gradients in flight.
 
     Attributes:
         through: blocks whose backward is over.
-        works: whether a block's backward runs meanwhile.
+        works: whether a block's backward runs at this moment.
     """
 
     gathered: float
@@ -82,10 +82,10 @@ class Turn(NamedTuple):
     """Bytes of zero 3 on devices at a moment of a backward pass, which goes block by block.
 
     Attributes:
-        gathered, sent: weights that are whole · gradients, and what is sent of them.
-        freed: activations of this pass that are gone.
+        gathered, sent: whole weights; gradients, and their buffers in flight.
+        freed: freed activations of this pass.
         made: share of the summed gradients.
-        again: whether a block was computed again for what comes.
+        again: whether a block was recomputed for the next backward.
         works: whether a backward runs.
     """
 
@@ -98,7 +98,7 @@ class Turn(NamedTuple):
 
 
 class OnGloo(NamedTuple):
-    """Zero 3 on gloo: bytes gathered at the loss, moments of blocks, bytes at the root's end."""
+    """Bytes of zero 3 on gloo: gathered at the loss, by moments of blocks, at the root's end."""
 
     loss: float
     blocks: list[Moment]
@@ -106,7 +106,7 @@ class OnGloo(NamedTuple):
 
 
 def on_way(case: Case, elements: Elements) -> OnWay:
-    """What zero 0 to 2 have on their way beside the states, for a rank of so many elements."""
+    """Return the bytes in flight of zero 0 to 2 beside the states, for a rank's elements."""
     layout = case.layout
     if case.framework != "shoal" or layout.zero == 3:
         return OnWay()
@@ -119,7 +119,7 @@ def on_way(case: Case, elements: Elements) -> OnWay:
     own = 1 / shard_counts(case)[0] if layout.zero else 0.0
     gloo = case.cluster.device.kind == "cpu"
     received = 1.0 if gloo else own
-    # Every bucket's own part waits; gloo makes its copies of those that its threads are at.
+    # Every bucket's own part waits; gloo copies the buckets that its threads process.
     copied = min(total, GLOO_THREADS * BUCKET_BYTES) if gloo else 0.0
     published = WIDTHS[case.plan.compute] / wide * (own * total + copied) if layout.zero else 0.0
     if layout.zero < 2 or case.plan.defer_sync:
@@ -130,7 +130,7 @@ def on_way(case: Case, elements: Elements) -> OnWay:
     bucket = min(total, BUCKET_BYTES)
     before = each * _in_a_row(total, case.accumulate - 1, BUCKETS_IN_FLIGHT)
     waiting = each * bucket if total > bucket else before
-    # Received when the next is full: the sum of the own part is made beside both.
+    # Received when the next bucket is full: the own part's sum is made beside both.
     full = waiting + bucket + own * bucket if waiting else bucket
     sent = max(full, (each + own) * bucket)
     last = full if total > bucket else before + bucket
@@ -138,7 +138,7 @@ def on_way(case: Case, elements: Elements) -> OnWay:
 
 
 def _in_a_row(total: float, passes: int, count: int) -> float:
-    """Most bytes of `count` buckets sent one after another, when every pass sends `total`.
+    """Return the most bytes of `count` consecutive buckets, if every pass sends `total`.
 
     >>> mib = 2**20
     >>> [_in_a_row(size * mib, 4, 3) / mib for size in (10, 40, 100)]
@@ -152,9 +152,9 @@ def _in_a_row(total: float, passes: int, count: int) -> float:
 
 
 def arriving_bytes(case: Case, stage: Stage) -> float:
-    """The largest layer's gradient before it is added to what is kept; of bare layers only.
+    """Return the largest layer's gradient before it is added to the kept one, of bare layers.
 
-    Facts do not say how large the matrices inside a block are, so those are left out.
+    The model's facts do not contain the sizes of matrices inside a block, so blocks are omitted.
     """
     if case.framework != "shoal" or case.layout.zero == 3:
         return 0.0
@@ -164,7 +164,7 @@ def arriving_bytes(case: Case, stage: Stage) -> float:
 
 
 def goes_in_turn(case: Case) -> bool:
-    """Whether `sharded_in_turn` says what zero 3 holds: where a pass goes through all of a rank."""
+    """Return whether `sharded_in_turn` applies to zero 3: a pass goes through all of a rank."""
     if case.layout.zero < 3 or streams_parameters(case):
         return False
     if case.layout.pp == 1:
@@ -173,12 +173,13 @@ def goes_in_turn(case: Case) -> bool:
 
 
 def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharded) -> list[Turn]:
-    """What zero 3 on devices has gathered, made and sent while blocks take turns.
+    """Return zero 3's bytes on devices, gathered and in flight, at moments of a backward.
 
-    A block is gathered flat, then copied into its parameters: before that two are there, after it
-    the next in its flat bytes. Its activations go while its gradients are made; these are copied
-    together to be sent, and what was sent stays until those of the next block are copied; under
-    hsdp what replicas have summed stays until the pass is over.
+    A block is gathered flat, then copied into its parameters. Before the copy two flat blocks
+    exist; after it the next block exists flat. The block's activations are freed while its
+    gradients are made. These are copied together for the reduce-scatter, and the sent copy stays
+    until the next block's gradients are copied. Under hsdp the sums over replicas stay until the
+    pass is over.
     """
     width, reduced = WIDTHS[case.plan.compute], max(4, case.reduce_bytes)
     sizes, root = gathered_elements(case, stage)
@@ -187,7 +188,7 @@ def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharde
     freed = _freed_by_block(case, habits, stage)
     whole = kept_over(case) == 1
     turns = []
-    if whole:  # In the forward pass torch lets a block's flat bytes go after the next's copy.
+    if whole:  # In the forward pass torch frees a block's flat bytes after the next block's copy.
         flat = width * sum(sizes[-2:])
         turns.append(Turn(sharded.stays + flat, 0.0, freed[-1], 0.0, works=False))
     sums = reduced / shard_counts(case)[0] if _sums_stay(case) else 0.0
@@ -196,7 +197,7 @@ def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharde
         size, ahead = sizes[k], sizes[k - 1] if k else 0.0
         made, held = summed / (sum(sizes) + root), sharded.stays
         kept = sharded.head + sums * summed
-        if whole:  # nothing is gathered again
+        if whole:  # no second gather
             held -= width * sum(sizes[k + 1 :])
             before, during, after = held, held, held - width * size
         else:
@@ -209,22 +210,22 @@ def sharded_in_turn(case: Case, habits: Framework, stage: Stage, sharded: Sharde
             Turn(after, kept + sends, gone + freed[k], made, works=False),
         ]
         sent, gone, summed = reduced * size, gone + freed[k], summed + size
-    # The root's gradients are copied and sent when no activation of the pass is there any more.
+    # The root's gradients are copied and sent after all activations of the pass are freed.
     held, gone = (sharded.stays, gone) if case.layout.pp > 1 else (0.0, inf)
     turns.append(Turn(held, sharded.root + sums * summed, gone, 1.0, works=False))
     return turns
 
 
 def _sums_stay(case: Case) -> bool:
-    """Whether hsdp keeps sums of parts beside the gradients that they were added or copied to."""
+    """Return whether hsdp keeps sums of parts beside the gradients that they were added to."""
     added = case.accumulate > 1 and not case.plan.defer_sync
     return case.layout.dp_replicate > 1 and (added or case.plan.parks_parameters)
 
 
 def _freed_by_block(case: Case, habits: Framework, stage: Stage) -> list[float]:
-    """Bytes of activations that each block's backward lets go, in the order of `gathered_elements`.
+    """Return the bytes of activations that each block's backward frees, by `gathered_elements`.
 
-    None where they wait on the host.
+    All are 0 if the activations wait on the host.
     """
     apart = gathered_apart(case, stage)
     if case.plan.offload == "activations":
@@ -234,15 +235,15 @@ def _freed_by_block(case: Case, habits: Framework, stage: Stage) -> list[float]:
 
 
 def gathers_on_gloo(case: Case) -> bool:
-    """Whether `sharded_on_gloo` says what zero 3 holds; in a pipeline all stays gathered."""
+    """Return whether `sharded_on_gloo` applies to zero 3; in a pipeline all stays gathered."""
     on_cpu = case.framework == "shoal" and case.cluster.device.kind == "cpu"
     return on_cpu and case.layout.zero == 3 and case.layout.pp == 1
 
 
 def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
-    """What zero 3 on gloo has gathered and sent.
+    """Return zero 3's bytes on gloo, gathered and in flight, at moments of a step.
 
-    The root (embedding, head, bare layers) stays gathered, as it is kept; the gradient of the
+    The root (embedding, head, bare layers) stays gathered in its own width. The gradient of the
     head's weight waits until the root is sent. Of unequal blocks, the largest and the one before it
     count.
     """
@@ -259,20 +260,20 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
         held += width * sum(sizes) / over
     if sizes:
         block, ahead = max(zip(sizes, [0.0, *sizes[:-1]], strict=True), key=sum)
-        # flat bytes, gloo's copy of them or parameters: of the block, then of the one ahead
+        # flat bytes, and gloo's copy of them or parameters: of the block, then of the next one
         moments = [
             Moment(held + width * (block + max(block, 2 * ahead)), head),
             Moment(held + width * (block + ahead), head, works=True),
             Moment(held + width * ahead, head + reduced * block * (2 + own), through=1),
         ]
-    # Sums of earlier micro-batches are among the gradients; the first's own are not yet.
+    # The gradients include sums of earlier micro-batches, but not yet the first one's own sums.
     summed, first_sum = (own, 0.0) if case.accumulate > 1 else (0.0, own)
-    if len(sizes) > 2:  # the next two are gathered while what the first sent is still held
+    if len(sizes) > 2:  # the next two are gathered while the first one's sent buffers exist
         moments.append(
             Moment(held + width * 3 * block, head + reduced * block * (1 + first_sum), through=1)
         )
-        # Blocks of one size take turns with the memory of what is gathered, sent and received: it
-        # lies beside a block's parameters and gradients from the third one's backward on.
+        # Blocks of equal size reuse the memory of gathers, sends and receives: from the third
+        # block's backward on it lies beside a block's parameters and gradients.
         moments += [
             Moment(
                 held + width * 2 * block,
@@ -282,8 +283,8 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
             for sent in sorted({2, len(sizes) - 1})
         ]
     if often := _called_often(case, stage):
-        # Its gradient waits in the graph for all its calls, each of which sends what it has; two
-        # gathers' memory is kept meanwhile.
+        # Its gradient waits in the graph for all its calls, each of which sends its part; the
+        # memory of two gathers stays meanwhile.
         moments.append(
             Moment(
                 held + width * 3 * often,
@@ -295,18 +296,18 @@ def sharded_on_gloo(case: Case, stage: Stage) -> OnGloo:
 
 
 def _kept_on_gloo(case: Case, root: float, head: float, sizes: list[float]) -> OnGloo:
-    """The same where blocks stay gathered until their backward pass has sent what it made.
+    """Return zero 3's bytes on gloo if blocks stay gathered until their backward is sent.
 
     Args:
-        root, sizes: elements, of the rest and of each block.
-        head: bytes of its gradient.
+        root, sizes: elements of the root and of each block.
+        head: bytes of the head's gradient.
     """
     width = WIDTHS[case.plan.compute]
     wide = max(4, width)
     reduced, own = case.reduce_bytes or wide, 1 / shard_counts(case)[0]
     kept, block = wide * root + width * sum(sizes), max(sizes)
     moments = [
-        # In the forward pass, flat bytes beside the parameters, and those of the block before.
+        # In the forward pass: flat bytes beside the parameters, and those of the block before.
         Moment(kept + width * block * min(2, len(sizes)), head),
         Moment(kept, head, works=True),
         Moment(kept - width * block, head + reduced * block * (2 + own), through=1),
@@ -315,7 +316,7 @@ def _kept_on_gloo(case: Case, root: float, head: float, sizes: list[float]) -> O
 
 
 def _called_often(case: Case, stage: Stage) -> float:
-    """Elements of the largest block that a forward pass calls more than once."""
+    """Return the elements of the largest block that a forward pass calls more than once."""
     again = {unit.name for unit, _ in stage.units if unit.tied_to == unit.name}
     sizes = [sum(rank_sum(case, [(unit, 1.0)])) for unit, _ in stage.units if unit.name in again]
     return max(sizes, default=0.0)

@@ -1,16 +1,16 @@
-"""What other frameworks' training steps keep in memory, where they differ from Shoal's own.
+"""Memory of other frameworks' training steps, where they differ from Shoal's.
 
-Published runs were made by these frameworks; to be held against them, a prediction must follow
-their step. Every figure here is read from their source or follows from it, but two that are fitted,
-each one number for all runs of a kind: `allocator` and `imbalance` (docs/planner-memory.md).
+These frameworks made the published runs, so a prediction for comparison must follow their step.
+Every figure here is read from their source or follows from it. Two are fitted, each one number for
+all runs of a kind: `allocator` and `imbalance` (docs/planner-memory.md).
 
 torchtitan   at 9dec370 (Dec 2024): train.py (`del pred` before backward, loss not compiled),
              models/llama/model.py (repeat_kv), parallelisms/parallelize_llama.py (op-wise
-             selective recompute: every second product kept; the last block is not cut between its
-             passes); its loss is compiled since 2025
-FSDP2        torch, _fsdp_collectives.py: gathered bytes are made once flat on the gather stream,
+             selective recompute: every second product kept; the last block is not resharded between
+             its passes); its loss is compiled since 2025
+FSDP2        torch, _fsdp_collectives.py: gathered bytes exist once flat on the gather stream and
              once as parameters; gradients on the reduce stream. Embedding and head stay gathered
-             between forward and backward; in a pipeline everything does, and gradients stay whole
+             between forward and backward. In a pipeline all weights do, and gradients stay whole
              (torchtitan: reshard_after_forward is off there), or each micro-batch would gather
 DTensor      tensor/parallel/loss.py (saved softmax, its gradient, exp, their sum: 16 bytes);
              inputs of split products are gathered once and saved whole
@@ -29,23 +29,22 @@ from shoal.forecast.models.block_parts import FUSED, Kernels
 
 @dataclass(frozen=True)
 class Framework:
-    """One framework's step.
+    """Memory of one framework's training step.
 
     Attributes:
-        kernels: what its kernels keep, with torch.compile: `compiled`.
+        kernels: tensors that its kernels save; `compiled`: with torch.compile.
+        loss_word_bytes: of a full loss at its peak, per token and word, in bf16.
+        compiled_loss_word_bytes: the same with a compiled loss; 0: loss_word_bytes.
         split_loss_word_bytes: the same of a loss that tensor parallelism splits.
-        splits_loss: the loss is split by tensor parallelism whatever the case says.
-        gathers_again: with tensor and sequence parallelism, gathered inputs are gathered again for
-            the backward, into one buffer that lives for the whole run; else they are kept.
+        idle_word_bytes: reserved after the forward of the loss, and unused at its peak.
+        splits_loss: tensor parallelism splits the loss, whatever the case says.
+        gathers_again: with tensor and sequence parallelism, the backward gathers inputs again into
+            one buffer that lives for the whole run; else gathered inputs are kept.
         keeps_last: under fsdp the last block stays gathered from forward to backward.
-        update_bytes: per local parameter, what the optimizer's step holds for itself.
+        update_bytes: temporary bytes of the optimizer's step per local parameter.
+        workspace_bytes: for matrix products: 32 MiB of cuBLAS, as much again of Transformer Engine.
         allocator: reserved / (allocated + idle pools).
         imbalance: tokens of the fullest rank of an expert-parallel group / their mean.
-
-    loss_word_bytes of a full loss at its peak, per token and word, in bf16; with a compiled
-                    loss: compiled_loss_word_bytes (0: as it is)
-    idle_word_bytes reserved after the forward of the loss and of no use at its peak
-    workspace_bytes for matrix products: 32 MiB of cuBLAS, as much again of Transformer Engine
     """
 
     kernels: Kernels = FUSED
@@ -64,7 +63,7 @@ class Framework:
 
 
 OWN = Kernels(wide_residual=True)
-"""Shoal's models on a GPU: between blocks fp32 under autocast."""
+"""Shoal's models on a GPU: the residual stream is fp32 under autocast."""
 
 _TITAN = Kernels(repeated_kv=True, selective="half", keeps_unused=True)
 _TITAN_COMPILED = Kernels(repeated_kv=True, selective="half", fused_gate=True)
@@ -97,11 +96,11 @@ FRAMEWORKS = {
         update_bytes=0.0,
     ),
 }
-"""By `Case.framework`."""
+"""Memory by `Case.framework`."""
 
 
 def framework(name: str) -> Framework:
-    """The step of a framework; PlanError for one that is not known.
+    """Return the memory of a framework's step; PlanError for an unknown framework.
 
     >>> framework("megatron").loss_word_bytes
     6.0
@@ -112,10 +111,10 @@ def framework(name: str) -> Framework:
 
 
 def own_kernels(device_kind: str, sequence: int, element_bytes: int) -> Kernels:
-    """Describe what the kernels of Shoal's own models keep for the backward: for `model_facts`.
+    """Return the kernels of Shoal's own models for `model_facts`, by device and sequence.
 
-    A GPU's (all that is not "cpu") are `OWN`, whatever the other arguments. On a CPU attention over
-    up to 2048 tokens is matrix products on blocks of `score_rows` rows, longer is flash attention.
+    On all devices but "cpu" they are `OWN`. On a CPU attention over up to 2048 tokens is matrix
+    products on blocks of `score_rows` rows, over more tokens flash attention.
 
     Args:
         sequence: tokens per sample.

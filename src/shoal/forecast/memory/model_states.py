@@ -1,15 +1,15 @@
-"""Bytes that stay on a rank from step to step: weights, gradients, optimizer state, their average.
+"""Bytes of the states of one rank: weights, gradients, optimizer state, weight average.
 
     bytes per element and rank        ddp    zero1       zero2       zero3, n shards
     fp32                              16     8 + 8/n     4 + 12/n    16/n
     bf16 with fp32 masters            18     6 + 12/n    2 + 16/n    16/n (fp32 weights, cast when
                                                                      gathered)
 
-with AdamW's two moments (8 bytes). `average` adds an fp32 copy, split as the optimizer's state is;
+with AdamW's two moments (8 bytes). `average` adds an fp32 copy, split like the optimizer state.
 `defer_sync` keeps whole gradients (zero3: until the last micro-batch; so does torchtitan in a
-pipeline). What no product reads (embeddings, and heads tied to them) has no narrow copy: 16 bytes,
-not 18. Experts are split over fewer ranks: their n is the number of ranks that hold the same
-expert. Megatron's distributed optimizer is zero1.
+pipeline). Weights that no product reads (embeddings, and heads tied to them) have no narrow copy:
+16 bytes, not 18. Experts are split over fewer ranks: their n is the number of ranks that hold the
+same expert. Megatron's distributed optimizer is zero1.
 
 Source: Rajbhandari et al. 2020 (ZeRO, 1910.02054) §3; Shoal's own tensors, counted in
 tests/worlds/test_states.py and test_divided_memory.py; Megatron: theoretical_memory_usage.py
@@ -24,7 +24,7 @@ from shoal.base.estimates.estimate import Case, UnitFacts
 from shoal.base.layouts.layout import Layout
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes of an element of the weights that compute sees."""
+"""Bytes per element of the weights in compute."""
 
 
 STATE_BYTES = {
@@ -57,7 +57,7 @@ class Elements(NamedTuple):
 
 
 def rank_elements(unit: UnitFacts, layout: Layout, ep: int, expert_tp: int) -> Elements:
-    """Elements of ONE unit that a rank works with, after tensor and expert parallelism.
+    """Return a rank's elements of ONE unit, after tensor and expert parallelism.
 
     >>> unit = UnitFacts("block", parameters=100, plain_parameters=10, expert_parameters=40)
     >>> rank_elements(unit, Layout(tp=2), ep=4, expert_tp=1)
@@ -69,10 +69,10 @@ def rank_elements(unit: UnitFacts, layout: Layout, ep: int, expert_tp: int) -> E
 
 
 def shard_counts(case: Case) -> tuple[int, float]:
-    """Over how many ranks states of dense weights, and of experts, are split.
+    """Return the number of ranks that share the states of dense weights, and of experts.
 
-    Context-parallel ranks hold the same weights, so they share the split; an expert exists on
-    tp · ranks / (ep · expert_tp) of them only.
+    Context-parallel ranks hold the same weights, so they take part in the split. Only
+    tp · ranks / (ep · expert_tp) ranks hold an expert.
     """
     layout = case.layout
     if not layout.zero:
@@ -82,7 +82,7 @@ def shard_counts(case: Case) -> tuple[int, float]:
 
 
 def keeps_gathered(case: Case) -> bool:
-    """Whether zero 3 gathers once a step: others do in a pipeline; Shoal does per micro-batch."""
+    """Return whether zero 3 gathers once a step, as other frameworks do in a pipeline."""
     return case.layout.zero == 3 and case.layout.pp > 1 and case.framework != "shoal"
 
 
@@ -90,12 +90,12 @@ def state_bytes(case: Case, elements: Elements, wide: float = 0.0) -> States:
     """Predict bytes of weights, gradients and optimizer state of a pipeline stage on one rank.
 
     An average of the weights counts as optimizer state. Under offload = parameters all three are 0,
-    under offload = optimizer the moments; on a CPU only where they go to files
+    under offload = optimizer the moments are; on a CPU only if they go to files
     (`offloaded_bytes.py`).
 
     Args:
-        elements: of the stage before the data-parallel split, which is made here.
-        wide: of the dense ones: those of which no narrow copy is made.
+        elements: of the stage before the data-parallel split, which this function makes.
+        wide: the dense elements without a narrow copy.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.estimates.estimate import ModelFacts
@@ -118,7 +118,7 @@ def state_bytes(case: Case, elements: Elements, wide: float = 0.0) -> States:
 
 
 def _per_element(case: Case, n: float, width: int) -> States:
-    """Bytes per element with optimizer state split over `n`, if `width` bytes of it are read."""
+    """Return bytes per element with optimizer state split over `n`, `width` bytes in compute."""
     zero = case.layout.zero
     wide = max(4, width)
     narrow = width < 4
@@ -133,7 +133,7 @@ def _per_element(case: Case, n: float, width: int) -> States:
         if zero == 2:
             gradients /= n
     if case.plan.defer_sync and zero == 2:
-        gradients = wide  # as zero1
+        gradients = wide  # as under zero1
     if zero == 3 and case.accumulate > 1 and (case.plan.defer_sync or keeps_gathered(case)):
         gradients = wide + wide / n
     if case.plan.average:
@@ -142,6 +142,6 @@ def _per_element(case: Case, n: float, width: int) -> States:
         return States(weights, gradients, optimizer)
     if case.plan.parks_parameters:
         return States(0.0, 0.0, 0.0)
-    if case.plan.offload == "optimizer":  # masters are parameters, and stay
+    if case.plan.offload == "optimizer":  # fp32 masters are parameters, and stay on the device
         optimizer -= moments / n if zero else moments
     return States(weights, gradients, optimizer)

@@ -1,18 +1,18 @@
-"""What offload keeps where, moves, and lets a step wait for; the sizes are those of a run, too.
+"""Offload: bytes on the device, the host and disks, and seconds of copies in a step.
 
-    optimizer    on the device: 3 pieces of the state while a step goes through it
-    parameters   of one device: what is in no block, 3 blocks, 3 buckets of gradients; in the step
-                 3 pieces of masters, gradients and state. Under fsdp as FSDP2 does it: nothing but
-                 what is gathered
+    optimizer    on the device: 3 pieces of the state during a step
+    parameters   of one device: weights outside blocks, 3 blocks, 3 buckets of gradients; during the
+                 update 3 pieces of masters, gradients and state. Under fsdp as in FSDP2: only
+                 gathered weights
     files        of a run on the CPU: no memory of the process, bytes of a disk
 
-    step         copies in, arithmetic, copies out run at once, a piece behind each other
+    step         copies in, arithmetic and copies out overlap, one piece behind the other
                  = longest of the three + the first piece in + the last piece out
     passes       weights in twice per micro-batch, gradients out (from the second micro-batch on
-                 also in) beside compute; sums are scaled by the host, which reads and writes them
+                 also in) beside compute; the host scales sums, which reads and writes them
 
-Source: shoal.parallel.offload, which asks here how large a piece is; the copies' order is run, not
-described, in tests/parallel/test_copy_overlap.py
+Source: shoal.parallel.offload, which takes its piece size from here. The order of the copies is
+executed in tests/parallel/test_copy_overlap.py.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from shoal.planning.gradient_buckets import BUCKET_BYTES
 from shoal.planning.pipeline_stages import Stage, is_block
 
 PIECE_BYTES = 64 * 2**20
-"""Of parameters that are stepped together, where there is room for it."""
+"""Bytes of parameters that are stepped together on a large device."""
 
 LEAST_BYTES = 2**16
-"""Smaller tensors of state stay on the device: biases, step counts. Launches would cost more."""
+"""Smaller state tensors stay on the device (biases, step counts): their copies cost more."""
 
 PIECES = 3
-"""Of them on the device at once: one comes, one is stepped, one leaves."""
+"""Pieces on the device at once: one arrives, one is stepped, one leaves."""
 
 PIECES_OF_MEMORY = 64
-"""A device has room for so many pieces' parameters at least."""
+"""Least number of pieces whose parameters would fit in a device's memory."""
 
 BLOCKS, BUCKETS = 3, 3
-"""Whose weights, and whose sums of gradients, are on the device at once."""
+"""Blocks whose weights, and buckets whose gradients, are on the device at once."""
 
 
 def piece_bytes(memory_bytes: float) -> int:
-    """Choose how many bytes of parameters are stepped together on a device of so much memory.
+    """Return the bytes of parameters that are stepped together on a device with this memory.
 
     >>> piece_bytes(24 * 2**30) // 2**20, piece_bytes(2**28) // 2**20
     (64, 4)
@@ -59,23 +59,23 @@ def piece_bytes(memory_bytes: float) -> int:
 
 
 def acts(case: Case) -> bool:
-    """Whether something of a case waits elsewhere: on a CPU in files only."""
+    """Return whether offload moves any tensor of a case; on a CPU only to files."""
     on_gpu = case.cluster.device.kind == "gpu"
     return case.plan.offload != "none" and (on_gpu or case.plan.states_in_files)
 
 
 def streams_parameters(case: Case) -> bool:
-    """Whether one device trains a model that waits on the host."""
+    """Return whether a single device trains a model whose parameters lie on the host."""
     on_gpu = case.cluster.device.kind == "gpu"
     alone = case.layout.processes == 1 and case.framework == "shoal"
     return case.plan.parks_parameters and on_gpu and alone
 
 
 class Held(NamedTuple):
-    """Bytes on a device that streams: in the whole step, in passes, in the optimizer's step.
+    """Bytes on a device under offload: in the whole step, in passes, in the optimizer's step.
 
     Attributes:
-        staying: of the optimizer's state, in tensors too small to travel.
+        staying: optimizer state in tensors that are too small to offload.
     """
 
     weights: float = 0.0
@@ -86,7 +86,7 @@ class Held(NamedTuple):
 
 
 def cut_pieces(sizes: Sequence[int], size_bytes: int) -> list[slice]:
-    """Cut parameters of so many bytes, in their order, into pieces that are stepped together.
+    """Cut parameters of these bytes, in their order, into pieces that are stepped together.
 
     >>> cut_pieces([3, 2, 4, 9, 1], 5)
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
@@ -101,27 +101,27 @@ def cut_pieces(sizes: Sequence[int], size_bytes: int) -> list[slice]:
 
 
 def _at_once(sizes: Sequence[int], pieces: Sequence[slice]) -> float:
-    """Most bytes of as many pieces, one after another, as are on the device at once."""
+    """Return the most bytes of `PIECES` consecutive pieces."""
     held = [sum(sizes[piece]) for piece in pieces]
     return max((sum(held[k : k + PIECES]) for k in range(len(held))), default=0.0)
 
 
 def on_device(case: Case, stage: Stage, elements: Elements) -> Held:
-    """Returns what is on the device of states that wait on the host."""
+    """Return the bytes on the device of states that lie on the host."""
     if not acts(case) or case.plan.offload == "activations" or case.cluster.device.kind != "gpu":
         return Held()
     wide = max(4, WIDTHS[case.plan.compute])
     moments = case.optimizer_bytes * wide / 4
-    # What this rank steps: under zero 1 to 3 its part of every tensor.
+    # Elements that this rank steps: under zero 1 to 3 its part of every tensor.
     loose = [
         (unit, local_elements(case, rank_sum(case, [(unit, 1.0)])))
         for unit, _ in stage.units
         if not is_block(unit)
     ]
-    largest = max((size for _, size in loose), default=0.0)  # its largest tensor, mostly
+    largest = max((size for _, size in loose), default=0.0)  # in most models the largest tensor
     piece = piece_bytes(case.cluster.device.memory_bytes) / wide
     own = local_elements(case, elements)
-    # A tensor larger than a piece is one, and its neighbours are not.
+    # A tensor larger than a piece is its own piece; its neighbours are of normal size.
     pieces = moving = min(own, max(piece, largest) + (PIECES - 1) * piece)
     staying = 0.0
     if case.plan.placements and case.framework == "shoal":
@@ -138,7 +138,7 @@ def on_device(case: Case, stage: Stage, elements: Elements) -> Held:
     blocks, root = gathered_elements(case, stage)
     if not blocks:
         root = own
-    # Tables are read as they are kept: no narrow copy is made of what no product reads.
+    # Tables stay wide: weights that no product reads have no narrow copy.
     table = sum(size for unit, size in loose if not unit.forward_flops and not unit.loss_bytes)
     kept = width * max(0.0, root - table) + wide * table
     block = max(blocks, default=0.0) or own * block_share(case, stage, elements)
@@ -152,7 +152,7 @@ def on_device(case: Case, stage: Stage, elements: Elements) -> Held:
 
 
 class Copies(NamedTuple):
-    """Seconds that the step waits for, and seconds of copies beside compute, in a whole step."""
+    """Seconds of a whole step: exposed copies, and copies that overlap compute."""
 
     optimizer_s: float
     offload_s: float
@@ -162,12 +162,12 @@ class Copies(NamedTuple):
 def copies(
     case: Case, owned: float, saved_bytes: float, update_s: float, host_bytes_per_s: float
 ) -> Copies:
-    """Predict what offload makes a step wait for.
+    """Predict the seconds that offload adds to a step.
 
     Args:
         owned: elements that this rank steps.
         saved_bytes: of activations per micro-batch.
-        update_s: of the optimizer's arithmetic on the device.
+        update_s: seconds of the optimizer's arithmetic on the device.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device, Link
     >>> from shoal.base.estimates.estimate import ModelFacts
@@ -208,14 +208,14 @@ def copies(
 
 
 class Elsewhere(NamedTuple):
-    """Bytes of states on the host of one rank, and in files."""
+    """Bytes of one rank's states on the host, and in files."""
 
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
 
 
 def elsewhere(case: Case, elements: float) -> Elsewhere:
-    """Returns what waits elsewhere for a rank that steps so many elements."""
+    """Return the offloaded bytes of a rank that steps this many elements."""
     if not acts(case) or case.plan.offload == "activations":
         return Elsewhere()
     wide = max(4, WIDTHS[case.plan.compute])

@@ -1,8 +1,8 @@
-"""Counts what a placed plan comes to on one rank: bytes that it holds, collectives that it joins.
+"""Exact bytes and collectives of one rank, from a plan with placements.
 
-A search works with sums over units of a model (`model_states`, `step_sync`). Once the plan has its
-placements, rows say it tensor by tensor, and these figures are exact: a run's counters and its live
-storages say the same, to the byte (tests/worlds/test_placed.py).
+A search uses sums over units of a model (`model_states`, `step_sync`). A plan with placements lists
+every tensor, so the figures here are exact: a run's counters and its live storages agree to the
+byte (tests/worlds/test_placed.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shoal.planning.gradient_buckets import BUCKET_BYTES, plan_buckets
 
 
 class Collective(NamedTuple):
-    """One collective of a step: all_reduce, reduce_scatter, all_gather.
+    """One collective of a step: all_reduce, reduce_scatter or all_gather.
 
     Attributes:
-        payload_bytes: of the whole tensor that is reduced, or that is there after gathering.
+        payload_bytes: of the whole reduced or gathered tensor.
         degree: ranks that take part.
     """
 
@@ -34,11 +34,11 @@ class Collective(NamedTuple):
 
 
 def states(plan: Plan, rank: int, optimizer_bytes: float) -> States:
-    """Bytes that a rank keeps from step to step, by what they are.
+    """Return the bytes that a rank keeps from step to step, by kind.
 
     Args:
-        plan: with its placements; nothing of it is offloaded.
-        optimizer_bytes: state per fp32 element that is stepped: 8 for Adam.
+        plan: with its placements, without offload.
+        optimizer_bytes: state per fp32 element of the optimizer: 8 for Adam.
 
     >>> from shoal.base.layouts.layout import Layout
     >>> rows = (Placement("w", (6, 4), "float32", True, data="states"),)
@@ -78,7 +78,7 @@ def states(plan: Plan, rank: int, optimizer_bytes: float) -> States:
 
 
 def gradient_sums(plan: Plan, rank: int) -> Iterator[Collective]:
-    """Every collective that sums gradients in one step of a rank, in no order.
+    """Yield every collective that sums gradients in one step of a rank, in no order.
 
     Args:
         plan: with its placements, and `accumulate` micro-batches per rank.
@@ -107,7 +107,7 @@ def gradient_sums(plan: Plan, rank: int) -> Iterator[Collective]:
 
 
 def weight_gathers(plan: Plan, rank: int, per_node: int) -> Iterator[Collective]:
-    """Every collective that gives ranks weights which others stepped, in one step of a rank.
+    """Yield every collective that gathers updated weights in one step of a rank.
 
     Args:
         per_node: ranks of a node, among which `fsdp.reshard = node` keeps blocks.
@@ -122,7 +122,7 @@ def weight_gathers(plan: Plan, rank: int, per_node: int) -> Iterator[Collective]
     for unit, rows in here.units().items():
         inner = rows[0].degree(rows[0].data_axes[1], layout)
         size = sum(here.row_elements(row) for row in rows) * inner * _gathered_bytes(unit, rows)
-        # A block before every call, and again before its backward; in a pipeline the rest stays.
+        # A block before every call, and again before its backward; in a pipeline others stay whole.
         passes = 1 if layout.pp > 1 else plan.accumulate
         if unit:
             passes = plan.accumulate * rows[0].calls
@@ -133,7 +133,7 @@ def weight_gathers(plan: Plan, rank: int, per_node: int) -> Iterator[Collective]
 
 
 def _shared(here: _Rank) -> Iterator[Collective]:
-    """What is summed over tp, cp and pp beside the data axes, once a step."""
+    """Yield the gradient sums over tp, cp and pp besides those over data axes, once a step."""
     tensors: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
     parts = [(here.rows[b.names[0]], here.own_elements(b)) for b in here.buckets]
     parts = [(row, size) for row, size in parts if row.data != "rows"]
@@ -150,7 +150,7 @@ def _shared(here: _Rank) -> Iterator[Collective]:
 
 
 def _messages(sizes: Sequence[int]) -> Iterator[int]:
-    """Bytes of each message: tensors travel together up to a bucket's bytes."""
+    """Yield the bytes of each message: tensors share a message up to a bucket's bytes."""
     held = 0
     for size in sizes:
         if held and held + size > BUCKET_BYTES:
@@ -161,19 +161,19 @@ def _messages(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def _sent_bytes(plan: Plan, dtype: str) -> int:
-    """Bytes of an element of a gradient while it is summed over data axes."""
+    """Return the bytes of a gradient element in sums over data axes."""
     return {"fp32": 4, "bf16": 2}.get(plan.sums) or bytes_of(dtype)
 
 
 def _gathered_bytes(unit: str, rows: Sequence[Placement]) -> int:
-    """Bytes of an element that zero 3 gathers: narrow where all matrices of a block are read so."""
+    """Return the bytes of an element in zero 3's gathers: narrow if compute reads it narrow."""
     formats = {row.compute for row in rows if len(row.shape) >= 2}
     narrow = next(iter(formats)) if unit and len(formats) == 1 else ""
     return bytes_of(narrow or rows[0].dtype)
 
 
 def stepped_bytes(plan: Plan, rank: int) -> list[int]:
-    """Bytes of each tensor that a rank's optimizer steps, in the order of the module.
+    """Return bytes of each tensor that a rank's optimizer steps, in the order of the module.
 
     Args:
         plan: with its placements.
@@ -199,26 +199,26 @@ def stepped_bytes(plan: Plan, rank: int) -> list[int]:
 
 
 class _Rank:
-    """One rank's rows, and its buckets as they are cut."""
+    """Placements and buckets, with their cuts, of one rank."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.layout, self.at = plan, plan.layout, plan.layout.at(rank)
         self.rows = {row.name: row for row in plan.placements if self.at["pp"] in row.stages}
         buckets = plan_buckets(plan.placements, self.layout, rank)
         if [b.names for b in buckets] == [b.names for b in plan.buckets]:
-            self.buckets = plan.buckets  # whose cuts the optimizer has decided
+            self.buckets = plan.buckets  # with the cuts that suit the optimizer
         elif self.layout.zero in (1, 2):
             self.buckets = cut_buckets(buckets, plan.placements, self.layout, rank)
         else:
             self.buckets = buckets
 
     def own_elements(self, bucket: Bucket) -> int:
-        """Elements of a bucket that this rank steps."""
+        """Return the elements of a bucket that this rank steps."""
         begin, end = self.own_range(bucket)
         return end - begin
 
     def own_range(self, bucket: Bucket) -> tuple[int, int]:
-        """Where they begin and end in the bucket."""
+        """Return the start and stop of this rank's elements in the bucket."""
         if not bucket.cuts:
             return 0, bucket.elements
         outer, inner = self.rows[bucket.names[0]].data_axes
@@ -227,20 +227,20 @@ class _Rank:
         return bucket.cuts[owner], bucket.cuts[owner + 1]
 
     def row_elements(self, row: Placement) -> int:
-        """Elements of which every rank has room under zero 3: ceil(rows / ranks) rows."""
+        """Return the elements allocated on every rank under zero 3: ceil(rows / ranks) rows."""
         shape = row.local_shape(self.at)
         return -(-shape[0] // row.degree(row.data_axes[1], self.layout)) * math.prod(shape[1:])
 
     def row_bytes(self, row: Placement) -> int:
-        """The same in bytes."""
+        """Return the bytes allocated on every rank under zero 3."""
         return self.row_elements(row) * row.element_bytes
 
     def kept_elements(self, row: Placement) -> int:
-        """Elements of those rows that are there."""
+        """Return the allocated elements that hold rows, without padding."""
         return row.kept(self.at, self.layout).elements
 
     def units(self) -> dict[str, list[Placement]]:
-        """What is gathered together; "" for what is in no unit that this rank holds all of."""
+        """Return placements by the unit that gathers them; "" for those of no whole unit here."""
         every = [row for row in self.plan.placements if row.data == "rows"]
         elsewhere = {row.unit for row in every if self.at["pp"] not in row.stages}
         found: dict[str, list[Placement]] = {}

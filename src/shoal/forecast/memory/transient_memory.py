@@ -1,16 +1,17 @@
-"""Bytes that come and go in a step beside activations: gathered weights, buckets, loss, pools.
+"""Temporary bytes of a step besides activations: gathered weights, buckets, loss, pools.
 
-    sharded   zero 3 gathers the next block ahead, keeps embedding and head from forward to
-              backward, others than Shoal in a pipeline everything; gradients travel in fp32 beside
-              narrow originals
+    sharded   zero 3 gathers the next block ahead and keeps embedding and head from forward to
+              backward; other frameworks than Shoal keep all in a pipeline; gradients are summed in
+              fp32 beside narrow originals
     loss      full: 12 bytes per token and word in bf16 · chunked: a chunk of logits, gradients of
-              hidden states and of the head's weight (made in the forward pass), of a rank's own
-              words under tp; on devices the backward makes both anew, scaled · parallel: ÷ tp
-    traced    a loss that was traced says itself what it holds, gradients included
-    pools     torch's allocator keeps memory per stream: flat gathered weights, and blocks that the
-              loss's forward left, are reserved and of no use to others
+              hidden states and of the head's weight (made in the forward pass), under tp of a
+              rank's own words; on devices the backward makes both again, scaled · parallel: ÷ tp
+    traced    the trace of a traced loss has its bytes, gradients included
+    pools     torch's allocator has a pool per stream: flat gathered weights, and blocks that the
+              loss's forward freed, stay reserved and other streams cannot use them
 
-Source: torch FSDP2, c10/cuda/CUDACachingAllocator; shoal.models.loss; of peers: `frameworks`.
+Source: torch FSDP2, c10/cuda/CUDACachingAllocator; shoal.models.loss; of others:
+`framework_memory`.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from shoal.forecast.memory.model_states import (
 from shoal.planning.pipeline_stages import Stage, root_share
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "gpu": 512 * 2**20}
-"""Budget of Shoal's chunked loss in wide logits (`shoal.models.loss.default_chunk_rows`)."""
+"""Logits budget in fp32 of Shoal's chunked loss (`shoal.models.loss.default_chunk_rows`)."""
 
 
 SEGMENT_BYTES = 20 * 2**20
-"""What torch's allocator takes at a time for blocks of 1 to 10 MiB (c10: kLargeBuffer)."""
+"""Segment of torch's allocator for blocks of 1 to 10 MiB (c10: kLargeBuffer)."""
 
 
 class Sharded(NamedTuple):
-    """Weights gathered at a time, and flat; gradients of a block, the head, the root on the way.
+    """Bytes of gathered and flat weights, and of gradients in flight: block, head, root.
 
     Attributes:
-        stays: of what is gathered: from forward to backward.
-        last: the last block, while the loss is made, where a framework keeps it.
+        stays: part of `gathered` that stays from forward to backward.
+        last: the last block during the loss, if the framework keeps it.
     """
 
     gathered: float = 0.0
@@ -61,7 +62,7 @@ class Sharded(NamedTuple):
 
 
 def rank_sum(case: Case, units: list[tuple[UnitFacts, float]], tied: float = 0.0) -> Elements:
-    """Elements of several units on one rank; tied: of a table that it holds a copy of."""
+    """Return the elements of several units on one rank; tied: of a table copy on the rank."""
     dense = experts = 0.0
     expert_tp = case.one_expert
     for unit, count in units:
@@ -72,9 +73,9 @@ def rank_sum(case: Case, units: list[tuple[UnitFacts, float]], tied: float = 0.0
 
 
 def frozen_bytes(case: Case, stage: Stage) -> float:
-    """Bytes of weights that do not train, as this rank keeps them; of peers they are not known.
+    """Return the bytes of frozen weights on this rank; 0 for frameworks other than Shoal.
 
-    No narrow copy is made of them; zero 3 shards them with the rest.
+    Frozen weights have no narrow copy; zero 3 shards them with the rest.
     """
     if case.framework != "shoal" or (case.plan.parks_parameters and case.layout.processes > 1):
         return 0.0
@@ -84,9 +85,9 @@ def frozen_bytes(case: Case, stage: Stage) -> float:
 
 
 def wide_elements(case: Case, stage: Stage) -> float:
-    """Elements of which Shoal makes no narrow copy: tables that are looked up, norms.
+    """Return the elements without a narrow copy in Shoal: lookup tables, norms.
 
-    A table is what no product of its unit reads; a head that is tied to one reads it as it is.
+    No product of its own unit reads a lookup table; a head tied to one reads it in its own width.
     """
     if case.framework != "shoal":
         return 0.0
@@ -99,32 +100,32 @@ def wide_elements(case: Case, stage: Stage) -> float:
 
 
 def local_elements(case: Case, elements: Elements) -> float:
-    """Elements whose optimizer state this rank holds."""
+    """Return the elements whose optimizer state this rank holds."""
     dense, experts = shard_counts(case)
     return elements.dense / dense + elements.experts / experts
 
 
 def block_share(case: Case, stage: Stage, elements: Elements) -> float:
-    """Share of the rank's elements that one block has."""
+    """Return one block's share of the rank's elements."""
     sizes = [sum(rank_sum(case, [(unit, 1.0)])) for unit, _ in stage.blocks]
     return max(sizes, default=0.0) / max(1.0, sum(elements))
 
 
 def head_share(case: Case, stage: Stage, elements: Elements) -> float:
-    """Share of the rank's elements that the head multiplies by."""
+    """Return the head matrix's share of the rank's elements."""
     return head_elements(case, stage) / max(1.0, sum(elements))
 
 
 def sharded_bytes(case: Case, stage: Stage) -> Sharded:
-    """What splitting the parameters themselves (zero 3) holds beside the shards."""
+    """Return the bytes that zero 3 holds beside the shards."""
     if case.layout.zero < 3:
         return Sharded()
     width = WIDTHS[case.plan.compute]
     scatter = width + max(4, case.reduce_bytes)
     sizes, root = gathered_elements(case, stage)
     largest = max(sizes, default=0.0)
-    rooted = width  # of an element of the root
-    if case.framework == "shoal":  # whose root is gathered as it is kept
+    rooted = width  # bytes per element of the root
+    if case.framework == "shoal":  # Shoal gathers the root in its own width
         rooted = max(4, width)
     ahead = min(2, len(sizes)) * largest  # the next block is gathered ahead
     over = kept_over(case)
@@ -132,7 +133,7 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
     if over < shard_counts(case)[0]:
         stays += width * sum(sizes) / over
     kept = stays + (width * ahead if over > 1 else 0.0)
-    if keeps_gathered(case):  # else every micro-batch would gather again
+    if keeps_gathered(case):  # otherwise every micro-batch would gather again
         stays = kept = width * sum(rank_sum(case, stage.units, stage.tied))
     return Sharded(
         gathered=kept,
@@ -146,7 +147,7 @@ def sharded_bytes(case: Case, stage: Stage) -> Sharded:
 
 
 def kept_over(case: Case) -> int:
-    """Returns the ranks that hold a block between its passes (`fsdp.reshard`); 1: whole."""
+    """Return the ranks that share a block between its passes (`fsdp.reshard`); 1: whole."""
     layout = case.layout
     apart = layout.cp * layout.tp
     shards = shard_counts(case)[0]
@@ -154,9 +155,9 @@ def kept_over(case: Case) -> int:
 
 
 def gathered_elements(case: Case, stage: Stage) -> tuple[list[float], float]:
-    """Returns elements of what fsdp gathers on one rank: of each block, in order, and of the root.
+    """Return the elements that fsdp gathers on one rank: of each block in order, and of the root.
 
-    Units that are parts of one larger block are gathered with it; frozen ones are gathered too.
+    Units of one larger block are gathered together; frozen ones are gathered too.
     """
     ones = [_elements_of_one(case, unit) for unit, _ in stage.units]
     root = stage.tied / case.layout.tp
@@ -171,7 +172,7 @@ def gathered_elements(case: Case, stage: Stage) -> tuple[list[float], float]:
 
 
 def gathered_apart(case: Case, stage: Stage) -> list[list[tuple[int, float]]]:
-    """Returns what fsdp gathers one after another: places among the stage's units, and how many."""
+    """Return fsdp's gathers in order: each a list of (index of a unit, count)."""
     found: list[list[tuple[int, float]]] = []
     around = ""
     for place, (unit, count) in enumerate(stage.units):
@@ -192,7 +193,7 @@ def _elements_of_one(case: Case, unit: UnitFacts) -> float:
 
 
 def idle_bytes(case: Case, habits: Framework, stage: Stage, when: str, sharded: Sharded) -> float:
-    """Reserved but unused at the peak: pools of other streams, blocks that the loss left."""
+    """Return reserved but unused bytes at the peak: pools of other streams, blocks of the loss."""
     if case.cluster.device.kind == "cpu":
         return 0.0
     idle = sharded.flat
@@ -203,10 +204,10 @@ def idle_bytes(case: Case, habits: Framework, stage: Stage, when: str, sharded: 
 
 
 def segment_bytes(case: Case) -> float:
-    """Most that segments hold beside what was asked for: one that is begun, on every stream."""
+    """Return the most bytes that segments hold unused: one partly used segment per stream."""
     if case.cluster.device.kind == "cpu":
         return 0.0
-    return SEGMENT_BYTES * (3 if case.layout.zero == 3 else 1)  # gathers and sums have their own
+    return SEGMENT_BYTES * (3 if case.layout.zero == 3 else 1)  # gathers, sums: own streams
 
 
 def _loss_split(case: Case, habits: Framework) -> float:
@@ -216,7 +217,7 @@ def _loss_split(case: Case, habits: Framework) -> float:
 
 
 def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
-    """Bytes of the loss at its peak, on the stage that has it."""
+    """Return the bytes of the loss at its peak, on the stage that has it."""
     head = stage.head
     if head is None:
         return 0.0
@@ -231,11 +232,11 @@ def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
     waiting = waiting_head_bytes(case, stage)
     samples = case.micro_batch / case.layout.cp
     if case.model.source.startswith("traced"):
-        # It was given the head's weight beside the hidden states, and made a gradient of it once,
-        # however many samples there are.
+        # The loss receives the head's weight beside the hidden states, and makes one gradient of
+        # it, for any number of samples.
         hidden = stage.units[-2][0].input_bytes if len(stage.units) > 1 else 0.0
         per_sample = head.loss_bytes - max(0.0, head.input_bytes - hidden)
-        chunk = max(0.0, per_sample - hidden) / case.layout.tp * samples  # each has its own words
+        chunk = max(0.0, per_sample - hidden) / case.layout.tp * samples  # tp splits the vocabulary
         rows = min(hidden, per_sample) * samples
     else:
         width = WIDTHS[case.plan.compute]
@@ -243,17 +244,17 @@ def loss_bytes(case: Case, habits: Framework, stage: Stage) -> float:
         chunk = min(full / case.layout.tp, budget * (2 if width < 4 else 1))
         rows = head.input_bytes * samples
     made = rows + waiting
-    # The backward scales what the forward made; on a CPU it looks whether there is need to.
+    # The backward scales the forward's gradients; on a CPU only if the scale is not 1.
     return made + (chunk if case.cluster.device.kind == "cpu" else max(chunk, made))
 
 
 def workspace_bytes(case: Case, habits: Framework) -> float:
-    """What libraries of matrix products hold through torch's allocator."""
+    """Return the bytes that matrix-product libraries hold through torch's allocator."""
     return 0.0 if case.cluster.device.kind == "cpu" else habits.workspace_bytes
 
 
 def carried_bytes(case: Case, habits: Framework) -> float:
-    """Alive at any instant between forward and backward: workspaces, messages, gathered inputs."""
+    """Return bytes alive between forward and backward: workspaces, messages, gathered inputs."""
     by = shares(case)
     boundary = boundary_bytes(case.model)
     total = workspace_bytes(case, habits)

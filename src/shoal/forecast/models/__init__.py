@@ -1,1 +1,1 @@
-"""Models as numbers: parameters, work and activations, of ours and of published ones."""
+"""Model facts for predictions: parameters, FLOP and activations, of own and published models."""

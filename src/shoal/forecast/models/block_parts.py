@@ -1,12 +1,12 @@
-"""The halves of a transformer's block, per token: parameters, work, and what is kept.
+"""Costs of the halves of a transformer block, per token: parameters, FLOP, saved bytes.
 
     attention   norm, q, k, v, rotary positions, attention, output, residual sum
     latent      DeepSeek's: queries and keys from small latents, part of each head rotary
     ffn         norm, products, activation, residual sum
     experts     norm, router, dispatch, the experts a token uses, their weighted sum, shared ones
 
-Counts are in elements, memory in bytes; `transformer` adds them up and scales them to a sample.
-Sources: there, and of latent attention and shared experts 2405.04434.
+Counts are in elements, memory in bytes. `transformer_costs` adds them up and scales them to a
+sample. Sources: there, and of latent attention and shared experts 2405.04434.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from shoal.base.estimates.transformer_shape import Transformer
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a framework's kernels keep for the backward pass, where kernels differ.
+    """Tensors that a framework's kernels save for the backward pass, where kernels differ.
 
     Attributes:
-        fused_norm: a norm keeps its input, not fp32 copies of it.
-        fused_gate: SwiGLU keeps gate, up and product, not silu(gate) too.
-        flash: attention keeps log-sum-exp, not the scores.
-        score_rows: without flash: causal scores in blocks of that many rows, which skip the keys
-            that come after; 0: all of them.
-        wide_residual: what flows from block to block stays fp32 where products are narrow
-            (autocast).
+        fused_norm: a norm saves its input, not fp32 copies of it.
+        fused_gate: SwiGLU saves gate, up and product, not silu(gate) too.
+        flash: attention saves log-sum-exp, not the scores.
+        score_rows: without flash: causal scores are computed in blocks of this many rows, without
+            the keys after the block; 0: all scores.
+        wide_residual: the residual stream stays fp32 if products are narrow (autocast).
         repeated_kv: keys and values are copied to every query head before attention.
         probs_inside: an expert's output is weighted before its last product, so that it is not
-            kept.
-        selective: what selective recompute keeps: "products", or "half" (every second product).
-        keeps_unused: recompute also keeps a block's last product, which nobody asks for.
+            saved.
+        selective: saved under selective recompute: "products", or "half" (every second product).
+        keeps_unused: recompute also saves a block's last product, which the backward does not use.
     """
 
     fused_norm: bool = True
@@ -52,7 +51,7 @@ FUSED = Kernels()
 
 @dataclass(frozen=True)
 class Part:
-    """One half of a block, per token: counts in elements, memory in bytes (see UnitFacts)."""
+    """Costs of one half of a block, per token: counts in elements, memory in bytes (UnitFacts)."""
 
     parameters: int = 0
     plain: int = 0
@@ -75,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Cut:
-    """A shape seen at one sequence and format: what every part below needs."""
+    """A transformer's shape with the sequence, number format and kernels of a prediction."""
 
     shape: Transformer
     sequence: int
@@ -84,53 +83,53 @@ class Cut:
 
     @property
     def norm(self) -> int:
-        """Parameters of one norm."""
+        """Return the parameters of one norm."""
         return self.shape.hidden * (2 if self.shape.norm == "layer" else 1)
 
     def norm_bytes(self, readers: int = 1) -> float:
-        """Kept by one norm per token: input, output, and what kernels that are not fused add.
+        """Return the bytes that one norm saves per token: input, output, unfused kernels' copies.
 
         Args:
-            readers: products that read the output: where it is wide, autocast makes each a narrow
-                copy.
+            readers: products that read the output: autocast makes a narrow copy of a wide
+                output for each.
         """
         h, e = self.shape.hidden, self.e
         copies = readers if self.stream > e else 1
-        # two fp32 copies in place of one narrow one; in fp32 one normalised copy more
+        # two fp32 copies instead of one narrow one; in fp32 one normalised copy more
         extra = 0 if self.kernels.fused_norm else (6 * h if e == 2 else e * h)
         return self.stream * h + copies * e * h + extra
 
     @property
     def stream(self) -> int:
-        """Bytes of a number that flows from block to block."""
+        """Return the bytes of an element of the residual stream."""
         return max(4, self.e) if self.kernels.wide_residual else self.e
 
     @property
     def mask_bytes(self) -> float:
-        """One dropout mask per token."""
+        """Return the bytes of one dropout mask per token."""
         return self.shape.hidden if self.shape.dropout else 0.0
 
     @property
     def residual_moved(self) -> float:
-        """Elements read and written by norm, residual sum and dropout of half a block."""
+        """Return the elements that norm, residual sum and dropout of half a block access."""
         h = self.shape.hidden
         unfused = 0 if self.kernels.fused_norm else 6 * h
         return 2 * h + 3 * h + (2 * h if self.shape.dropout else 0) + unfused
 
     @property
     def attended(self) -> int:
-        """Keys that a query looks at."""
+        """Return the keys that a query attends to: the sequence, or a sliding window of it."""
         window = self.shape.window
         return min(window, self.sequence) if window else self.sequence
 
 
 def attention_part(cut: Cut) -> Part:
-    """The attention half of a block."""
+    """Return the attention half of a block."""
     return _latent_attention(cut) if cut.shape.latent else _attention(cut)
 
 
 def _attention(cut: Cut) -> Part:
-    """Norm, q, k, v, rotary positions, attention, output product, residual sum."""
+    """Return standard attention: norm, q, k, v, rotary positions, scores, output, residual sum."""
     shape, e, kernels = cut.shape, cut.e, cut.kernels
     h = shape.hidden
     q, kv = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
@@ -160,7 +159,7 @@ def _attention(cut: Cut) -> Part:
 
 
 def _latent_attention(cut: Cut) -> Part:
-    """DeepSeek's attention: queries and keys from small latents, part of each head rotary."""
+    """Return DeepSeek's latent attention: queries and keys from small latents, partly rotary."""
     shape, e = cut.shape, cut.e
     q_rank, kv_rank, rope, *apart = shape.latent
     h, heads, width = shape.hidden, shape.heads, shape.head_width
@@ -187,7 +186,7 @@ def _latent_attention(cut: Cut) -> Part:
 
 
 def _scores_bytes(cut: Cut) -> float:
-    """Kept of the attention weights per token: log-sum-exp, or all of them."""
+    """Return the bytes saved of the attention weights per token: log-sum-exp, or all scores."""
     heads = cut.shape.heads
     if cut.kernels.flash:
         return 4 * heads
@@ -198,11 +197,11 @@ def _scores_bytes(cut: Cut) -> float:
 
 
 def ffn_part(cut: Cut, width: int, *, own_norm: bool) -> Part:
-    """Norm, products, activation, residual sum; without norm and sum inside an expert block."""
+    """Return the ffn half; in an expert block (not `own_norm`) without norm and residual sum."""
     shape, e, gated = cut.shape, cut.e, cut.shape.gated
     h = shape.hidden
     weights = (3 if gated else 2) * h * width
-    # kept: gate, up, silu, product · gate, up, product · what the activation reads and makes
+    # saved: gate, up, silu, product · gate, up, product · inputs and outputs of the activation
     columns = (3 if cut.kernels.fused_gate else 4) if gated else 2
     biases = (2 if gated else 1) * width if shape.biases else 0
     half = cut.kernels.selective == "half"
@@ -227,7 +226,7 @@ def ffn_part(cut: Cut, width: int, *, own_norm: bool) -> Part:
 
 
 def experts_part(cut: Cut) -> Part:
-    """Norm, router, dispatch, the experts a token uses, their weighted sum, what is shared."""
+    """Return the experts half: norm, router, dispatch, experts, weighted sum, shared experts."""
     shape, e = cut.shape, cut.e
     h, used, width = shape.hidden, shape.experts_per_token, shape.expert_ffn
     one = ffn_part(cut, width, own_norm=False)

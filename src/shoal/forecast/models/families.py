@@ -1,7 +1,7 @@
-"""The models of this version: the arguments of each family, and sizes by the names people use.
+"""Model families: the arguments of each family, and named sizes.
 
 Every key of `[model]` is described here once: its type, default, least value and one line about it.
-`shoal.forecast.models.model_facts` checks what a user gives against these tables,
+`shoal.forecast.models.model_facts` checks the user's values against these tables,
 `shoal.models.catalog` builds from them, and docs/configuration.md prints them.
 
 Source    Llama 2: Touvron et al. 2023, table 1 and config.json; Llama 3: 2407.21783, table 3;
@@ -18,9 +18,9 @@ Value = int | float | bool
 
 @dataclass(frozen=True)
 class Argument:
-    """One key of [model]: its type and default, its least value, and one line about it.
+    """One key of [model]: its type, default and least value, and one line about it.
 
-    `derived` says how a default of 0 is filled in; such a key may be left at 0.
+    `derived` describes the value that replaces a default of 0; such a key may be left at 0.
     """
 
     name: str
@@ -114,10 +114,10 @@ FAMILIES: dict[str, tuple[Argument, ...]] = {
         _DROPOUT,
     ),
 }
-"""The models of this version and their arguments, in the builder's order."""
+"""Model families of this version and their arguments, in the builder's order."""
 
 LANGUAGE = ("llama", "gpt", "moe")
-"""Families that read tokens and leave the product with the vocabulary to the loss."""
+"""Families that read tokens and whose loss computes the product with the vocabulary."""
 
 
 def _llama(
@@ -170,4 +170,4 @@ PUBLISHED: dict[str, tuple[str, dict[str, Value]]] = {
     "vit-b": ("vit", _vit(768, 12, 12)),
     "vit-l": ("vit", _vit(1024, 24, 16)),
 }
-"""Sizes by the names the field gives them: the family, and the arguments that differ from it."""
+"""Published sizes by their usual names: the family, and the arguments that differ from it."""

@@ -1,9 +1,9 @@
-"""The shape of a Hugging Face model from its config.json, by the type that the file names.
+"""Shape of a Hugging Face model, from its config.json, by model_type.
 
-`hf_types.py` says type by type what is built: the number of parameters that follows is that of the
-class in transformers, exactly. A type without a row there, a class with another head, a file of
-several models (text and vision) and a key that builds something else are refused by name: counted
-by the same keys they would be wrong, and a verdict on memory with them.
+`hf_types.py` describes each type, so that the number of parameters is exactly that of the class in
+transformers. The module refuses by name a type without a row there, a class with another head, a
+file of several models (text and vision), and a key that builds something else. Counted by the same
+keys, such a model would have a wrong count and a wrong memory verdict.
 
 Source   transformers, configuration_*.py and modeling_*.py of each type
 """
@@ -23,10 +23,10 @@ from shoal.forecast.models.hf_mixtures import MIXTURES
 from shoal.forecast.models.hf_types import CHECKED, Decoder, Mixture
 
 TYPES = {**DENSE, **MIXTURES}
-"""Decoders, and encoders of text, by model_type."""
+"""Decoders, and text encoders, by model_type."""
 
 VISION = {"vit": "ViTForImageClassification", "deit": "DeiTForImageClassification"}
-"""Types that read images, and their class whose parameters are counted."""
+"""Image classifiers: the types, and the class whose parameters are counted."""
 
 TRY = "try: model.build=pkg.mod:function that returns the module, whose layers are traced"
 
@@ -35,14 +35,14 @@ def from_config(source: str | Path | Mapping[str, Any]) -> Transformer:
     """Return the shape that a Hugging Face config.json describes.
 
     Args:
-        source: path of the file or of its folder, or what the file holds.
+        source: path of the file or of its folder, or the parsed content of the file.
 
     Returns:
-        The shape; the parameters that follow from it are those of the class in transformers.
+        The shape; its number of parameters is that of the class in transformers.
 
     Raises:
-        ConfigError: no such file, no JSON, a type, a class or a key whose parameters are not
-            counted here, a key that is missing or of another kind.
+        ConfigError: no such file, no JSON, a type, class or key whose parameters are not counted
+            here, or a key that is missing or has a value of another kind.
 
     >>> from_config({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
     ...     "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 512}).kv_heads
@@ -61,7 +61,7 @@ def from_config(source: str | Path | Mapping[str, Any]) -> Transformer:
 
 
 def _check_type(where: str, found: Mapping[str, Any]) -> str:
-    """Return the model_type of a file. Raises: ConfigError for what is not counted here."""
+    """Return the model_type of a file; raise ConfigError for one that is not counted here."""
     kind, text = found.get("model_type"), found.get("text_config")
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: has no model_type; give a transformers config.json")
@@ -95,7 +95,7 @@ def _check_type(where: str, found: Mapping[str, Any]) -> str:
 
 
 def _check_fixed(where: str, kind: str, found: Mapping[str, Any]) -> None:
-    """Raises: ConfigError for a key with a value that builds another model."""
+    """Raise ConfigError for a key whose value builds another model."""
     for key, value in TYPES[kind].fixed.items():
         needed = found.get(value) if isinstance(value, str) else value
         if found.get(key) not in (None, needed):
@@ -120,7 +120,7 @@ def _read(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 class _Keys(dict[str, Any]):
-    """The keys of a config.json; one that is read by `[]` and missing is named."""
+    """Keys of a config.json; reading a missing key by `[]` raises an error with its name."""
 
     def __init__(self, where: str, found: Mapping[str, Any]) -> None:
         super().__init__(found)
@@ -133,10 +133,10 @@ class _Keys(dict[str, Any]):
 
 
 class _Config:
-    """A config.json whose keys are read by name, with clear errors.
+    """Reader of a config.json: values by key, with clear errors.
 
     Args:
-        usual: what its type takes for keys that the file leaves out.
+        usual: the type's defaults for keys that the file omits.
     """
 
     def __init__(self, where: str, found: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
@@ -145,9 +145,10 @@ class _Config:
         self.name = str(found.get("_name_or_path") or found.get("model_type") or "model")
 
     def whole(self, *keys: str, default: int | None = None) -> int:
-        """Return the whole number under `keys`, the names that one number has.
+        """Return the integer under any of `keys`, which are alternative names of one number.
 
-        Errors: ConfigError for another kind of value, for two that differ, for none.
+        Raises:
+            ConfigError: a value of another kind, two values that differ, or no value.
         """
         values = {key: self.found[key] for key in keys if self.found.get(key) is not None}
         for key, value in values.items():
@@ -163,11 +164,11 @@ class _Config:
         return self.found.__missing__(keys[0])
 
     def flag(self, key: bool | str) -> bool:
-        """Tell whether something is there: always, never, or as this key says."""
+        """Return whether a component exists: always, never, or as a boolean key says."""
         return key if isinstance(key, bool) else bool(self.found.get(key, False))
 
     def share(self, *keys: str) -> float:
-        """The first number of `keys` that is there, else 0."""
+        """Return the first number among `keys`, or 0 without one."""
         for key in keys:
             value = self.found.get(key)
             if isinstance(value, int | float):
@@ -176,7 +177,7 @@ class _Config:
 
 
 def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
-    """A stack of equal blocks: matrices by the numbers of the file, vectors by its type."""
+    """Return a stack of equal blocks: matrices from the file's numbers, vectors from its type."""
 
     def number(key: str) -> int:
         return config.whole(key, *kind.names.get(key, ()))
@@ -218,7 +219,7 @@ def _from_decoder(config: _Config, kind: Decoder) -> Transformer:
 
 
 def _head(config: _Config, kind: Decoder) -> dict[str, Any]:
-    """The width of a head; of multi-head latent attention its ranks too."""
+    """Return the width of a head; of multi-head latent attention also its ranks."""
     if not kind.latent:
         return {"head_size": config.whole("head_dim", default=0) if kind.head_dim else 0}
     values = config.whole("v_head_dim")
@@ -232,7 +233,7 @@ def _head(config: _Config, kind: Decoder) -> dict[str, Any]:
 
 
 def _mixture(config: _Config, kind: Mixture, width: int, layers: int) -> dict[str, Any]:
-    """Routed and shared experts, and how many blocks have none."""
+    """Return routed and shared experts, and the number of blocks without experts."""
     experts = config.whole(*kind.experts.split())
     if not experts:
         return {}
@@ -246,7 +247,7 @@ def _mixture(config: _Config, kind: Mixture, width: int, layers: int) -> dict[st
 
 
 def _vectors(config: _Config, kind: Decoder, shape: Transformer) -> Vectors:
-    """Norms and biases, one by one."""
+    """Return the parameters of norms and biases."""
     keys, h, mixture = config.found, shape.hidden, kind.mixture
     norm = {"rms": h, "layer": 2 * h, "none": 0}[kind.norm]
     norms = kind.norms if isinstance(kind.norms, int) else kind.norms(keys)
@@ -279,7 +280,7 @@ def _vectors(config: _Config, kind: Decoder, shape: Transformer) -> Vectors:
 
 
 def _from_vit(config: _Config, kind: str) -> Transformer:
-    """Blocks on patches of an image, and a classifier of its labels."""
+    """Return a vision transformer: blocks on patches of an image, and a classifier."""
     patch, side = config.whole("patch_size"), config.whole("image_size")
     heads, labels = config.whole("num_attention_heads"), config.found.get("id2label")
     h, width = config.whole("hidden_size"), config.whole("intermediate_size")

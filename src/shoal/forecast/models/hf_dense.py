@@ -1,4 +1,4 @@
-"""Types of transformers without experts: what each builds, one row per model_type."""
+"""Model types of transformers without experts: one row of parameters per model_type."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _falcon_kv(keys: Keys, heads: int) -> int:
 
 
 def _all_heads(keys: Keys, heads: int) -> int:
-    """Return the number of heads: the class does not read num_key_value_heads."""
+    """Return the number of heads: the class ignores num_key_value_heads."""
     return heads
 
 
@@ -49,7 +49,7 @@ PLAIN: dict[str, Any] = {
     "norm": "layer", "qkv": True, "o": True, "ffn": True, "gated": False,
     "kv_heads": _all_heads, "head_dim": False,
 }  # fmt: skip
-"""LayerNorm, a plain ffn, biases everywhere; the class reads no head_dim or num_key_value_heads."""
+"""LayerNorm, a plain ffn, biases everywhere; the class ignores head_dim and num_key_value_heads."""
 GPT: dict[str, Any] = {
     **PLAIN, "wide": True, "width": "n_inner",
     "names": {"hidden_size": ("n_embd",), "num_attention_heads": ("n_head",),
@@ -57,7 +57,7 @@ GPT: dict[str, Any] = {
 }  # fmt: skip
 """PLAIN with the names of GPT-2; without n_inner the ffn is four times as wide as the model."""
 GPTJ: dict[str, Any] = {**GPT, "qkv": False, "o": False, "norms": 1, "head": True}
-"""GPT with one norm in a block, and a bias of the head in place of attention's."""
+"""GPT with one norm in a block, and a bias in the head instead of in attention."""
 BERT: dict[str, Any] = {
     **PLAIN,
     "usual": {**TIED, "type_vocab_size": 2},
@@ -69,7 +69,7 @@ BERT: dict[str, Any] = {
     "head": True,
     "top": lambda shape, keys: (
         shape.hidden * (shape.hidden + 3) + (0 if shape.tied else shape.vocabulary)
-    ),  # two biases, which are one where weights are tied
+    ),  # two biases, which are one if weights are tied
 }
 
 DENSE: dict[str, Decoder] = {
@@ -294,4 +294,4 @@ DENSE: dict[str, Decoder] = {
     "xlm-roberta": Decoder("XLMRobertaForMaskedLM XLMRobertaForCausalLM", **BERT),
     "youtu": Decoder("YoutuForCausalLM", **DEEPSEEK, usual=TIED),
 }
-"""model_type → what it builds."""
+"""model_type → the parameters that the class builds."""

@@ -1,4 +1,4 @@
-"""Types of transformers with routed experts: what each builds, one row per model_type."""
+"""Model types of transformers with routed experts: one row of parameters per model_type."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from shoal.forecast.models.hf_types import (
 
 
 def _first_dense(keys: Keys, layers: int) -> int:
-    """Blocks before the first of experts, and those that the frequency leaves out."""
+    """Return the number of dense blocks: the first ones, and those that the frequency skips."""
     first, every = keys["first_k_dense_replace"] or 0, keys.get("moe_layer_freq") or 1
     return sum(not (i >= first and i % every == 0) for i in range(layers))
 
 
 def _sparse_step(keys: Keys, layers: int) -> int:
-    """Qwen's: every n-th block has experts, but for those that are named."""
+    """Return Qwen's number of dense blocks: every n-th block has experts, except named ones."""
     plain, step = keys.get("mlp_only_layers") or (), keys.get("decoder_sparse_step") or 1
     return sum(i in plain or (i + 1) % step != 0 for i in range(layers))
 
 
 def _named_layers(keys: Keys, layers: int) -> int:
-    """Blocks that mlp_layer_types calls dense, of which every file of these types has a list."""
+    """Return the number of blocks that mlp_layer_types lists as dense."""
     return list(keys["mlp_layer_types"] or ())[:layers].count("dense")
 
 
@@ -49,17 +49,17 @@ def _ernie_dense(keys: Keys, layers: int) -> int:
 
 
 def _times(number: str, width: str) -> Callable[[Keys], int]:
-    """Return the width of all shared experts: their number times the width of one."""
+    """Return a reader of the width of all shared experts: their number times the width of one."""
     return lambda keys: (keys[number] or 0) * keys[width]
 
 
 def _width(key: str) -> Callable[[Keys], int]:
-    """Return the width of the one shared expert."""
+    """Return a reader of the width of the single shared expert."""
     return lambda keys: keys[key]
 
 
 def _olmoe_norms(shape: Transformer, keys: Keys) -> int:
-    """Return the norms of queries and keys, whose width does not follow head_dim."""
+    """Return the parameters of query and key norms, whose width does not follow head_dim."""
     return (shape.heads + shape.kv_heads) * (shape.hidden // shape.heads)
 
 
@@ -82,7 +82,7 @@ NUMBERED = Mixture(
     shared=_times("num_shared_experts", "moe_intermediate_size"),
 )
 BOTH = "num_local_experts num_experts"
-"""The two names that the number of experts has in these files; transformers writes the first."""
+"""The two names of the number of experts in these files; transformers writes the first."""
 LOCAL = Mixture(BOTH, width="")
 GRANITE = Mixture("num_local_experts", width="", shared=_width("shared_intermediate_size"))
 
@@ -264,4 +264,4 @@ MIXTURES: dict[str, Decoder] = {
         mixture=Mixture("n_routed_experts num_local_experts", shared=SHARED),
     ),
 }
-"""model_type → what it builds."""
+"""model_type → the parameters that the class builds."""

@@ -1,8 +1,8 @@
-"""Is the transformers model there? Checks `model.name = hf:PATH` before any process starts.
+"""Check of `model.name = hf:PATH` before any process starts: transformers and the files exist.
 
-PATH is a folder with a config.json (and safetensors weights, if there are any) or the config.json
-itself, whose weights are then drawn anew. Nothing is imported here: transformers is searched for,
-the file is read as JSON. `shoal.models.huggingface` builds the model.
+PATH is a folder with a config.json (and safetensors weights, if any), or the config.json itself, in
+which case the weights are initialised randomly. This module imports nothing of transformers: it
+looks for the package and reads the file as JSON. `shoal.models.huggingface` builds the model.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from shoal.base.errors import ConfigError, nearest
 PREFIX = "hf:"
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-"""What transformers calls its weights: one file, or the list of several."""
+"""File names of transformers' weights: one file, or the index of several."""
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""What configurations of transformers call the number of layers."""
+"""Names of the number of layers in transformers configurations."""
 
 SEVERAL = ("depths", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers")
 """Keys of models with more than one stack of layers."""
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Weights that run code when they are read."""
+"""Weight files that execute code on load."""
 
 
 def is_foreign(name: str) -> bool:
-    """Tell whether a `model.name` begins with `hf:`, the path of a transformers model.
+    """Return whether a `model.name` begins with `hf:`, the path of a transformers model.
 
-    No file is looked at.
+    Accesses no file.
 
     >>> is_foreign("hf:models/mine"), is_foreign("llama")
     (True, False)
@@ -42,17 +42,17 @@ def is_foreign(name: str) -> bool:
 
 
 def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tuple[Path, bool]:
-    """Find and check the config.json that `hf:PATH` names: (its path, whether to load weights).
+    """Find and check the config.json of `hf:PATH`; return its path and whether to load weights.
 
-    Weights are loaded where PATH is a folder with safetensors in it, never where PATH is the .json
-    itself. transformers is searched for and not imported.
+    Weights are loaded if PATH is a folder with safetensors, never if PATH is the .json itself. The
+    function looks for transformers without importing it.
 
     Args:
-        arguments: keys of [model]; there may be none, since the file has the model's own.
+        arguments: keys of [model]; must be empty, since the file has the model's own.
 
     Raises:
         ConfigError: one line: transformers missing, no such file, no JSON, no model_type in it,
-            arguments, a folder whose only weights are pickles.
+            arguments, or a folder whose only weights are pickles.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
@@ -81,9 +81,9 @@ def foreign_config(name: str, arguments: Mapping[str, Any] | None = None) -> tup
 
 
 def foreign_layers(name: str) -> int | None:
-    """How many layers the config.json says that the one stack of the model has; None if not plain.
+    """Return the number of layers of the model's single stack; None if it has several.
 
-    A model with an encoder and a decoder, with stages, or with a part for pictures has several.
+    A model with encoder and decoder, with stages, or with a vision part has several stacks.
     """
     path, _ = foreign_config(name)
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -96,7 +96,7 @@ def foreign_layers(name: str) -> int | None:
 
 
 def _check_file(name: str, path: Path) -> None:
-    """Errors: ConfigError if `path` is no config.json with a model_type."""
+    """Raise ConfigError if `path` is no config.json with a model_type."""
     if not path.is_file():
         folders = [*path.parent.glob("*/config.json"), *path.parent.parent.glob("*/config.json")]
         close = nearest(str(path.parent), [str(found.parent) for found in folders])

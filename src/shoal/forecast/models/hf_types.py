@@ -1,10 +1,10 @@
-"""List the decoders of transformers whose parameters are counted here, and how each is built.
+"""Row types that describe the parameters of transformers model classes by config.json keys.
 
-One row per model_type. A row says which matrices, norms and biases a block has, and what keys mean
-that the file leaves out (the defaults of that type's configuration class). The rows are checked,
-type by type and key by key, by `tests/proof/hf_counts.py`: it builds each class of the installed
-transformers on the meta device and compares the number of parameters. A type without a row is
-refused by name: the same keys mean another model there.
+There is one row per model_type. A row lists the matrices, norms and biases of a block, and the
+defaults of keys that the file omits (those of the type's configuration class).
+`tests/proof/hf_counts.py` checks the rows type by type and key by key: it builds each class of the
+installed transformers on the meta device and compares the number of parameters. A type without a
+row is refused by name: the same keys mean another model there.
 
 Source   transformers 5.23, modeling_*.py and configuration_*.py of each type
 """
@@ -18,14 +18,14 @@ from typing import Any
 from shoal.base.estimates.transformer_shape import Transformer
 
 CHECKED = "transformers 5.23"
-"""Version of transformers with which the rows were compared."""
+"""Version of transformers against which the rows were checked."""
 
 Keys = Mapping[str, Any]
-"""A config.json, filled up with what its type takes for keys that it leaves out; what has no value
-then is refused by its name when it is read by `[]`."""
+"""A config.json, with its type's defaults for keys that it omits. Reading a key without a value by
+`[]` raises an error with its name."""
 
 Count = Callable[[Transformer, Keys], int]
-"""A number of parameters, by the shape of the model and its file."""
+"""Returns a number of parameters, from the model's shape and its file."""
 
 
 def _none(shape: Transformer, keys: Keys) -> int:
@@ -33,20 +33,20 @@ def _none(shape: Transformer, keys: Keys) -> int:
 
 
 def sinks(shape: Transformer, keys: Keys) -> int:
-    """Return the parameters of attention sinks: one number a head."""
+    """Return the parameters of attention sinks: one number per head."""
     return shape.heads
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The routed experts of a type, by the keys of its config.json.
+    """Routed experts of a model type, by the keys of its config.json.
 
     Attributes:
         experts, used: names of the number of experts in the files of this type, in one string; the
-            key of how many a token uses.
-        width: key of one expert's width; ffn's own key where it is the same.
-        shared: width of what every token uses beside them.
-        dense: blocks that have a plain ffn, by the file and the number of blocks.
+            key of the number of experts per token.
+        width: key of one expert's width; "" if it is the ffn's own key.
+        shared: width of the shared experts, which every token uses.
+        dense: number of blocks with a plain ffn, from the file and the number of blocks.
         router, each: vectors of a block's router and shared expert, and of one expert.
     """
 
@@ -61,32 +61,32 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The parameters that a model_type of transformers builds.
+    """Parameters of the class that transformers builds for a model_type.
 
     Attributes:
-        classes: architectures that were checked: with another head the count is another.
+        classes: architectures that were checked: another head has another count.
         names: other names of a key in the files of this type.
-        usual: what the type takes for keys that the file leaves out.
-        fixed: keys that must have this value, or that of the key it names: another one builds
+        usual: the type's defaults for keys that the file omits.
+        fixed: keys that must have this value, or that of the key it names: another value builds
             another model.
         gated: three matrices in the ffn, or two: by the type, never by the activation's name.
         norm: "rms" (a weight), "layer" (with a bias) or "none" (no parameters).
-        norms: in a block; there is one more behind the last block, if `last`.
+        norms: number per block; `last` adds one after the last block.
         qk_norm: of queries and keys: "" (none), "head" (one head's width) or "width" (all heads');
-            `qk_key` is the key that switches it on.
+            `qk_key` is the key that enables it.
         qkv, o, ffn, head: biases: always, never, or by this key.
-        mha: as many key and value heads as heads where the file has no num_key_value_heads; else it
-            must have them, since the type's own default is a number.
-        kv_heads: their number, where the class does not read num_key_value_heads.
+        mha: without num_key_value_heads in the file there are as many key and value heads as heads;
+            otherwise the file must have it, since the type's own default is a number.
+        kv_heads: their number, if the class ignores num_key_value_heads.
         head_dim: the class reads head_dim; otherwise a head is hidden_size / heads wide.
         positions: key of the learned positions.
-        encoder: sees tokens on both sides.
+        encoder: attention sees tokens on both sides.
         width: key of the ffn's width.
         wide: without that key the ffn is four times as wide as the model; with width = "" it always
             is.
         latent: multi-head latent attention; `qkv` are then the biases of its first matrices.
-        attention, block_ffn, embedding, top: what is there besides: in an attention, in a plain
-            ffn, beside the table of words, in the head.
+        attention, block_ffn, embedding, top: further parameters of an attention, of a plain ffn,
+            beside the token embedding, and of the head.
     """
 
     classes: str
@@ -123,9 +123,9 @@ ATTENTION: dict[str, Any] = {"qkv": "attention_bias", "o": "attention_bias"}
 OLMO: dict[str, Any] = {**ATTENTION, "mha": True, "qk_norm": "width"}
 """OLMo 2 and later: one norm over all queries and one over all keys."""
 LLAMA: dict[str, Any] = {**ATTENTION, "ffn": "mlp_bias"}
-"""And another one for the ffn's."""
+"""ATTENTION, and another key for the biases of the ffn."""
 USE_BIAS: dict[str, Any] = {"qkv": "use_bias", "o": "use_bias", "ffn": "use_bias"}
 """One key for all biases."""
 TIED = {"tie_word_embeddings": True}
 DEEPSEEK: dict[str, Any] = {**ATTENTION, "latent": True, "mha": True}
-"""Latent attention, of which no key says how many heads keys and values have."""
+"""Latent attention; no key states the number of key and value heads."""

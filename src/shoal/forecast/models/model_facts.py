@@ -1,8 +1,8 @@
-"""Shoal's own models as facts without torch: their arguments checked, their parameters counted.
+"""Facts of Shoal's own models without torch: checked arguments and parameter counts.
 
-The command line checks `[model]` and counts parameters with this page before any process starts;
-`shoal.models.catalog` builds the modules from the same page. Tables: `families.py`; formulas of the
-counts: `parameter_counts.py`; transformers models (`hf:PATH`): `huggingface.py`.
+The command line checks `[model]` and counts parameters with this module before any process starts;
+`shoal.models.catalog` builds the modules from the same tables. Tables: `families.py`; formulas of
+the counts: `parameter_counts.py`; transformers models (`hf:PATH`): `huggingface.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["FAMILIES", "LANGUAGE", "PUBLISHED", "Resolved", "family_of", "parame
 
 @dataclass(frozen=True)
 class Resolved:
-    """A model that can be built: its family and every argument, checked."""
+    """Name and checked arguments of a model that can be built."""
 
     family: str
     arguments: dict[str, Any]
 
 
 def family_of(name: str) -> str:
-    """Look up a model's family by name: a published size's, or the name itself, known or not.
+    """Return a model's family: that of a published size, or the name itself, known or not.
 
     >>> family_of("gpt-2"), family_of("resnet"), family_of("hf:here")
     ('gpt', 'resnet', 'hf:here')
@@ -46,10 +46,10 @@ def resolve(
     """Resolve the arguments of Shoal's model `name`: check, fill in defaults, derive the rest.
 
     Args:
-        arguments: the keys of [model] that a user gave; they win over those of a published size.
+        arguments: the user's keys of [model]; they override those of a published size.
         vocabulary: tokens of the data's tokenizer.
-        sequence: tokens per sample; None if unknown or if the data are no text. A language model
-            takes both where its own are left open, and must be at least as large as both.
+        sequence: tokens per sample; None if unknown or without text data. A language model takes
+            both unless the user sets its own, which must be at least as large.
 
     Raises:
         ConfigError: an unknown model (any `hf:` too) or argument, a wrong type, an impossible
@@ -81,8 +81,8 @@ def parameters(
 ) -> int | None:
     """Count the trainable parameters of model `name` by arithmetic; tied weights count once.
 
-    Arguments and errors as in `resolve`. None for a transformers model (`hf:PATH`): what its
-    config.json means only transformers knows; it is checked as in `foreign_config`.
+    Arguments and errors as in `resolve`. None for a transformers model (`hf:PATH`), whose
+    config.json only transformers interprets; it is checked as in `foreign_config`.
 
     >>> parameters("llama-3-8b")
     8030261248
@@ -95,10 +95,10 @@ def parameters(
 
 
 def blocks(name: str, arguments: Mapping[str, Any] | None = None) -> int | None:
-    """Count the blocks of model `name` that a pipeline deals out; None where only its code knows.
+    """Count the blocks of model `name` that a pipeline can distribute; None if only its code says.
 
-    Arguments and errors as in `resolve`. Of `hf:PATH` the layers that its config.json states, None
-    where the model has several stacks of them; `arguments` are not read, errors are those of
+    Arguments and errors as in `resolve`. For `hf:PATH` it is the number of layers in config.json,
+    None if the model has several stacks; `arguments` are ignored, and errors are those of
     `foreign_config`.
 
     >>> blocks("gpt", {"layers": 6}), blocks("mlp")
@@ -121,7 +121,7 @@ def _unknown_model(name: str) -> str:
 
 
 def _unknown_argument(model: str, key: str, allowed: list[str]) -> str:
-    close = nearest(key, [*allowed, "name", "build", "loss", "call"])  # the section's own keys too
+    close = nearest(key, [*allowed, "name", "build", "loss", "call"])  # plus [model]'s own keys
     hint = f"try: model.{close}" if close else f"it has {', '.join(allowed)}"
     return f"model.{key}: no such argument of {model}; {hint}"
 
@@ -159,14 +159,14 @@ def _text(value: Value) -> str:
 
 
 def _finish_nothing(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
-    """For families without derived arguments and without rules between them."""
+    """Do nothing: for families without derived arguments and without rules between them."""
 
 
 def _finish_llama(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
-    """Fill in what llama derives, then check what must divide what."""
+    """Fill in llama's derived arguments, then check divisibility."""
     heads = full["heads"]
     full["kv_heads"] = full["kv_heads"] or (heads // 2 if heads % 2 == 0 else heads)
-    used = full.get("top_k", 1)  # experts of a token together are as wide as a dense SwiGLU
+    used = full.get("top_k", 1)  # a token's experts together are as wide as a dense SwiGLU
     full["hidden"] = full["hidden"] or -(-8 * full["dim"] // (3 * 64 * used)) * 64
     _cover_data(full, vocabulary, sequence)
     kv_heads = full["kv_heads"]
@@ -182,7 +182,7 @@ def _finish_llama(full: dict[str, Any], vocabulary: int | None, sequence: int | 
 
 
 def _finish_moe(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
-    """As llama, and no token uses more experts than there are."""
+    """Fill in and check as for llama; a token uses at most as many experts as there are."""
     if full["top_k"] > full["experts"]:
         raise ConfigError(
             f"model.top_k = {full['top_k']}: more than model.experts = {full['experts']}; "
@@ -192,14 +192,14 @@ def _finish_moe(full: dict[str, Any], vocabulary: int | None, sequence: int | No
 
 
 def _finish_gpt(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
-    """The feed-forward part is four times as wide; heads divide the width."""
+    """Fill in gpt's feed-forward width of 4 · dim, and check that heads divide dim."""
     full["hidden"] = full["hidden"] or 4 * full["dim"]
     _cover_data(full, vocabulary, sequence)
     _check_heads(full["dim"], full["heads"], full["heads"])
 
 
 def _finish_vit(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
-    """As gpt, and patches tile the image; the data say nothing that a classifier derives."""
+    """Fill in and check as for gpt, and check that patches tile the image."""
     full["hidden"] = full["hidden"] or 4 * full["dim"]
     _check_heads(full["dim"], full["heads"], full["heads"])
     size, patch = full["image_size"], full["patch"]
@@ -220,7 +220,7 @@ _FINISH: dict[str, Callable[[dict[str, Any], int | None, int | None], None]] = {
 
 
 def _cover_data(full: dict[str, Any], vocabulary: int | None, sequence: int | None) -> None:
-    """Vocabulary and sequence: the data's where they are left open, never less than the data's."""
+    """Fill in vocabulary and sequence from the data; refuse smaller values than the data's."""
     for key, needed, usual, owner in (
         ("vocabulary", vocabulary, 2048, "the data"),
         ("sequence", sequence, 256, "data.sequence"),
@@ -234,7 +234,7 @@ def _cover_data(full: dict[str, Any], vocabulary: int | None, sequence: int | No
 
 
 def _check_heads(dim: int, heads: int, unit: int) -> None:
-    """The width is a multiple of `unit`: the heads, or twice them for rotary pairs."""
+    """Check that the width is a multiple of `unit`: the heads, or twice them for rotary pairs."""
     if dim % unit:
         why = "not divisible by" if dim % heads else "gives an odd head size (rotary pairs) with"
         legal = max(

@@ -1,8 +1,8 @@
-"""Shoal's own transformers as shapes: from the keys of [model] to what the planner counts with.
+"""Shapes of Shoal's own transformers, from the keys of [model].
 
-llama, gpt, moe and vit are described by the same numbers as any published transformer, so sizes,
-work and memory follow from `shoal.forecast.models.transformer_costs` by arithmetic. Other families
-are traced.
+llama, gpt, moe and vit are described by the same numbers as published transformers, so that
+`shoal.forecast.models.transformer_costs` computes sizes, FLOP and memory by arithmetic. Models of
+other families are traced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def own_family(name: str, arguments: dict[str, Any] | None = None, **known: int)
         known: `vocabulary` and `sequence` of the data; both as in `model_facts.resolve`.
 
     Raises:
-        ConfigError: as there; PlanError for a family that is no transformer.
+        ConfigError: as in `model_facts.resolve`.
+        PlanError: the family is no transformer.
 
     >>> own_family("llama", {"dim": 64, "layers": 2}, vocabulary=512, sequence=32).ffn
     192
@@ -68,7 +69,7 @@ def _gpt(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _vit(given: dict[str, Any]) -> dict[str, Any]:
-    """An encoder on patches; its sequence is their number and one: the class token."""
+    """Return the shape of an encoder on patches; its sequence is their number + 1 class token."""
     return {
         **_PLAIN,
         "vocabulary": given["classes"],

@@ -1,4 +1,4 @@
-"""How many numbers each of Shoal's own models learns, by arithmetic alone.
+"""Number of trainable parameters of each of Shoal's own models, by arithmetic.
 
 Formulas, with V vocabulary, d dim, L layers, h = d / heads, f hidden, S sequence, E experts
     llama     V·d·(1 or 2) + L·(2d + d·h·(2·heads + 2·kv_heads) + 3·d·f) + d
@@ -7,7 +7,7 @@ Formulas, with V vocabulary, d dim, L layers, h = d / heads, f hidden, S sequenc
     vit       patches (c·p² + 1)·d, class token and positions (n² + 2)·d, the same blocks and norm,
               head d·C + C; n patches of p pixels along each side, c channels, C classes
               mlp and resnet are added up layer by layer
-Tied weights count once; BatchNorm's running statistics are not learnt.
+Tied weights count once; BatchNorm's running statistics do not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _count_llama(
     experts: int = 0,
     **_: Any,
 ) -> int:
-    """Llama, and with `experts` the mixture."""
+    """Count the parameters of llama, or with `experts` of moe."""
     attention = dim * (dim // heads) * (2 * heads + 2 * kv_heads)
     mlp = experts * (3 * dim * hidden + dim) if experts else 3 * dim * hidden
     block = 2 * dim + attention + mlp
@@ -36,7 +36,7 @@ def _count_llama(
 
 
 def _plain_blocks(layers: int, dim: int, hidden: int) -> int:
-    """Blocks of LayerNorms, fused attention and a plain perceptron, and the norm after them."""
+    """Count blocks of LayerNorms, fused attention and a plain ffn, and the last norm."""
     return layers * (4 * dim * dim + 2 * dim * hidden + hidden + 9 * dim) + 2 * dim
 
 

@@ -1,8 +1,8 @@
-"""Shapes of published models by the names people use.
+"""Shapes of published models by their usual names.
 
-A shape is the handful of numbers in `shoal.base.estimates.transformer_shape`; sizes, work and
-memory follow from them in `shoal.forecast.models.transformer_costs`. Names are lower case with
-hyphens: llama-3-8b, gpt-3-175b, vit-l.
+A shape is a `shoal.base.estimates.transformer_shape`; `shoal.forecast.models.transformer_costs`
+computes sizes, FLOP and memory from it. Names are lower case with hyphens: llama-3-8b, gpt-3-175b,
+vit-l.
 
 Source    GPT-3: Brown et al. 2020 (2005.14165), table 2.1 · Llama 2: Touvron et al. 2023
           (2307.09288) and config.json · Llama 3, 3.1: 2407.21783, table 3 · Mistral: 2310.06825 ·
@@ -25,7 +25,7 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, positions: int = 2048)
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
-        # the table's 24 heads of 128 (1.3b) and width 5140 (13b) do not make heads · width = hidden
+        # the table's 24 heads of 128 (1.3b) and width 5140 (13b) contradict heads · width = hidden
         head_size=0,
         ffn=4 * hidden,
         vocabulary=50257,
@@ -169,14 +169,14 @@ _ALL = (
 )
 
 SHAPES: dict[str, Transformer] = {shape.name: shape for shape in _ALL}
-"""Every published shape that has a name here."""
+"""Published shapes by name."""
 
 _SAME = {"-instruct": "", "-hf": "", "-base": "", "meta-": "", "_": "-", "llama2": "llama-2"}
 _SAME |= {"llama3": "llama-3", "gpt3": "gpt-3", "gpt2": "gpt-2", "/": "-"}
 
 
 def find(name: str) -> Transformer | None:
-    """Returns the shape of a published model, None for any other name.
+    """Return the shape of a published model, None for any other name.
 
     >>> find("Llama-3.1-405B").layers, find("hf:here")
     (126, None)
@@ -185,7 +185,7 @@ def find(name: str) -> Transformer | None:
 
 
 def _plain(name: str) -> str:
-    """The name without capitals, underscores and usual suffixes."""
+    """Return the name without capitals, underscores and usual suffixes."""
     key = name.strip().lower()
     for old, new in _SAME.items():
         key = key.replace(old, new)
@@ -196,10 +196,10 @@ def published(name: str) -> Transformer:
     """Look up the shape of a published model by name.
 
     Args:
-        name: as in `SHAPES`; capitals, underscores and usual suffixes are forgiven.
+        name: as in `SHAPES`; capitals, underscores and usual suffixes are ignored.
 
     Raises:
-        ConfigError: for a name that is not here, with the nearest.
+        ConfigError: an unknown name, with the nearest known one.
 
     >>> published("Llama-3.1-405B").layers, published("vit-b").patch
     (126, 768)

@@ -1,12 +1,12 @@
-"""From the shape of a transformer to its sizes, work and memory: arithmetic only, no tensors.
+"""Sizes, FLOP and memory of a transformer from its shape: arithmetic only, no tensors.
 
 Sizes     attention h·(q + 2·kv) + q·h, q = heads · head width, kv = kv_heads · head width
           ffn 2·h·f plain, 3·h·f gated; norms h (rms) or 2·h (layer)
 Work      forward FLOP of one sample: 2 × the weights of its products × positions, plus attention's
-          scores and values 4·q·s² (full: what a causal mask hides is not taken off)
+          scores and values 4·q·s² (full: a causal mask reduces nothing)
 Saved     per token of e bytes, T = s·b tokens, fused kernels, Llama: e·h·(6 + 2·kv_heads/heads +
-          4·f/h), that is 12 + 4k + 8f/h in bf16: both norms' inputs and outputs, q, k, v, what
-          attention gives, gate, up, silu, product; plus 4 bytes per head (log-sum-exp)
+          4·f/h), that is 12 + 4k + 8f/h in bf16: both norms' inputs and outputs, q, k, v, the
+          attention output, gate, up, silu, product; plus 4 bytes per head (log-sum-exp)
           GPT with dropout adds the masks, one byte each: 34·h at f = 4h, kv_heads = heads
 Loss      12 bytes per token and word in bf16 (saved softmax, its gradient, theirs of the logits)
 Source    counts: the papers of the models; saved bytes: Korthikanti et al. 2022 (2205.05198) eq. 2,
@@ -31,18 +31,18 @@ from shoal.forecast.models.block_parts import (
 def model_facts(
     shape: Transformer, sequence: int, element_bytes: int, kernels: Kernels = FUSED
 ) -> ModelFacts:
-    """Derive a transformer's facts by arithmetic: parameters, FLOP and bytes, unit by unit.
+    """Return a transformer's facts by arithmetic: parameters, FLOP and bytes, unit by unit.
 
     Args:
         sequence: tokens per sample (ViT: patches and the class token).
         element_bytes: of activations: 1, 2, 4 or 8.
-        kernels: what the framework's kernels keep for the backward.
+        kernels: tensors that the framework's kernels save for the backward.
 
     Raises:
-        PlanError: for a sequence below 1 or another element_bytes.
+        PlanError: a sequence below 1 or another element_bytes.
 
     References:
-        as the head of this module says, per term.
+        Per term at the head of this module.
 
     >>> llama = Transformer("llama-3-8b", 32, 4096, 32, 8, 14336, 128256)
     >>> facts = model_facts(llama, 8192, 2)
@@ -78,7 +78,7 @@ def model_facts(
 
 
 def _unit(name: str, count: int, cut: Cut, routed: bool) -> UnitFacts:
-    """`count` equal blocks as one unit, scaled from a token to a sample."""
+    """Return `count` equal blocks as one unit, scaled from a token to a sample."""
     shape, tokens = cut.shape, cut.sequence
     attention = attention_part(cut)
     ffn = experts_part(cut) if routed else ffn_part(cut, shape.ffn, own_norm=True)
@@ -106,10 +106,10 @@ def _unit(name: str, count: int, cut: Cut, routed: bool) -> UnitFacts:
 
 
 def _embedding(cut: Cut) -> UnitFacts:
-    """A table of words, or a matrix on patches; learned positions beside it."""
+    """Return the embedding: a token table, or a matrix on patches, and learned positions."""
     shape, e, tokens = cut.shape, cut.e, cut.sequence
     h = shape.hidden
-    if shape.patch:  # with its bias and the class token
+    if shape.patch:  # the matrix has a bias, and the class token is a parameter
         table, flops, ids = (shape.patch + 1) * h + h, 2.0 * shape.patch * h, e * shape.patch
     else:
         table, flops, ids = shape.vocabulary * h, 0.0, 8
@@ -130,12 +130,12 @@ def _embedding(cut: Cut) -> UnitFacts:
 
 
 def _head(cut: Cut) -> UnitFacts:
-    """The last norm, the product with every word, and the loss; for ViT of one token only."""
+    """Return the head: last norm, product with the vocabulary, loss; for ViT of one token."""
     shape, e, tokens = cut.shape, cut.e, cut.sequence
     h, words = shape.hidden, shape.vocabulary
     rows = 1 if shape.patch else tokens
     own = words * h + (words if shape.patch else 0)
-    # saved softmax, its gradient, the gradient before it (all at least fp32); then as wide as e
+    # saved softmax, its gradient, the gradient before it: each in fp32, or as wide as e if wider
     loss = 12.0 if e <= 4 else 3.0 * e
     saved = cut.norm_bytes() * tokens
     small = shape.vectors.head if shape.vectors else cut.norm

@@ -1,1 +1,1 @@
-"""Search for the fastest layouts that fit, and explain the choice."""
+"""Search for the fastest layouts that fit, with reasons for the choice."""

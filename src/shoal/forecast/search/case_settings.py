@@ -1,7 +1,7 @@
-"""What a configuration says of a step beside its plan, in the words of a `Case`.
+"""Settings of a configuration that a `Case` needs beside the plan.
 
-`shoal plan`, `auto` and the prediction of a run that has begun all read the sections of run.toml
-here, so that they foresee the same step: a key that one of them left out would give one run two
+`shoal plan`, `auto` and the prediction of a running run all read the sections of run.toml here, so
+that all three predict the same step. If one of them ignored a key, a run would have two
 predictions.
 """
 
@@ -24,8 +24,8 @@ def beside(config: Config) -> dict[str, Any]:
 
     loss             chunked for Shoal's own and published language models, full for all others and
                      under model.build or model.loss
-    optimizer_bytes  as `state_bytes_of` says
-    proves           whether `train.prove` asks for a proof before the run
+    optimizer_bytes  from `state_bytes_of`
+    proves           whether `train.prove` requests a proof before the run
 
     >>> beside(Config())
     {'loss': 'chunked', 'optimizer_bytes': 8, 'proves': True}
@@ -38,7 +38,7 @@ def beside(config: Config) -> dict[str, Any]:
 
 
 def left_out(plan: Plan) -> list[str]:
-    """List what a plan asks for that predictions ignore: a line on `compress`, [] without it."""
+    """List the settings of a plan that predictions ignore: a line on `compress`, else []."""
     if not plan.asks(CompressPolicy):
         return []
     return [
@@ -48,16 +48,17 @@ def left_out(plan: Plan) -> list[str]:
 
 
 def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
-    """Choose the format of matrix products: `plan.compute`, or for "auto" the devices' own.
+    """Return the format of matrix products: `plan.compute`, or for "auto" the devices' best.
 
-    auto    on a CPU fp32; on GPUs bf16 where its rate is above fp32's, else fp16. Of a mixed
-            cluster each format has the rate of the part that is slowest in it
+    "auto" gives fp32 on a CPU. On GPUs it gives bf16 if its rate is above fp32's, else fp16. In a
+    mixed cluster each format has the rate of its slowest part.
 
     Args:
-        notes: gets a line, in place, where a GPU is over twice as fast in the other 16-bit format.
+        notes: the function appends a line if a GPU is over twice as fast in the other 16-bit
+            format.
 
     Raises:
-        PlanError: for a cluster with CPUs and GPUs, on a CPU for fp16, on GPUs for files.
+        PlanError: a cluster with CPUs and GPUs, fp16 on a CPU, or offload to files on GPUs.
     """
     asked, parts = plan.compute, (cluster, *cluster.groups)
     if any(part.device.kind != cluster.device.kind for part in parts):
@@ -87,21 +88,21 @@ def format_on(plan: Plan, cluster: Cluster, notes: list[str]) -> str:
 
 
 def state_bytes_of(optimizer: OptimizerPolicy) -> int:
-    """Look up an optimizer's bytes of state per fp32 parameter element, by its name.
+    """Return an optimizer's bytes of state per fp32 parameter element, by its name.
 
-    Whatever its case: 8 for adam and its like, 4 for sgd with momentum, rmsprop and other rules of
-    one moment, 0 for sgd without (`STATE_BYTES`); 8 for a name that is not there.
+    Case is ignored: 8 for adam and similar rules, 4 for sgd with momentum, rmsprop and other rules
+    with one moment, 0 for sgd without (`STATE_BYTES`); 8 for an unknown name.
     """
     name = optimizer.name.lower()
     return 0 if name == "sgd" and not optimizer.momentum else STATE_BYTES.get(name, 8)
 
 
 def loss_form(section: ModelSection) -> str:
-    """Returns how the loss meets the vocabulary: `chunked` for Shoal's own language models.
+    """Return the form of the loss over the vocabulary: `chunked` or `full`.
 
-    They hand over hidden states, of which the loss makes logits chunk by chunk; so would a
-    published shape that is planned by its name. A user's model, a transformers model, and a loss of
-    the user's own work on all logits at once.
+    Shoal's own language models return hidden states, from which the loss makes logits chunk by
+    chunk; published shapes planned by name count as such. A user's model, a transformers model and
+    a user's loss work on all logits at once: `full`.
 
     >>> [loss_form(ModelSection(name=name)) for name in ("gpt", "gpt-3-13b", "hf:mine", "vit")]
     ['chunked', 'chunked', 'full', 'full']

@@ -1,9 +1,9 @@
-"""What a plan adds for clusters that are not even: mixed devices, and islands on slow links.
+"""Advice for uneven clusters: mixed devices, and islands on slow links.
 
-mixed     every step waits for the slowest part. Giving each device samples in proportion to its
-          speed would make the step Σ devices / Σ (devices · speed) long, as far as samples cut
-islands   one island is planned; between islands, summing gradients every step is held against
-          averaging weights every H steps (the smallest H for 95 % of the time in compute)
+mixed     every step waits for the slowest part. With samples in proportion to each device's speed
+          the step would take Σ devices / Σ (devices · speed), as far as samples divide
+islands   the plan is for one island; between islands the advice compares summing gradients in
+          every step with averaging weights every H steps (the smallest H for 95 % compute)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GRADIENT_BYTES = 4.0
 
 
 def parts(cluster: Cluster) -> list[Cluster]:
-    """The even parts of a cluster, the first one first.
+    """Return the homogeneous parts of a cluster, the first one first.
 
     >>> from shoal.forecast.machines.cluster_syntax import parse_machines
     >>> [part.device.name for part in parts(parse_machines("8xV100-32GB + 8xA100-40GB"))]
@@ -34,7 +34,7 @@ def parts(cluster: Cluster) -> list[Cluster]:
 
 
 def advice(best: Candidate) -> list[tuple[str, str]]:
-    """(label, sentence) for what is uneven about the cluster; [] for an even one."""
+    """Return (label, sentence) for each kind of unevenness of the cluster; [] for an even one."""
     cluster = best.case.cluster
     found = []
     if cluster.groups:

@@ -1,7 +1,7 @@
-"""Which period, link or setting lets islands compute for a given share of the time.
+"""Smallest period, slowest link and settings at which islands reach a target utilisation.
 
-Everything asks `islands_cost` again and again: utilisation grows with the period H and with the
-link, so the smallest of either is found by halving; what one other setting would give is tried.
+Every function evaluates `islands_cost` repeatedly. Utilisation grows with the period H and with the
+link's rate, so bisection finds the smallest of either; other settings are tried one by one.
 Source: the formulas and their sources are in `forecast/time/island_costs.py`.
 """
 
@@ -16,26 +16,26 @@ from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.forecast.time.island_costs import IslandsCost, IslandsFacts, islands_cost
 
 RATES_BYTES_PER_S = tuple(mbit * 1e6 / 8 for mbit in (10, 50, 200, 1000))
-"""Links of a table: a home's uplink to a good line between two sites."""
+"""Link rates of a table: from a home's uplink to a good line between two sites."""
 
 LONGEST_PERIOD = 10**8
 FASTEST_BYTES_PER_S = 1e15
 LEAST_STREAMED = 8
-"""Inner steps of a period that its four fragments, each with a step of overlap, need."""
+"""Inner steps per period that four fragments need, each with a step of overlap."""
 
 
 def smallest_period(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> int | None:
-    """Find the smallest period H, in inner steps, at which utilisation reaches `target`.
+    """Return the smallest period H, in inner steps, at which utilisation reaches `target`.
 
-    None if it does not even at H = 10^8. What is waited for per round hardly depends on H, so H
+    None if utilisation stays lower even at H = 10^8. The wait per round hardly depends on H, so H
     grows with target / (1 − target).
 
     Args:
-        policy: its period is only used to settle what else is open.
+        policy: its period only settles other open settings.
         target: share of the time in inner steps.
 
     Raises:
-        PlanError: for a target that is not between 0 and 1; else as `islands_cost`.
+        PlanError: target is not between 0 and 1; other errors as in `islands_cost`.
 
     >>> from shoal.forecast.time.island_costs import IslandsFacts
     >>> smallest_period(IslandsPolicy("diloco", count=3), IslandsFacts(20e6, 0.5, 50e6 / 8))
@@ -57,17 +57,17 @@ def smallest_period(policy: IslandsPolicy, facts: IslandsFacts, target: float = 
 
 
 def needed_bytes_per_s(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> float:
-    """Find the slowest link, in bytes/s, on which utilisation reaches `target`.
+    """Return the slowest link, in bytes/s, on which utilisation reaches `target`.
 
     Args:
-        facts: whose own bytes_per_s is not read.
+        facts: its own bytes_per_s is ignored.
         target: share of the time in inner steps.
 
     Returns:
-        inf where no link is fast enough: latency, coding or slow islands cost more.
+        Bytes per second; inf if no link is fast enough: latency, coding or slow islands cost more.
 
     Raises:
-        PlanError: for a target that is not between 0 and 1; else as `islands_cost`.
+        PlanError: target is not between 0 and 1; other errors as in `islands_cost`.
 
     >>> facts = IslandsFacts(20e6, 0.5, 1.0)
     >>> link = needed_bytes_per_s(IslandsPolicy("streaming-diloco", count=3), facts)
@@ -93,28 +93,27 @@ def by_link(
     facts: IslandsFacts,
     rates_bytes_per_s: Sequence[float] = RATES_BYTES_PER_S,
 ) -> list[IslandsCost]:
-    """Predict `islands_cost` on each of several links: one cost per rate, in their order.
+    """Predict `islands_cost` on each of several links, in their order.
 
     Args:
-        rates_bytes_per_s: each stands in the place of facts.bytes_per_s; else 10, 50, 200, 1000
-            Mbit/s.
+        rates_bytes_per_s: each replaces facts.bytes_per_s; default 10, 50, 200, 1000 Mbit/s.
 
     Raises:
-        as `islands_cost`.
+        PlanError, ConfigError: as in `islands_cost`.
     """
     return [islands_cost(policy, replace(facts, bytes_per_s=rate)) for rate in rates_bytes_per_s]
 
 
 @dataclass(frozen=True)
 class Way:
-    """Settings that change what is waited for: keys of `[islands]` and what they give."""
+    """Keys of `[islands]` that raise the utilisation, with the resulting utilisation."""
 
     keys: tuple[tuple[str, str], ...]
     utilisation: float
 
     @property
     def typed(self) -> str:
-        """As on the command line.
+        """Return the settings as on the command line.
 
         >>> Way((("codec", "int8"), ("period", "100")), 0.9).typed
         'islands.codec=int8 islands.period=100'
@@ -123,20 +122,20 @@ class Way:
 
 
 def ways(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> list[Way]:
-    """Propose settings for more utilisation, the gentlest first, up to the first that is enough.
+    """Propose settings for more utilisation, the mildest first, up to the first that suffices.
 
-    int8, then streaming in 4 bits beside more and more inner steps, then a longer period: in the
-    order in which papers report what they cost in quality. Each is a choice by itself, none builds
-    on another, and each gives more than `policy` does, and than those before it.
+    int8, then streaming in 4 bits with more and more overlapped inner steps, then a longer period:
+    the order of their quality cost in papers. Each proposal stands alone and gives more utilisation
+    than `policy` and the proposals before it.
 
     Args:
-        target: utilisation that is enough: a share of the time in inner steps.
+        target: sufficient utilisation: a share of the time in inner steps.
 
     Returns:
-        [] where `policy` is enough as it is; the last one may fall short where none is enough.
+        [] if `policy` itself suffices. The last proposal may fall short if none suffices.
 
     Raises:
-        PlanError: for a target that is not between 0 and 1; else as `islands_cost`.
+        PlanError: target is not between 0 and 1; other errors as in `islands_cost`.
 
     >>> facts = IslandsFacts(20e6, 0.5, 50e6 / 8)
     >>> [(way.typed, round(way.utilisation, 2)) for way in
@@ -161,7 +160,7 @@ def ways(policy: IslandsPolicy, facts: IslandsFacts, target: float = 0.95) -> li
 def _changes(
     policy: IslandsPolicy, longer: int | None
 ) -> list[tuple[dict[str, str], IslandsPolicy]]:
-    """(what one types, the policy that it makes), the gentlest first."""
+    """Return (keys to type, the policy that they make), the mildest first."""
     found: list[tuple[dict[str, str], IslandsPolicy]] = []
     if policy.method == "streaming-diloco":
         if policy.codec in ("none", "bf16", "int8"):
@@ -169,7 +168,7 @@ def _changes(
         found += _overlaps({}, policy)
     elif policy.codec in ("none", "bf16"):
         found.append(({"codec": "int8"}, replace(policy, codec="int8")))
-    whole = policy.regions > 1  # two tiers merge the whole model at once
+    whole = policy.regions > 1  # with two tiers islands merge the whole model at once
     if policy.method == "diloco" and policy.period >= LEAST_STREAMED and not whole:
         streaming = replace(policy, method="streaming-diloco", codec="", fragments=0, overlap=-1)
         keys = {"method": "streaming-diloco"}
@@ -182,7 +181,7 @@ def _changes(
 def _overlaps(
     keys: dict[str, str], policy: IslandsPolicy
 ) -> list[tuple[dict[str, str], IslandsPolicy]]:
-    """More and more inner steps beside a fragment."""
+    """Return policies with more and more inner steps that overlap a fragment's exchange."""
     most = policy.period // policy.fragments - 1
     return [
         ({**keys, "overlap": str(steps)}, replace(policy, overlap=steps))
@@ -192,7 +191,7 @@ def _overlaps(
 
 
 def _halved(low: int, high: int, enough: Callable[[int], bool]) -> int:
-    """The smallest number from low to high that is enough; high is."""
+    """Return the smallest number from low to high that satisfies `enough`, by bisection."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle + 1, high)

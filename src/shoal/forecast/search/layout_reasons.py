@@ -1,8 +1,8 @@
-"""Says in words why one layout goes before another, what would break first, and what to change.
+"""Sentences that explain a ranking: the better layout, the first limit, and the fix.
 
-Every sentence is made of the two estimates it compares; nothing is said that they do not hold. The
-field's guide (below 1B ddp, 1–10B fsdp, above that tensor × pipeline × data) is what most people
-would have taken: it is asked too, and its layout is predicted like any other.
+Every sentence follows from the two estimates that it compares. The field's guide (below 1B ddp,
+1–10B fsdp, above that tensor × pipeline × data) is the usual choice by hand; its layout is
+predicted like any other, for comparison.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PART_WORDS = {
     "optimizer": "the optimizer",
     "offload": "moving states to the host",
 }
-"""Parts of a step's time as sentences name them."""
+"""Names of the parts of a step's time in sentences."""
 
 GROWS = {
     "activations": "grow with samples per micro-batch and sequence",
@@ -58,7 +58,7 @@ GROWS = {
 
 
 def shape_text(case: Case) -> str:
-    """A layout with its policies, as short as it can be read.
+    """Return a short text of a layout with its policies.
 
     >>> from shoal.base.layouts.layout import Layout
     >>> layout_text(Layout(pp=16, dp_replicate=128, tp=8))
@@ -79,7 +79,7 @@ def shape_text(case: Case) -> str:
 
 
 def layout_text(layout: Layout) -> str:
-    """Strategy and degrees."""
+    """Return a text with strategy and degrees of a layout."""
     parts = []
     if layout.pp > 1:
         parts.append(f"pp {layout.pp}")
@@ -98,7 +98,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def why_before(first: Candidate, second: Candidate) -> str:
-    """One sentence: what the first layout has over the second, and what it pays for it."""
+    """Return one sentence: the advantages of the first layout over the second, and their price."""
     if first.verdict.starts and not second.verdict.starts:
         return f"fits at every instant, unlike {layout_text(second.case.layout)}"
     if first.runs and not second.runs:
@@ -127,7 +127,7 @@ def why_before(first: Candidate, second: Candidate) -> str:
 
 
 def dies_first(candidate: Candidate) -> str:
-    """What fills the peak most, and with what it grows."""
+    """Return a sentence with the largest part of the peak, and the setting that it grows with."""
     parts = {k: v for k, v in candidate.memory.parts.items() if k in GROWS}
     if not parts:
         return ""
@@ -137,12 +137,11 @@ def dies_first(candidate: Candidate) -> str:
 
 
 def starting(best: Candidate) -> str:
-    """Explain which other instant ends a run whose steps would fit; "" if none (`verdict.starts`).
+    """Describe the other instant that ends a run whose steps would fit; "" if there is none.
 
     Returns:
-        a sentence with what is held there, the bytes that this takes and that there are, and what.
-
-    would be enough.
+        A sentence with the instant, its bytes, the capacity, and a change that would suffice (see
+        `verdict.starts`).
     """
     if best.verdict.starts:
         return ""
@@ -184,7 +183,7 @@ def starting(best: Candidate) -> str:
 
 
 def guide_layout(parameters: int, cluster: Cluster, heads: int, blocks: int) -> Layout:
-    """What the field's guide takes.
+    """Return the layout of the field's guide.
 
     >>> from shoal.forecast.machines.cluster_syntax import parse_machines
     >>> guide_layout(70_000_000_000, parse_machines("8x8xH100-80GB"), 64, 80).strategy
@@ -201,7 +200,7 @@ def guide_layout(parameters: int, cluster: Cluster, heads: int, blocks: int) -> 
     while tp > 1 and (devices % tp or heads % tp):
         tp //= 2
     pp = 1
-    # As deep as it takes until states of 18 bytes per parameter leave half of the memory.
+    # The depth at which states of 18 bytes per parameter fill at most half of the memory.
     room_bytes = 0.5 * cluster.device.memory_bytes
     while 18 * parameters / (tp * pp) > room_bytes and devices % (2 * tp * pp) == 0:
         if 2 * pp > blocks:
@@ -211,14 +210,14 @@ def guide_layout(parameters: int, cluster: Cluster, heads: int, blocks: int) -> 
 
 
 def guide_words(parameters: int) -> str:
-    """Which rule of the guide speaks."""
+    """Return the guide's rule for a number of parameters."""
     if parameters < DDP_BELOW:
         return "below 1B: ddp"
     return "1–10B: fsdp" if parameters <= FSDP_UP_TO else "above 10B: tp × pp × dp"
 
 
 def ask_guide(best: Candidate, space: SearchSpace) -> tuple[str, Candidate | None]:
-    """What the guide would have taken for this case, predicted; and a sentence about it."""
+    """Predict the guide's layout for this case; return a sentence about it and the prediction."""
     case = best.case
     model, cluster = case.model, case.cluster
     layout = guide_layout(model.trainable, cluster, model.heads, model.blocks)

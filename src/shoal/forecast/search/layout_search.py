@@ -1,10 +1,10 @@
-"""Looks for the fastest layouts that fit: every legal combination is asked for memory, then time.
+"""Search for the fastest layouts that fit: predict memory, then time, of each legal layout.
 
-The loop is over degrees (tp inside a node, pp by the depth of the model, cp where sequences are
-long, the rest data-parallel, of which ep borrows), what the data-parallel ranks split, the samples
-of a micro-batch, and what is recomputed. Memory is asked first, because it is cheap and ends most
-candidates. What a cut cannot do (heads that do not divide, more stages than blocks, a block
-gathered or recomputed again in every half of a split backward) is never proposed.
+The loop is over degrees, the data-parallel split, the micro-batch and recomputation. tp stays
+inside a node, the model's depth limits pp, cp is tried for long sequences, the rest is
+data-parallel, and ep uses data-parallel ranks. The memory prediction comes first, because it is
+cheap and rejects most candidates. Illegal layouts are never proposed: heads that do not divide,
+more stages than blocks, a block gathered or recomputed again in every half of a split backward.
 
 Source: the legality rules are those of docs/plan.md, each with its measurement.
 """
@@ -36,23 +36,23 @@ from shoal.planning.micro_batch_sizes import micro_batch_sizes, usual_micro_batc
 from shoal.planning.pipeline_schedules import check_micro_batches, runs
 
 LONG_SEQUENCE = 16384
-"""Positions from which splitting a sequence is looked at: below it attention is a small share."""
+"""Positions from which cp is tried: below it attention is a small share."""
 
 DEEPEST_PIPELINE = 64
 APART = 1.5
-"""Micro-batches that are looked at differ by this factor at least."""
+"""Smallest factor between two micro-batches that are tried."""
 
 SIZES_APART = 1.15
-"""A micro-batch is taken before a larger one if it is foreseen faster by this factor on a GPU, as
-much as forecasts err there (`calibrations.py`)."""
+"""A smaller micro-batch wins over a larger one if the prediction on a GPU is faster by this factor,
+the usual error of predictions there (`calibrations.py`)."""
 
 SAME = 0.02
-"""Step times closer than this share are one: the plainer layout then goes first."""
+"""Relative difference below which step times are equal: the simpler layout then goes first."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One case (a layout with its policies) that a search tried, and what is predicted of it."""
+    """One case (a layout with its policies) of a search, with its predictions."""
 
     case: Case
     memory: MemoryEstimate
@@ -61,22 +61,22 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it may be tried."""
+        """Return whether the case's verdict allows a run."""
         return self.verdict.word != "no"
 
     @property
     def runs(self) -> bool:
-        """Whether its steps fit, once it has started."""
+        """Return whether its steps fit, once the run has started."""
         return self.verdict.after != "no"
 
     @property
     def per_s(self) -> float:
-        """Samples per second."""
+        """Return the samples per second."""
         return self.case.batch / self.time.step_s if self.time.step_s else 0.0
 
     @property
     def mfu(self) -> float:
-        """Share of the devices' matrix rate that the model's own FLOP are."""
+        """Return the model FLOPs utilisation: the model's FLOP as a share of the devices' rate."""
         cluster = self.case.cluster
         even = [replace(cluster, groups=()), *cluster.groups]
         peak = sum(
@@ -87,18 +87,17 @@ class Candidate:
 
 
 def search(case: Case, space: SearchSpace) -> list[Candidate]:
-    """Predict every legal layout that `space` leaves open; give the candidates, best first.
+    """Predict every legal layout that `space` leaves open; return the candidates, best first.
 
-    First what fits, by step time, then what is tight; then both for what fits once started but
-    cannot start; last what does not fit, by peak memory. The plainest of those within 2 % of a
-    group's fastest leads the group.
+    Layouts that fit come first, by step time, then those that are tight. Then follow those whose
+    steps fit but whose start does not. Last are those that do not fit, by peak memory. Within each
+    group the simplest layout within 2 % of the fastest leads.
 
     Args:
-        case: model, cluster, and the plan of which `space` says what is open.
+        case: model, cluster, and the plan whose open fields `space` lists.
 
     Raises:
-        PlanError: where no layout is legal at all, with the reason, or where the schedule that was
-            asked for cannot be.
+        PlanError: no layout is legal, with the reason, or the user's schedule is impossible.
     """
     found = list(_candidates(case, space))
     if not found:
@@ -109,7 +108,7 @@ def search(case: Case, space: SearchSpace) -> list[Candidate]:
 
 
 def _nothing(case: Case, space: SearchSpace) -> str:
-    """Why nothing was legal."""
+    """Return the reason why no layout was legal."""
     model, cluster = case.model, case.cluster
     given = dict(space.degrees)
     if space.layout is not None:
@@ -152,7 +151,7 @@ def _nothing(case: Case, space: SearchSpace) -> str:
 
 
 def _no_schedule(pp: int, degree: int, plan: Plan, space: SearchSpace) -> str:
-    """Why the schedule that is asked for cannot run on `pp` × `degree` ranks, "" if it can."""
+    """Return why the user's schedule cannot run on `pp` × `degree` ranks; "" if it can."""
     schedule = (space.layout.schedule if space.layout else "") or space.schedule
     if not schedule:
         return ""
@@ -168,25 +167,25 @@ def _no_schedule(pp: int, degree: int, plan: Plan, space: SearchSpace) -> str:
 
 
 def least_memory_bytes(cluster: Cluster) -> float:
-    """Memory of the device that has least, of a mixed cluster too."""
+    """Return the memory of the smallest device, also of a mixed cluster."""
     return min(part.device.memory_bytes for part in (cluster, *cluster.groups))
 
 
 def least_node_bytes(cluster: Cluster) -> float:
-    """Memory of the node that has least, of those where it is known; 0: of none."""
+    """Return the memory of the smallest node, of those whose memory is known; 0 if of none."""
     nodes = (part.node_memory_bytes for part in (cluster, *cluster.groups))
     return min(filter(None, nodes), default=0.0)
 
 
 def judged(case: Case, memory: MemoryEstimate) -> Verdict:
-    """Whether a predicted run fits into the least device and the least node of its cluster."""
+    """Return the verdict on a run for the smallest device and node of its cluster."""
     return verdict(memory, least_memory_bytes(case.cluster), least_node_bytes(case.cluster))
 
 
 def ranked(found: list[Candidate]) -> list[Candidate]:
-    """What fits by step time, near ties by plainness; then what is tight; then the rest.
+    """Sort candidates: fitting by step time, near ties by simplicity; then tight; then the rest.
 
-    What another instant ends is ranked by what its steps need, behind all that lives.
+    Candidates that another instant ends come after all that run, ordered by their steps' memory.
     """
     others = sorted((c for c in found if not c.runs), key=lambda c: c.memory.peak_bytes)
     ordered: list[Candidate] = []
@@ -201,12 +200,12 @@ def ranked(found: list[Candidate]) -> list[Candidate]:
 
 
 def _rank_word(candidate: Candidate) -> str:
-    """The worst word of a run that gets to its steps; else that of the steps."""
+    """Return the worst verdict of a run that reaches its steps; else that of the steps."""
     return candidate.verdict.word if candidate.verdict.starts else candidate.verdict.after
 
 
 def _strain(candidate: Candidate) -> tuple[int, int, int, int, float]:
-    """Order layouts by the machinery they need: axes, policies, depth, passes, then time."""
+    """Return a sort key of a layout's complexity: axes, policies, depth, passes, then time."""
     case = candidate.case
     layout = case.layout
     axes = sum(degree > 1 for degree in (*layout.degrees.values(), layout.ep))
@@ -231,15 +230,15 @@ def _candidates(case: Case, space: SearchSpace) -> Iterator[Candidate]:
                 except PlanError:
                     if layout.schedule or space.schedule:
                         raise
-                    continue  # more stages than the model can be cut into
+                    continue  # more stages than the model has blocks
                 room |= any(candidate.runs for candidate in found)
                 yield from found
-            if not room:  # more samples at once need more memory still
+            if not room:  # larger micro-batches need even more memory
                 break
 
 
 def is_legal(model: ModelFacts, layout: Layout) -> bool:
-    """Whether a model can be cut so: heads over tp, blocks over pp, tokens over cp."""
+    """Return whether a layout divides a model: heads over tp, blocks over pp, tokens over cp."""
     if model.sequence % layout.cp:
         return False
     if layout.tp > 1 and (not model.heads or model.heads % layout.tp):
@@ -248,8 +247,8 @@ def is_legal(model: ModelFacts, layout: Layout) -> bool:
 
 
 def _lightest_recompute(case: Case, space: SearchSpace) -> Iterator[Candidate]:
-    """The case with the least recomputation that fits; if none does, with all of it."""
-    # Compiled blocks have no single operations left that selective recompute could keep.
+    """Yield the case with the least recomputation that fits; if none does, with full recompute."""
+    # Compiled blocks have no single operations that selective recompute could keep.
     free = [one for one in RECOMPUTE if one != "selective" or case.plan.compile == "none"]
     policies = free if "recompute" not in space.given else [case.plan.recompute]
     if case.layout.pp > 1 and case.schedule in SPLIT_BACKWARD:
@@ -293,7 +292,7 @@ def _every_layout(case: Case, space: SearchSpace) -> Iterator[Layout]:
 
 
 def _tensor_degrees(model: ModelFacts, cluster: Cluster, space: SearchSpace) -> Iterator[int]:
-    """1, and what divides heads, nodes and devices: across nodes it never pays."""
+    """Yield tp degrees: 1 and divisors of heads, node and devices; across nodes tp never pays."""
     yield 1
     if (space.built and "tp" not in AUTO_AXES) or not model.heads:
         return
@@ -303,7 +302,7 @@ def _tensor_degrees(model: ModelFacts, cluster: Cluster, space: SearchSpace) -> 
 
 
 def _context_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> Iterator[int]:
-    """1, what is asked for, and where sequences are long what leaves them long enough."""
+    """Yield cp degrees: 1, the user's, and those that keep enough tokens per rank."""
     wanted = dict(space.degrees).get("cp", 0)
     if wanted:
         yield from [wanted] if devices % wanted == 0 else []
@@ -321,9 +320,9 @@ def _context_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> Ite
 
 
 def _expert_degrees(case: Case, layout: Layout, space: SearchSpace) -> Iterator[int]:
-    """1, and where a mixture is not cut by tp as well: the most ranks of a node, and of all.
+    """Yield ep degrees: 1, and without tp for the experts the most ranks of a node, and of all.
 
-    More ranks hold fewer experts each and send as many tokens, but across nodes on slower links.
+    More ranks hold fewer experts each and send as many tokens, but over slower links between nodes.
     """
     yield 1
     experts = case.model.experts
@@ -335,7 +334,7 @@ def _expert_degrees(case: Case, layout: Layout, space: SearchSpace) -> Iterator[
 
 
 def _pipeline_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> Iterator[int]:
-    """Depths that leave every stage at least one block."""
+    """Yield pipeline depths that leave every stage at least one block."""
     yield 1
     if space.built and "pp" not in AUTO_AXES:
         return
@@ -345,10 +344,10 @@ def _pipeline_degrees(model: ModelFacts, devices: int, space: SearchSpace) -> It
 
 
 def _data_splits(data: int, inside: int, pp: int, given: dict[str, int]) -> Iterator[Layout]:
-    """What the data-parallel ranks may hold; with a pipeline, parameters stay whole.
+    """Yield the data-parallel splits; with a pipeline, parameters stay whole.
 
-    Gathering sharded blocks again for every micro-batch of a pipeline multiplies the traffic by
-    their number, so zero 3 is left out there.
+    Zero 3 in a pipeline would gather the blocks again for every micro-batch, so it is omitted
+    there.
 
     Args:
         inside: data-parallel ranks of a node.
@@ -369,9 +368,9 @@ def _data_splits(data: int, inside: int, pp: int, given: dict[str, int]) -> Iter
 
 
 def _micro_batches(case: Case, layout: Layout, space: SearchSpace) -> Iterator[int]:
-    """Yield sizes that divide a rank's share of a step, each well apart from the one before.
+    """Yield micro-batches that divide a rank's share, each well below the one before.
 
-    On a CPU the one that a run would have: forecasts of sizes err too much there to rank them.
+    On a CPU only a run's default: predictions by micro-batch err too much there to rank them.
     """
     share, rest = divmod(case.batch, layout.data_degree)
     if rest:
@@ -394,18 +393,18 @@ def _micro_batches(case: Case, layout: Layout, space: SearchSpace) -> Iterator[i
 
 
 def fastest_micro_batch(case: Case, *, measured: bool) -> int:
-    """Return the micro-batch that fits in memory and should be fastest.
+    """Return the micro-batch that fits in memory and has the fastest predicted step.
 
     Args:
         case: model, machine and a settled plan.
-        measured: the machine's rates were measured; False: they say nothing about sizes.
+        measured: the machine's rates were measured. False: default rates cannot rank sizes.
 
     Returns:
-        The largest that fits, or what a pipeline usually has, unless a GPU is foreseen to be faster
-        with another one by more than forecasts err. On a CPU forecasts of sizes are not looked at:
-        a model with 32,000 tokens took 1.8 s with 1 sample a pass, 1.2 s with 16, where 2.5 and
-        5.0 s were foreseen. Where no size fits an eighth of the batch, or
-        less: forecasts of memory err too, and no less was ever needed by default.
+        The largest that fits, or a pipeline's default, unless the prediction on a GPU is faster for
+        another one by more than predictions err. On a CPU predictions by size are ignored: a model
+        with 32,000 tokens took 1.8 s with 1 sample a pass, 1.2 s with 16, where predictions were
+        2.5 and 5.0 s. If no size fits, an eighth of the batch or less: memory predictions err too,
+        and no smaller default was ever needed.
     """
     layout, batch = case.layout, case.batch
     measured = measured and case.cluster.device.kind != "cpu"
@@ -424,7 +423,7 @@ def fastest_micro_batch(case: Case, *, measured: bool) -> int:
 
 
 def _fitting(case: Case, sizes: list[int]) -> Iterator[Case]:
-    """Yield the cases with those sizes whose forecast fits with its margin, the largest first."""
+    """Yield the cases with those sizes whose prediction fits with its margin, the largest first."""
     for size in sizes:
         tried = replace(case, plan=with_micro_batch(case.plan, size))
         try:

@@ -1,7 +1,7 @@
-"""What to change so that a layout fits that does not: the cheapest setting, or pair of settings.
+"""Settings that make a layout fit in memory: the cheapest one, or pair.
 
-Each change lowers the peak of one rank and costs time or nothing; those that help are ranked by the
-step time that is then foreseen.
+Each change lowers the peak of one rank, and may cost time. Changes that help are ranked by the
+predicted step time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ CHANGES: tuple[Change, ...] = (
     ("memory.offload=optimizer", lambda c: _offload(c, "optimizer")),
     ("memory.offload=parameters", lambda c: _offload(c, "parameters")),
 )
-"""Settings that lower the peak, one at a time."""
+"""Settings that lower the peak, tried one at a time."""
 
 
 def fixes(case: Case) -> list[tuple[str, Candidate]]:
-    """Find settings with which a case's steps fit; pairs of them where no single one is enough.
+    """Return settings with which a case's steps fit; pairs if no single one suffices.
 
-    Whether it starts is not looked at. `case` stays as it is; that it does not fit is not checked.
+    Only the steps count, not the start of a run. `case` does not change; the function does not
+    check that it does not fit.
 
     Returns:
-        (settings as a user types them, prediction with them): what fits for sure first, then what
-        is tight, of each the fastest first; [] if nothing here helps.
+        (settings as a user types them, prediction with them): those that fit first, then the tight
+        ones, each by step time; [] if no setting helps.
     """
     found = _that_fit([(name, made) for name, change in CHANGES if (made := change(case))])
     if not any(candidate.verdict.after == "fits" for _, candidate in found):
@@ -52,7 +53,7 @@ def fixes(case: Case) -> list[tuple[str, Candidate]]:
                 if made and first != second and (both := other(made)):
                     pairs.append((f"{first} {second}", both))
         both_fit = _that_fit(pairs)
-        # A pair that is tight as well has nothing over a single setting that is.
+        # A tight pair is no better than a tight single setting.
         found += [one for one in both_fit if not found or one[1].verdict.after == "fits"]
     return sorted(found, key=lambda one: (one[1].verdict.after != "fits", one[1].time.step_s))
 
@@ -62,14 +63,14 @@ def _that_fit(tried: list[tuple[str, Case]]) -> list[tuple[str, Candidate]]:
     for name, case in tried:
         memory = predict_run(case)
         word = judged(case, memory)
-        if word.after != "no":  # what no setting changes, the start, is told apart
+        if word.after != "no":  # the steps alone: no setting changes the start
             text = name.format(micro_batch=case.micro_batch, stage=_stage_text(case.layout))
             found[text] = Candidate(case, memory, predict_time(case), word)
     return list(found.items())
 
 
 def _stage_text(layout: Layout) -> str:
-    """The layout's stage as a user sets it: a name, or degrees where other axes are split too.
+    """Return the layout's stage as settings: a strategy, or degrees if other axes are split too.
 
     >>> _stage_text(Layout(dp_shard=8, zero=3)), _stage_text(Layout(tp=2, dp_shard=4, zero=1))
     ('layout.strategy=fsdp', 'layout.dp_shard=4 layout.zero=1')
@@ -110,6 +111,6 @@ def _offload(case: Case, what: str) -> Case | None:
     on_gpu = case.cluster.device.kind == "gpu"
     if what == "parameters" and case.layout.processes > 1 and case.layout.zero < 3:
         return None
-    if case.layout.servers:  # whose states are elsewhere already
+    if case.layout.servers:  # their states lie on the servers
         return None
     return case.but(offload=what) if on_gpu and case.plan.offload == "none" else None

@@ -1,4 +1,4 @@
-"""A plan as one JSON document: what `shoal plan --json` prints and its tables are drawn from.
+"""JSON document of a plan: the output of `shoal plan --json` and the source of its tables.
 
 Schema, version 1 (bytes, seconds, counts; never formatted text but in `text`, `why`, `notes`):
 
@@ -49,15 +49,13 @@ def plan_record(
 ) -> dict[str, Any]:
     """Make the JSON document of a search: the best candidate of each of the `top` best layouts.
 
-    Predicts what it needs beside them: the field's guide, and `fixes` where no layout's steps fit.
+    Also predicts the field's guide, and `fixes` if no layout's steps fit. Schema: head of this
+    module.
 
     Args:
         candidates: not empty, best first.
-        notes: lines that it repeats.
-        space: what was searched; a layout that the user fixed is not held against the field's
-            guide.
-
-    Schema  head of this module
+        notes: lines to copy into the document.
+        space: the searched space; a layout that the user fixed is not compared with the guide.
     """
     best = candidates[0]
     case = best.case
@@ -93,7 +91,7 @@ def plan_record(
 
 
 def _varied(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
-    """The best of each layout: a list of one layout's micro-batches would say little."""
+    """Return the best candidate of each layout, not several micro-batches of one layout."""
     seen: set[Any] = set()
     chosen: list[Candidate] = []
     for candidate in candidates:
@@ -107,7 +105,7 @@ def _varied(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
 
 
 def model_record(model: ModelFacts) -> dict[str, Any]:
-    """What is planned."""
+    """Return the model's part of the document."""
     return {
         "name": model.name,
         "parameters": model.trainable,
@@ -119,7 +117,7 @@ def model_record(model: ModelFacts) -> dict[str, Any]:
 
 
 def machine_record(cluster: Cluster) -> dict[str, Any]:
-    """Where it would run."""
+    """Return the cluster's part of the document."""
     return {
         "name": cluster.name or f"{cluster.nodes}x{cluster.per_node}x{cluster.device.name}",
         "device": cluster.device.name,
@@ -140,7 +138,7 @@ def machine_record(cluster: Cluster) -> dict[str, Any]:
 
 
 def candidate_record(candidate: Candidate) -> dict[str, Any]:
-    """One layout and what is foreseen of it."""
+    """Return the part of the document for one layout and its predictions."""
     case, memory, time = candidate.case, candidate.memory, candidate.time
     return {
         "text": shape_text(case),

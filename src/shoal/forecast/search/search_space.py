@@ -1,4 +1,4 @@
-"""Which fields of a plan a search may choose: what [layout] leaves open on given machines."""
+"""Search space: the fields of a plan that [layout] leaves open on given machines."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shoal.config.sections import LayoutSection, keys
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The fields of a plan that a search may choose; it keeps all others.
+    """Fields of a plan that a search may choose; it keeps all others.
 
     Attributes:
-        layout: the only one to try; None: layouts are searched.
+        layout: the only layout to try; None: layouts are searched.
         degrees: (axis, degree) pairs that are fixed; other axes are searched.
-        zero: the stage, what dp_shard splits, that is fixed; None: whatever is best.
-        micro_batch: samples per forward pass, 0: any.
-        accumulate: micro-batches per rank, 0: any.
-        given: keys of policies that the user set; recompute is searched where it is not one.
-        schedule, chunks: of a pipeline, where `degrees` has one; "" left to the search.
-        built: search data-parallel axes first, and tp, pp, cp too only where no layout of those
-            fits, as `auto` does for a run; False: all at once.
+        zero: the fixed ZeRO stage of dp_shard; None: searched.
+        micro_batch: samples per forward pass, 0: searched.
+        accumulate: micro-batches per rank, 0: searched.
+        given: keys of policies that the user set; recompute is searched if it is not among them.
+        schedule, chunks: of a pipeline, if `degrees` has one; "" searched.
+        built: search data-parallel axes first, and tp, pp, cp only if no layout of those fits, as
+            `auto` does for a run; False: all at once.
     """
 
     layout: Layout | None = None
@@ -43,10 +43,10 @@ class SearchSpace:
 
 
 def section_of(words: Mapping[str, Any]) -> LayoutSection:
-    """Build a `LayoutSection` from keys of [layout]; keys that are not given keep their defaults.
+    """Build a `LayoutSection` from keys of [layout]; missing keys keep their defaults.
 
     Raises:
-        ConfigError: for a key that [layout] lacks, with the nearest; values are not checked.
+        ConfigError: a key that [layout] lacks, with the nearest key; values are not checked.
 
     >>> section_of({"tp": 2}).degrees()
     {'tp': 2}
@@ -59,17 +59,16 @@ def section_of(words: Mapping[str, Any]) -> LayoutSection:
 
 
 def space_of(section: LayoutSection, cluster: Cluster, **further: Any) -> SearchSpace:
-    """Find what a [layout] section leaves open on the devices of a cluster.
+    """Return the fields that a [layout] section leaves open on the devices of a cluster.
 
-    Its layout is fixed by a strategy's name, or by degrees whose product is all devices; fewer
-    leave the other axes to the search, `auto` alone leaves all.
+    A strategy's name fixes the layout, and so do degrees whose product is all devices. Fewer
+    degrees leave the other axes to the search; `auto` alone leaves all.
 
     Args:
-        further: other fields, as `SearchSpace` explains them: micro_batch, accumulate, given,
-            built.
+        further: other fields of `SearchSpace`: micro_batch, accumulate, given, built.
 
     Raises:
-        PlanError: for a name, a schedule or degrees that do not go with the devices.
+        PlanError: a name, a schedule or degrees that contradict the devices.
     """
     degrees = section.degrees()
     schedule, chunks = _schedule(section, degrees.get("pp", 1))
@@ -84,7 +83,7 @@ def space_of(section: LayoutSection, cluster: Cluster, **further: Any) -> Search
 
 
 def _schedule(section: LayoutSection, pp: int) -> tuple[str, int]:
-    """The schedule that the user fixed beside degrees, and its chunks; "" leaves it open."""
+    """Return the schedule that the user fixed beside degrees, and its chunks; "" if open."""
     named = section.strategy if section.degrees() and section.strategy in PIPELINES[1:] else ""
     schedule = section.schedule or named
     if (section.strategy != "auto" and not named) or not (schedule or section.chunks):
@@ -94,10 +93,10 @@ def _schedule(section: LayoutSection, pp: int) -> tuple[str, int]:
 
 
 def _zero(section: LayoutSection) -> int | None:
-    """What dp_shard splits, as the user fixed it: by its key, or by a name beside degrees.
+    """Return the user's ZeRO stage of dp_shard: from its key, or from a name beside degrees.
 
     Raises:
-        PlanError: for a name that says nothing beside degrees.
+        PlanError: a name that sets no stage beside degrees.
     """
     if section.zero >= 0:
         return section.zero
@@ -113,14 +112,14 @@ def _zero(section: LayoutSection) -> int | None:
 
 
 def _layout(section: LayoutSection, cluster: Cluster) -> Layout | None:
-    """The layout that the user fixed, as a run would take it; None where the planner has a choice.
+    """Return the layout that the user fixed, as in a run; None if the planner has a choice.
 
     Raises:
-        PlanError: for a name or degrees that do not go with the devices.
+        PlanError: a name or degrees that contradict the devices.
     """
     zero = _zero(section)
     if degrees := section.degrees():
-        planned_degrees(degrees, cluster.devices, None)  # refuses what does not divide
+        planned_degrees(degrees, cluster.devices, None)  # raises if degrees do not divide devices
         if Layout.of(degrees).processes < cluster.devices:
             return None
         return planned_degrees(degrees, cluster.devices, zero)

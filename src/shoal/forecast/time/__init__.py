@@ -1,1 +1,1 @@
-"""Seconds and bytes of one step: work, collectives, overlap, pipelines, servers, islands."""
+"""Seconds and bytes of one step: compute, collectives, overlap, pipelines, servers, islands."""

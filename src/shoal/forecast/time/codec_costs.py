@@ -1,6 +1,6 @@
-"""What codecs cost: coded bytes of an element, and how fast one core codes, for predictions.
+"""Predicted costs of gradient codecs: coded bytes per element, and coding rate of one core.
 
-The codecs themselves are in `fabric/codecs`; the sizes here are theirs, a test holds them together.
+The codecs themselves are in `fabric/codecs`; a test compares the sizes here with theirs.
 Rates are of one core of a 2-core cloud machine, rounded; `benchmarks/codecs.py` measures them.
 """
 
@@ -9,22 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCALE_BYTES = 4 / 65536
-"""Of an element's share in its block's scale: fp32, one per 64k elements."""
+"""Bytes per element of a block's scale: one fp32 number per 64k elements."""
 
 MEMORY_BYTES_PER_S = 5e9
-"""Read and written by one core in a plain loop over numbers that lie in no cache."""
+"""Bytes per second that one core reads and writes in a plain loop without cache hits."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How numbers travel; the codecs themselves are in `fabric/codecs`.
+    """Costs of one codec of `fabric/codecs`.
 
     Attributes:
-        bytes_each: coded bytes per element, its share of the scales included; 0: as they are.
-        gathers: coded messages go whole to all, for their sums do not stay small.
-        feedback: what a code leaves out is kept for the next round.
-
-    encode, decode_bytes_per_s   of uncoded numbers on one core
+        bytes_each: coded bytes per element, its share of the scales included; 0: uncoded.
+        encode_bytes_per_s, decode_bytes_per_s: uncoded bytes per second of one core.
+        gathers: all ranks gather the coded messages, since sums do not stay compressed.
+        feedback: the codec keeps its error for the next round (error feedback).
     """
 
     bytes_each: float
@@ -44,11 +43,11 @@ CODINGS = {
     ),
     "sign": Coding(1 / 8 + SCALE_BYTES, 1.5e9, 2.2e9, feedback=True),
 }
-"""By the name of the codec."""
+"""Costs by the name of the codec."""
 
 
 def coded_bytes(codec: str, elements: float, element_bytes: int = 4) -> float:
-    """Bytes of so many coded numbers, scales included.
+    """Return the bytes of a number of coded elements, scales included.
 
     >>> coded_bytes("int8", 65536), coded_bytes("top2bit", 65536), coded_bytes("none", 10, 8)
     (65540.0, 1800.0, 80)

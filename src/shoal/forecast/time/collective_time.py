@@ -1,7 +1,7 @@
-"""How long the ranks of one axis take to exchange a message on a given cluster, and who sends what.
+"""Seconds and bytes of collectives on one mesh axis of a cluster.
 
-An axis of the layout is a *group*: n ranks, of which g share a node (a fast link) and the rest are
-reached over the network (a slow one). Of every collective the fastest known algorithm counts:
+An axis of the layout is a *group*: n ranks, of which g share a node (a fast link); the network (a
+slow link) reaches the others. Of every collective the fastest known algorithm counts:
 
     one node, or one rank per node   ring, tree, halving and doubling over that one link
     g ranks on each of G nodes       three stages: inside, over the nodes with M/g, inside;
@@ -11,7 +11,8 @@ reached over the network (a slow one). Of every collective the fastest known alg
     sending to the next stage        α + M/bandwidth; over the network if any stage boundary is one
                                      between nodes: every micro-batch passes it
 
-M is the whole message; what one rank sends of it is counted per link, since every rank sends alike.
+M is the whole message. The bytes that one rank sends are counted per link; every rank sends the
+same number.
 Sources: teach/calculators/collectives_costs.py for the algorithms; Narayanan et al. 2021 §5.9 and
 AutoParallel's notes for rings that share a node's network cards.
 """
@@ -25,7 +26,7 @@ from shoal.base.estimates.cluster import Cluster, Link
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange messages: n in all, `near` of them on each node they touch."""
+    """Process group of an axis: `ranks` in all, `near` of them on each of its nodes."""
 
     ranks: int
     near: int
@@ -35,19 +36,19 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """Nodes that the group touches."""
+        """Return the number of nodes of the group."""
         return -(-self.ranks // self.near)
 
     @property
     def one_link(self) -> Link | None:
-        """The only kind of link that this group uses; None where it uses both."""
+        """Return the only kind of link that this group uses; None if it uses both."""
         if self.near == self.ranks:
             return self.inside
         return self.across if self.near == 1 else None
 
     @property
     def suffix(self) -> str:
-        """How the group lies in its nodes, as the end of a term's name: each has an efficiency.
+        """Return the suffix of term names for the group's placement: each has its own efficiency.
 
         ""         fills a node · "_shared"  one of several groups inside a node
         "_across"  one rank per node · "_both"  several ranks on each of several nodes
@@ -62,7 +63,7 @@ class Group:
 
 
 def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
-    """The group of an axis of degree `ranks` whose neighbours are `stride` ranks apart.
+    """Return the group of an axis of degree `ranks` whose neighbours are `stride` ranks apart.
 
     Args:
         stride: product of the degrees of the axes inside this one (tp: 1).
@@ -79,7 +80,7 @@ def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an exchange, and what one rank sends over each link."""
+    """Seconds of a collective, and the bytes that one rank sends over each link."""
 
     seconds: float = 0.0
     inside_bytes: float = 0.0
@@ -93,7 +94,7 @@ class Cost:
         )
 
     def times(self, count: float) -> Cost:
-        """The same exchange `count` times.
+        """Return the cost of the same collective `count` times.
 
         >>> Cost(1.0, 2.0, 3.0).times(2)
         Cost(seconds=2.0, inside_bytes=4.0, across_bytes=6.0)
@@ -101,7 +102,7 @@ class Cost:
         return Cost(self.seconds * count, self.inside_bytes * count, self.across_bytes * count)
 
     def slower(self, times: float) -> Cost:
-        """The same bytes in `times` the seconds.
+        """Return the cost with the same bytes in `times` the seconds.
 
         >>> Cost(1.0, 2.0, 3.0).slower(2)
         Cost(seconds=2.0, inside_bytes=2.0, across_bytes=3.0)
@@ -127,12 +128,12 @@ def rounds(ranks: int) -> int:
 
 
 def ring_all_reduce_s(ranks: int, message_bytes: float, link: Link) -> float:
-    """Seconds of an all-reduce in one ring over even links: 2(n−1)·α + 2(n−1)/n·M·β."""
+    """Return the seconds of a ring all-reduce over equal links: 2(n−1)·α + 2(n−1)/n·M·β."""
     return 2 * (ranks - 1) * (link.latency_s + message_bytes / link.bytes_per_s / ranks)
 
 
 def _flat_all_reduce_s(ranks: int, message_bytes: float, link: Link) -> float:
-    """Ring, tree, or halving and doubling, whichever is fastest (as in the calculators)."""
+    """Return the seconds of the fastest of ring, tree, and halving and doubling."""
     wire_s = message_bytes / link.bytes_per_s
     ring = ring_all_reduce_s(ranks, message_bytes, link)
     tree = 2 * (rounds(ranks) * link.latency_s + wire_s)
@@ -143,7 +144,7 @@ def _flat_all_reduce_s(ranks: int, message_bytes: float, link: Link) -> float:
 
 
 def _ring_over_both(group: Group, message_bytes: float, passes: int) -> float:
-    """One ring through all nodes: `passes` is 2 for an all-reduce, 1 for a gathering."""
+    """Return the seconds of one ring through all nodes; `passes`: 2 all-reduce, 1 all-gather."""
     near, nodes, ranks = group.near, group.nodes, group.ranks
     rate = min(group.inside.bytes_per_s, near * group.across.bytes_per_s)
     hops_s = (ranks - nodes) * group.inside.latency_s + (nodes - 1) * group.across.latency_s
@@ -151,7 +152,7 @@ def _ring_over_both(group: Group, message_bytes: float, passes: int) -> float:
 
 
 def all_reduce(group: Group, message_bytes: float) -> Cost:
-    """The sum of M bytes on all ranks.
+    """Return the cost of summing M bytes on all ranks.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
     >>> all_reduce(Group(4, 4, wire, net), 16.0)
@@ -181,7 +182,7 @@ def _gather_s(ranks: int, message_bytes: float, link: Link) -> float:
 
 
 def all_gather(group: Group, message_bytes: float) -> Cost:
-    """All ranks hold M bytes of which each had its part; a reduce-scatter costs the same.
+    """Return the cost of an all-gather of M bytes in total; a reduce-scatter costs the same.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
     >>> all_gather(Group(4, 4, wire, net), 16.0)
@@ -205,7 +206,7 @@ def all_gather(group: Group, message_bytes: float) -> Cost:
 
 
 def all_to_all(group: Group, message_bytes: float) -> Cost:
-    """Each rank sends an n-th of its M bytes to every other rank.
+    """Return the cost of an all-to-all: each rank sends an n-th of its M bytes to every other.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
     >>> all_to_all(Group(8, 4, wire, net), 16.0)
@@ -222,9 +223,9 @@ def all_to_all(group: Group, message_bytes: float) -> Cost:
 
 
 def send(cluster: Cluster, stride: int, message_bytes: float, stages: int = 2) -> Cost:
-    """One message to the next of `stages` stages, `stride` ranks away.
+    """Return the cost of one message to the next of `stages` stages, `stride` ranks away.
 
-    Over the network if they do not all fit a node: a pipeline is as fast as its slowest boundary.
+    It uses the network if the stages do not all fit a node: the slowest boundary limits a pipeline.
 
     >>> wire, net = Link("wire", 0.0, 8.0), Link("net", 0.0, 1.0)
     >>> from shoal.base.estimates.cluster import Device

@@ -1,6 +1,6 @@
-"""What differs between frameworks that run one layout: what they hide, send and compute again.
+"""Overlap, message sizes and recomputation of each framework's training step.
 
-A published run can only be compared with a prediction that knows whose step it is.
+A published run can only be compared with a prediction of the same framework's step.
 Sources: DeepSpeed's pipeline engine (gradients are reduced after the last backward pass, stages
 send activations in parts), Megatron-LM's options, torchtitan's selective recompute (every second
 product is kept), Korthikanti et al. 2022 (attention's core runs again).
@@ -15,16 +15,16 @@ from shoal.base.errors import PlanError, one_of
 
 @dataclass(frozen=True)
 class Habits:
-    """One framework's way.
+    """Overlap, message sizes and recomputation of one framework.
 
     Attributes:
-        hides_gradients, hides_parameters: sends them while computing, where the device can do both.
-        hides_update: zero 1 and 2: gathers the stepped weights beside the next forward pass.
-        splits_messages: a pipeline's activations travel in tp parts.
+        hides_gradients, hides_parameters: sends them during compute, if the device can overlap.
+        hides_update: zero 1 and 2: gathers the updated weights during the next forward pass.
+        splits_messages: each tp rank sends its part of a pipeline's activations.
         selective: shares that selective recompute runs again: products, attention, the rest.
-        root_bytes: of an element of the weights outside blocks when gathered, and of gradients,
-            where the compute format is narrower; 0: as narrow as that.
-        wait_share: of the hidden communication, what slows the compute beside it down (σ − 1).
+        root_bytes: bytes per gathered element of weights outside blocks, and of their gradients, if
+            the compute format is narrower; 0: the compute format's.
+        wait_share: σ − 1: the share of hidden communication that slows the overlapped compute.
     """
 
     hides_gradients: bool = True
@@ -54,14 +54,14 @@ HABITS = {
         root_bytes=0,
     ),
 }
-"""By `Case.framework`."""
+"""Overlap by `Case.framework`."""
 
 
 def habits_of(framework: str) -> Habits:
-    """What a framework does.
+    """Return the overlap of a framework.
 
     Raises:
-        PlanError: for one that is not known, with the nearest name.
+        PlanError: unknown framework, with the nearest name.
 
     >>> habits_of("torchtitan").selective[0]
     0.5

@@ -1,7 +1,7 @@
-"""What islands joined by slow links cost: seconds per round, utilisation, bytes, peak rate, memory.
+"""Predicted costs of islands on slow links: seconds per round, utilisation, bytes, memory.
 
-Each of R islands takes H inner steps of t seconds alone; P fragments of the weights, one at a time,
-are merged with the other islands, each sent τ inner steps before its result is taken over:
+Each of R islands takes H inner steps of t seconds alone. The weights have P fragments; the islands
+merge one at a time, and send each fragment τ inner steps before they apply its result:
 
     coded       C = β·n                          n parameters of a fragment, β bytes of each
     sent        S = 2(R−1)/R · C                 coded twice: own message, then a share of the mean
@@ -10,17 +10,17 @@ are merged with the other islands, each sent τ inner steps before its result is
     round       T = H·t + P · (own + max(0, x − τ·t))
     utilisation H·t / T
 
-Coding goes on beside the link, chunk by chunk: a message is coded once and its parts decoded twice
-by their owner, the mean coded by its owner and decoded by all. Six messages follow one another: two
-halves, and two gatherings of a length and what has it. `outer` is the outer optimizer's step and
-the digest, `own` the difference and the blend, for which an island's inner steps stop. Fragments
-do not make what is sent smaller; they make it smooth. Islands of unequal speed take H_i =
-max(1, round(H·v_i/v_max)) steps, and T comes from playing the round with a clock for each.
+Coding overlaps the link, chunk by chunk. The sender codes a message once, and the owner decodes its
+parts twice; the owner codes the mean, and all decode it. Six messages follow one another: two
+halves, and two gatherings of a length and its content. `outer` is the outer optimizer's step and
+the digest; `own` is the difference and the blend, during which an island's inner steps stop.
+Fragments do not reduce the bytes sent; they make the traffic smooth. Islands of unequal speed take
+H_i = max(1, round(H·v_i/v_max)) steps; T then comes from a simulation with a clock per island.
 
-Not counted: that the exchange takes a core from inner steps, and losses on the link.
-Against the simulation in the Streaming DiLoCo paper (Gbit/s for a given utilisation, 10B and 100B,
-two islands, H = 100, nothing hidden) this asks for 1.07 to 1.3 times its Gbit/s at 50 to 95 %, and
-for 1.8 to 1.9 times at 99 %; at 4 bits with one step of overlap for 1.0 to 1.25 (24 fragments).
+Not counted: the core that the exchange takes from inner steps, and losses on the link.
+The Streaming DiLoCo paper simulates the Gbit/s for a given utilisation (10B and 100B, two islands,
+H = 100, nothing hidden). These formulas need 1.07 to 1.3 times its Gbit/s at 50 to 95 %, and 1.8 to
+1.9 times at 99 %. At 4 bits with one step of overlap they need 1.0 to 1.25 times (24 fragments).
 Sources: Douillard et al. 2023 (DiLoCo), 2025 (streaming); Liu et al. 2024 (steps by speed).
 """
 
@@ -35,25 +35,26 @@ from shoal.base.layouts.island_options import IslandsPolicy
 from shoal.forecast.time.codec_costs import CODINGS, MEMORY_BYTES_PER_S, coded_bytes
 
 DIGEST_BYTES_PER_S = 1e9
-"""SHA-256 by one core; 1.1 to 1.5 were measured. Without instructions for it, less than half."""
+"""SHA-256 by one core; 1.1 to 1.5 were measured. Without SHA instructions less than half."""
 
 MESSAGES = 6
-"""One after another in an exchange."""
+"""Sequential messages of an exchange."""
 
 OWN_PASSES = 6
-"""Over a fragment, while the inner steps wait: difference 3 (two read, one written), blend 3."""
+"""Memory passes over a fragment that stop the inner steps: difference 3 (two reads, one write),
+blend 3."""
 
 OUTER_PASSES = 14
-"""As long as so many, beside the inner steps: the outer step 11 (measured, Nesterov), the Gram
-matrix of what came 2 (measured, 3 islands), cutting 1."""
+"""Memory passes during the inner steps: the outer step 11 (measured, Nesterov), the Gram matrix of
+the received fragments 2 (measured, 3 islands), cutting 1."""
 
 STATES = {"sgd": 1, "adagrad": 1, "rmsprop": 1}
-"""Numbers per parameter that an outer optimizer keeps; 2 for those that are not here."""
+"""Numbers per parameter that an outer optimizer keeps; 2 for all others."""
 
 
 @dataclass(frozen=True)
 class IslandsFacts:
-    """What is known of a model, of islands and of their links before a run.
+    """Facts of a model, of islands and of their links, known before a run.
 
     Attributes:
         parameters: elements of the whole model.
@@ -62,13 +63,13 @@ class IslandsFacts:
         latency_s: seconds of a message.
         near_bytes_per_s: of links inside a region (islands.regions); 0: as bytes_per_s.
         speeds: of every island, as a share of the fastest; () if all are equally fast.
-        tokens: that one island learns from in one inner step; 0 if not known.
-        ranks: processes of an island; each works on its share on a core of its own.
-        element_bytes: 4, or 8 where parameters are float64.
+        tokens: tokens of one island's inner step; 0 if unknown.
+        ranks: processes of an island; each works on its share on its own core.
+        element_bytes: 4, or 8 for float64 parameters.
 
     Raises:
-        PlanError: when made: parameters, step_s, bytes_per_s or ranks of 0 or less; latency_s,
-            near_bytes_per_s or tokens below 0; a speed that is not in (0, 1].
+        PlanError: in the constructor: parameters, step_s, bytes_per_s or ranks of 0 or less;
+            latency_s, near_bytes_per_s or tokens below 0; a speed that is not in (0, 1].
     """
 
     parameters: float
@@ -82,7 +83,7 @@ class IslandsFacts:
     element_bytes: int = 4
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Refuse impossible facts."""
         for name, value, nearest in (
             ("parameters", self.parameters, "1e9"),
             ("step_s", self.step_s, "1"),
@@ -109,21 +110,20 @@ class IslandsCost:
 
     Attributes:
         steps: inner steps of every island, in their order.
-        compute_s: in them, mean of islands.
-        waited_s: not in inner steps; compute_s + waited_s = round_s.
-        exposed_s: of that, waiting for the exchange or for slower islands; the rest is an island's
-            own work on a merge (difference and blend).
-        exchange_s: of all fragments, each from the message to the vote, summed, hidden or not; of a
-            round in which all islands meet.
-        sent_bytes: per island and round, and received as many.
+        compute_s: seconds in them, mean of islands.
+        waited_s: seconds outside inner steps; compute_s + waited_s = round_s.
+        exposed_s: part of waited_s for the exchange or slower islands; the rest is an island's own
+            work on a merge (difference and blend).
+        exchange_s: sum over all fragments, each from the message to the vote, overlapped or not; of
+            a round in which all islands meet.
+        sent_bytes: sent per island and round; as many are received.
         mean_bytes_per_s: over the round.
-        peak_bytes_per_s: while a fragment travels.
-        hiding_bytes_per_s: the slowest link on which `overlap` inner steps hide an exchange, 0
-            where nothing is sent, inf where no link is fast enough.
-        bytes_per_token: sent by an island per token that it learnt from; 0 if tokens are not known.
-
-    memory_bytes of the host, per process: merged weights and outer state of every tier, and what
-                 codes left out
+        peak_bytes_per_s: during the exchange of a fragment.
+        hiding_bytes_per_s: the slowest link on which `overlap` inner steps hide an exchange, 0 if
+            islands send nothing, inf if no link is fast enough.
+        memory_bytes: of the host, per process: merged weights and outer state of every tier, and
+            error feedback of codecs.
+        bytes_per_token: sent by an island per trained token; 0 if tokens are unknown.
     """
 
     steps: tuple[int, ...]
@@ -141,11 +141,11 @@ class IslandsCost:
 
     @property
     def utilisation(self) -> float:
-        """Share of the time in which an island takes inner steps."""
+        """Return the share of the time in which an island takes inner steps."""
         return self.compute_s / self.round_s
 
     def record(self) -> dict[str, Any]:
-        """All figures by name, as JSON can say them: what is infinite is null."""
+        """Return all figures by name as a JSON object: infinite ones are null."""
         known = {name: None if value == math.inf else value for name, value in vars(self).items()}
         return {**known, "steps": list(self.steps), "utilisation": self.utilisation}
 
@@ -154,11 +154,11 @@ def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
     """Predict seconds, bytes and memory of one round of islands.
 
     Args:
-        policy: `[islands]`, its open numbers are settled in a copy.
+        policy: `[islands]`; its open settings are settled in a copy.
 
     Raises:
-        ConfigError: for a policy that cannot run; PlanError for method none, or for speeds that are
-            not one per island.
+        ConfigError: a policy that cannot run.
+        PlanError: method none, or speeds that are not one per island.
 
     20M parameters in 3 islands of one process, steps of 0.5 s, 50 Mbit/s: DiLoCo in fp32 waits
     for 17.5 s after 25 s of work, streaming in 4 bits beside 5 steps for almost nothing.
@@ -183,7 +183,7 @@ def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
     for (_, _, rounds), one in zip(tiers, each, strict=True):
         total_s += rounds * _round_s(policy, pace, one.seconds, own_s)
         sent += rounds * policy.fragments * one.sent_bytes
-    round_s, far = max(total_s, compute_s), each[-1]  # rounding alone could make it less
+    round_s, far = max(total_s, compute_s), each[-1]  # rounding alone could make it smaller
     learnt = facts.tokens * sum(steps) / len(steps)
     return IslandsCost(
         steps=steps,
@@ -203,11 +203,11 @@ def islands_cost(policy: IslandsPolicy, facts: IslandsFacts) -> IslandsCost:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One fragment: bytes that an island sends, and where its seconds go.
+    """Exchange of one fragment: bytes that an island sends, and its seconds.
 
     Attributes:
-        travel_s: with the link busy, or with coding where that is slower.
-        seconds: of everything.
+        travel_s: of the link, or of coding if that is slower.
+        seconds: of the whole exchange.
     """
 
     sent_bytes: float
@@ -219,7 +219,7 @@ class Exchange:
 def exchange(
     policy: IslandsPolicy, facts: IslandsFacts, islands: int, bytes_per_s: float
 ) -> Exchange:
-    """One fragment merged among so many islands; `policy` settled."""
+    """Return the exchange of one fragment among a number of islands; `policy` is settled."""
     elements, coding = facts.parameters / policy.fragments, CODINGS[policy.codec]
     coded = coded_bytes(policy.codec, elements, facts.element_bytes)
     others = islands - 1
@@ -237,7 +237,7 @@ def exchange(
 
 
 def _hiding(one: Exchange, hidden_s: float) -> float:
-    """The link with which an exchange takes no longer than `hidden_s`."""
+    """Return the rate of the link on which an exchange takes no longer than `hidden_s`."""
     if not one.sent_bytes:
         return 0.0
     left_s = hidden_s - (one.seconds - one.travel_s)
@@ -245,7 +245,7 @@ def _hiding(one: Exchange, hidden_s: float) -> float:
 
 
 def paces(policy: IslandsPolicy, facts: IslandsFacts) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """(inner steps per round, seconds of a step) of every island; `policy` settled.
+    """Return (inner steps per round, seconds of a step) of every island; `policy` is settled.
 
     >>> facts = IslandsFacts(1e6, 1.0, 1e6, speeds=(1.0, 0.25))
     >>> paces(IslandsPolicy("diloco", count=2).settled(), facts)
@@ -260,7 +260,7 @@ def paces(policy: IslandsPolicy, facts: IslandsFacts) -> tuple[tuple[int, ...], 
 def _round_s(
     policy: IslandsPolicy, paces: list[tuple[int, float]], exchange_s: float, own_s: float
 ) -> float:
-    """Seconds of a round, in the mean of some after the first; a clock for every pace."""
+    """Return the mean seconds of rounds after the first, simulated with a clock per pace."""
     rounds = 3
     clocks, ends = [0.0] * len(paces), []
     for _ in range(rounds):
@@ -281,7 +281,7 @@ def _round_s(
 
 
 def _tiers(policy: IslandsPolicy, facts: IslandsFacts) -> list[tuple[int, float, float]]:
-    """(islands that meet, bytes/s of their link, share of the rounds), all islands last."""
+    """Return (islands that meet, bytes/s of their link, share of the rounds), all islands last."""
     if policy.method == "noloco":
         return [(min(2, policy.count), facts.bytes_per_s, 1.0)]
     far = 1 / policy.far_period if policy.regions > 1 else 1.0
@@ -298,7 +298,7 @@ def _passes_s(passes: float, facts: IslandsFacts, elements: float) -> float:
 
 
 def _states(policy: IslandsPolicy) -> int:
-    """Numbers per parameter in the state of the outer optimizer."""
+    """Return the outer optimizer's numbers of state per parameter."""
     if policy.method == "fedopt":
         return 2
     if policy.outer == "sgd" and not policy.outer_momentum:
@@ -307,7 +307,7 @@ def _states(policy: IslandsPolicy) -> int:
 
 
 def _kept(policy: IslandsPolicy) -> int:
-    """Numbers per parameter that an island keeps beside its own weights."""
+    """Return the numbers per parameter that an island keeps beside its own weights."""
     tiers = 2 if policy.regions > 1 else 1
     return tiers * (1 + _states(policy)) + (2 if CODINGS[policy.codec].feedback else 0)
 

@@ -1,8 +1,8 @@
-"""How many bytes a rank of a divided model sends per step: what travels inside, and what is summed.
+"""Bytes that a rank of a parallelized model sends per step: tp, pp, gradients and weights.
 
-`Travel` is stated when a model is divided: every collective over the tensor-parallel ranks, every
-tensor that crosses from stage to stage. Sums of gradients and gathers of weights follow from the
-placements (`placed`). A run's counters then say the same, to the byte.
+`parallelize` states `Travel`: every collective over the tensor-parallel ranks, and every tensor
+that crosses pipeline stages. Sums of gradients and gathers of weights follow from the placements
+(`placed`). A run's counters agree with these figures to the byte.
 
     sent = tp (tensor_traffic) + pp (pipe_traffic) + gradient_sums + weight_gathers
 """
@@ -23,13 +23,13 @@ from shoal.planning.pipeline_schedules import make_schedule
 
 
 def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
-    """Bytes that a rank of pipeline rank `rank` sends in one step of the case, by kind.
+    """Return the bytes that a rank of pipeline rank `rank` sends in one step, by kind.
 
     Args:
-        case: of a plan that has its placements.
+        case: with a plan that has its placements.
 
     Raises:
-        PlanError: for a schedule that cannot run so many micro-batches.
+        PlanError: the schedule cannot run so many micro-batches.
     """
     layout, schedule = case.layout, _schedule(case)
     pieces = schedule.pieces
@@ -50,24 +50,24 @@ def sent_by(case: Case, travel: Travel, rank: int) -> StepTraffic:
 
 
 def _schedule(case: Case) -> Schedule:
-    """The case's pipeline; without one, a rank that holds the only stage."""
+    """Return the case's pipeline schedule; without one, that of a rank with the only stage."""
     if case.layout.pp == 1:
         return Schedule("", ((),), (0,), case.accumulate)
     return make_schedule(case.schedule, case.layout.pp, case.accumulate, case.layout.chunks)
 
 
 def busiest(case: Case, travel: Travel) -> StepTraffic:
-    """Predict what the rank that sends most sends in one step: bytes by kind of collective.
+    """Return the bytes that the busiest rank sends in one step, by kind of collective.
 
     Args:
-        case: of a plan that has its placements: without them sums and gathers count as nothing.
-        travel: what tp and pp send per micro-batch, as stated when the model was divided.
+        case: with a plan that has its placements; without them sums and gathers count as 0.
+        travel: tp and pp traffic per micro-batch, as stated when the model was parallelized.
 
     Raises:
-        PlanError: for a schedule that cannot run so many micro-batches.
+        PlanError: the schedule cannot run so many micro-batches.
 
     Note:
-        of the ranks that hold the same pipeline stages only the first is looked at.
+        Of the ranks with the same pipeline stages only the first is compared.
     """
     return max(
         (sent_by(case, travel, rank) for rank in range(case.layout.pp)),

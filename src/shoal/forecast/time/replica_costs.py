@@ -1,17 +1,16 @@
-"""What `dp` costs on N devices of one process: its first device's memory, and a step's seconds.
+"""Predicted costs of `dp` on N devices of one process: the first device's memory, step seconds.
 
 With m micro-batches in a step, weights of W and gradients of G bytes on every device:
 
     rounds   ⌈m / N⌉ forward and backward passes on the busiest device
-    host     one interpreter launches the forward passes of all replicas, in turn; backward passes
-             have a thread of torch's own for each device
-    copies   (N − 1)·W from the first device, (N − 1)·G to it, through its one link: nothing hides
-             them
+    host     one interpreter launches the forward passes of all replicas, in turn; torch has a
+             backward thread for each device
+    copies   (N − 1)·W from the first device, (N − 1)·G to it, through its one link, exposed
     update   on the first device alone, for all weights
-    memory   the first device holds what one process on one device holds; the others the same but
-             for the optimizer's state
+    memory   the first device holds as much as in a run on one device; the others the same without
+             the optimizer state
 
-Not fitted: no machine with several GPUs was at hand. Source:
+Not fitted: no measurement on a machine with several GPUs exists. Source:
 parallel/data_parallel/device_replicas.py
 """
 
@@ -30,7 +29,7 @@ FORWARD_LAUNCHES = 1 / 3
 
 
 def first_of(case: Case) -> Case:
-    """Give the case as the first device has it: one process with the micro-batches of one replica.
+    """Return the case of the first device: one process with one replica's micro-batches.
 
     >>> from shoal.base.estimates.cluster import Cluster, Device
     >>> from shoal.base.estimates.estimate import ModelFacts
@@ -48,7 +47,7 @@ def first_of(case: Case) -> Case:
 
 
 def replica_terms(case: Case) -> StepTerms:
-    """The terms of a step, from those of the first device."""
+    """Return the terms of a step, from those of the first device."""
     terms = step_terms(first_of(case))
     others = case.layout.threads - 1
     launches = 1 + min(others, case.accumulate - 1) * FORWARD_LAUNCHES
@@ -65,7 +64,7 @@ def replica_terms(case: Case) -> StepTerms:
 
 
 def _link(case: Case) -> Link:
-    """Between the devices of a node; through the host where one device is all that is known."""
+    """Return the link between a node's devices, or through the host if there is only one."""
     cluster = case.cluster
     if cluster.per_node > 1:
         return cluster.inside
@@ -73,14 +72,14 @@ def _link(case: Case) -> Link:
 
 
 def of_first_device(case: Case, memory: MemoryEstimate) -> MemoryEstimate:
-    """Add what each further device holds to the estimate of the first: weights stay wide there."""
+    """Add each other device's bytes, all but the optimizer state, to the first one's estimate."""
     states = case.optimizer_bytes * case.model.trainable * max(4, WIDTHS[case.plan.compute]) / 4
     optimizer = min(states, memory.parts.get("optimizer", 0.0))
     return replace(memory, others_bytes=memory.peak_bytes - optimizer)
 
 
 def told(case: Case, memory: MemoryEstimate, sent_bytes: float) -> str:
-    """Say in one line what the first device has that the others have not."""
+    """Describe in one line what only the first device holds."""
     others = case.layout.threads - 1
     each = f"each of the {others} others" if others > 1 else "the other"
     return (

@@ -1,18 +1,18 @@
-"""What a parameter server costs: its messages in a step, and the pace of workers that do not wait.
+"""Predicted costs of a parameter server: messages per step, and the pace of async workers.
 
 With W workers, S servers and G bytes of gradients (weights):
 
     push    every worker sends G, every server receives W·G/S: the busier of the two counts
     pull    every server sends W·G/S, and S − 1 other servers get its part too
     synchronous     a step waits for the slowest worker: compute + push + update + pull
-    free running    workers take turns: steps come W times as often as one worker makes them, until
-                    the server is busy all the time; a slow worker holds the others only by a bound
+    free running    workers take turns: W times as many steps as one worker makes, until the server
+                    is always busy; a slow worker delays the others only through the bound
 
-Where servers hold embedding tables alone, the rows that a worker's samples look up travel both
-ways, each once a step (one per position, taken to be different ones; bags of several count as one),
-and the rest is an all-reduce between the workers.
+Servers may hold embedding tables alone. Then the rows that a worker's samples look up travel both
+ways, each once a step (one per position, assumed distinct; bags of several count as one), and an
+all-reduce between the workers sums the rest.
 
-`pace` plays the turns through by the very rule by which servers admit gradients
+`pace` simulates the turns by the rule by which servers admit gradients
 (base/layouts/parameter_servers.py). Source: Li et al. 2014; Ho et al. 2013
 """
 
@@ -29,16 +29,16 @@ from shoal.forecast.time.collective_time import Cost, Group
 
 
 def pushed(case: Case, group: Group, size_bytes: float) -> Cost:
-    """What it takes to bring a worker's gradients, or any tensor of all weights, to the servers."""
+    """Return the cost of sending a worker's gradients, or any whole model, to the servers."""
     layout = case.layout
     workers = 1 if free_running(layout) else workers_of(layout)
     return _sent(group, size_bytes, max(1.0, workers / layout.servers), size_bytes)
 
 
 def pulled(case: Case, group: Group, size_bytes: float) -> Cost:
-    """What it takes to bring new weights from the servers to those that compute.
+    """Return the cost of sending new weights from the servers to the workers.
 
-    Bytes are a worker's, which sends none then: whose a run's own rows are.
+    The bytes are those that a worker sends, which is 0: a run's report counts a worker.
     """
     layout = case.layout
     readers = 1 if free_running(layout) else workers_of(layout) + layout.servers - 1
@@ -46,7 +46,7 @@ def pulled(case: Case, group: Group, size_bytes: float) -> Cost:
 
 
 def tables_of(case: Case) -> list[tuple[float, float]]:
-    """(rows, width) of the tables on servers: of a placed plan its own, else the embedding's."""
+    """Return (rows, width) of tables on servers: a placed plan's own, else the embedding's."""
     model, placed = case.model, [row for row in case.plan.placements if row.is_table]
     if placed:
         return [(float(row.shape[0]), float(row.shape[1])) for row in placed]
@@ -57,14 +57,14 @@ def tables_of(case: Case) -> list[tuple[float, float]]:
 
 
 def table_elements(case: Case) -> float:
-    """Elements of all tables on servers; 0 where servers hold none alone."""
+    """Return the elements of all tables on servers; 0 unless servers hold only tables."""
     return sum(rows * width for rows, width in tables_of(case)) if case.layout.serves else 0.0
 
 
 def looked_up(case: Case, group: Group, element_bytes: int) -> Cost:
-    """What it takes to bring rows to the workers, and their gradients back, in a step.
+    """Return the cost of sending looked-up rows to workers and their gradients back, per step.
 
-    Bytes are a worker's, which sends gradients, and the rows' numbers to every server.
+    The bytes are a worker's, which sends gradients, and the row indices to every server.
     """
     layout = case.layout
     ids = case.accumulate * case.micro_batch * max(1, case.model.sequence)
@@ -77,7 +77,7 @@ def looked_up(case: Case, group: Group, element_bytes: int) -> Cost:
 
 
 def _sent(group: Group, size_bytes: float, times: float, sent_bytes: float) -> Cost:
-    """`times` the bytes through one link, one after another."""
+    """Return the cost of `times` the bytes through one link, sequentially."""
     link = group.one_link or group.across
     seconds = link.latency_s + times * size_bytes / link.bytes_per_s
     inside = link is group.inside
@@ -85,9 +85,9 @@ def _sent(group: Group, size_bytes: float, times: float, sent_bytes: float) -> C
 
 
 def in_turns(case: Case, one: TimeEstimate) -> TimeEstimate:
-    """The mean time between two steps, of workers that each take as long as `one` for theirs.
+    """Return the mean time between steps of async workers that each take `one` per step.
 
-    Of a synchronous server `one` itself.
+    For a synchronous server it is `one` itself.
     """
     if not free_running(case.layout):
         return one
@@ -106,12 +106,12 @@ def in_turns(case: Case, one: TimeEstimate) -> TimeEstimate:
 
 @dataclass(frozen=True)
 class Pace:
-    """What workers of unequal speed make of a server, in the mean.
+    """Simulated pace of a parameter server with workers of unequal speed, on average.
 
     Attributes:
-        steps_per_s: steps of the weights.
-        staleness, largest: mean and most steps that the weights of an applied gradient lacked.
-        by_worker: gradients applied of each.
+        steps_per_s: updates of the weights per second.
+        staleness, largest: mean and largest number of updates that an applied gradient lacked.
+        by_worker: applied gradients of each worker.
         held_share: share of the workers' time in which they wait for a turn.
     """
 
@@ -123,7 +123,7 @@ class Pace:
 
 
 MOST_STEPS = 200_000
-"""Steps that are played through at most: a second or two."""
+"""Most simulated steps: a second or two of computation."""
 
 
 def pace(
@@ -134,16 +134,16 @@ def pace(
     apply_s: float = 0.0,
     steps: int = 2000,
 ) -> Pace:
-    """Play the turns of workers that take `worker_s` each from reading weights to bringing theirs.
+    """Simulate workers that take `worker_s` each from reading weights to sending gradients.
 
     Args:
         worker_s: for the samples of a whole step, which one worker computes.
         bound: as layout.staleness; None: none.
-        synchronous: a step's samples are divided evenly and all wait for the slowest.
-        apply_s: how long a server takes to apply one gradient and to give weights.
+        synchronous: a step's samples are divided evenly, and all workers wait for the slowest.
+        apply_s: seconds in which a server applies one gradient and returns weights.
 
     Raises:
-        PlanError: for no worker, times that are none, or a bound that cannot be kept.
+        PlanError: no worker, times ≤ 0, or a bound that cannot be kept.
 
     >>> pace([1, 1, 4]).steps_per_s > 2.2, pace([1, 1, 4], synchronous=True).steps_per_s
     (True, 0.75)
@@ -177,7 +177,7 @@ def pace(
             now_s = max(now_s, at_s)
             came_s[worker] = at_s
             turns.brought(worker)
-        worker = turns.next()  # type: ignore[assignment]  # somebody always may
+        worker = turns.next()  # type: ignore[assignment]  # one worker may always go on
         now_s += apply_s
         held_s += now_s - apply_s - came_s[worker]
         turns.applied(worker)

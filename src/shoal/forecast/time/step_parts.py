@@ -1,7 +1,7 @@
-"""What some units and the exchanges around them cost one rank per micro-batch, as terms that add.
+"""Costs of some units and their collectives on one rank per micro-batch, as additive terms.
 
     tensor       per block 2 all-reduces of the activations per pass (or gather + scatter)
-    context      keys and values round the ring, what attention's products do not hide
+    context      keys and values around the ring, the part that attention cannot overlap
     experts      per pass 2 all-to-alls of the tokens
     pipeline     one message each way, per chunk
     block, micro_batch   one event per block, per micro-batch
@@ -31,15 +31,15 @@ from shoal.forecast.time.step_work import unit_work
 
 @dataclass(frozen=True)
 class Part:
-    """Some units on one rank: terms of one micro-batch, and the elements that the rank holds.
+    """Costs of some units on one rank: terms per micro-batch, and the rank's elements.
 
     Attributes:
         compute_s: products, attention and the rest.
-        forward_s, again_s: of it, by kind of pass.
-        parameters: all of them.
-        experts: of these, in experts.
-
-    saved_bytes of one sample, kept for the backward pass · sent  of one micro-batch
+        forward_s, again_s: parts of compute_s: the forward pass, and recomputation.
+        parameters: all elements.
+        experts: part of `parameters` in experts.
+        saved_bytes: of one sample, kept for the backward pass.
+        sent: of one micro-batch.
     """
 
     terms: dict[str, float]
@@ -52,7 +52,7 @@ class Part:
     sent: Cost = NOTHING
 
     def times(self, count: float) -> Part:
-        """As many of these."""
+        """Return the costs of `count` such parts."""
         return Part(
             {term: seconds * count for term, seconds in self.terms.items()},
             self.compute_s * count,
@@ -85,7 +85,7 @@ def _add(into: dict[str, float], terms: dict[str, float], times: float) -> None:
 
 
 def units_part(case: Case, habits: Habits, units: Sequence[UnitFacts], in_block: bool) -> Part:
-    """All of these units together."""
+    """Return the costs of all of these units together."""
     terms: dict[str, float] = {}
     compute = forward = again = parameters = experts = saved = 0.0
     layout = case.layout
@@ -104,7 +104,7 @@ def units_part(case: Case, habits: Habits, units: Sequence[UnitFacts], in_block:
 
 
 def block_exchanges(case: Case, habits: Habits, unit: UnitFacts) -> Part:
-    """What the ranks that share one block's work send each other, and the event of a block."""
+    """Return the collectives of the ranks that share one block's work, and the block's event."""
     layout, cluster = case.layout, case.cluster
     found, sent = {"block": 1.0}, NOTHING
     passes = 3 if case.plan.recompute == "full" else 2
@@ -118,7 +118,7 @@ def block_exchanges(case: Case, habits: Habits, unit: UnitFacts) -> Part:
         group = group_of(cluster, layout.cp, layout.tp)
         model = case.model
         share = model.kv_heads / model.heads if model.heads else 1.0
-        # forward the keys and values, backward these and their gradients: 3 rounds of the ring
+        # forward keys and values, backward also their gradients: 3 rounds of the ring
         cost = all_gather(group, 2 * share * whole * layout.cp / layout.tp).times(3)
         attention_s = unit_work(case, habits, unit, in_block=True).terms["attention"]
         found["context" + group.suffix] = max(0.0, cost.seconds - attention_s)
@@ -134,7 +134,7 @@ def block_exchanges(case: Case, habits: Habits, unit: UnitFacts) -> Part:
 
 
 def end_exchange(case: Case, unit: UnitFacts) -> Part:
-    """One all-reduce of activations: the embedding's forward, the head's backward."""
+    """Return one all-reduce of activations: the embedding's forward, the head's backward."""
     if case.layout.tp == 1:
         return Part({})
     group = group_of(case.cluster, case.layout.tp, 1)
@@ -143,7 +143,7 @@ def end_exchange(case: Case, unit: UnitFacts) -> Part:
 
 
 def between_stages(case: Case, habits: Habits, unit: UnitFacts) -> Part:
-    """One micro-batch's messages between stages, and the event of a micro-batch."""
+    """Return one micro-batch's messages between stages, and the micro-batch's event."""
     layout = case.layout
     if layout.pp == 1:
         return Part({"micro_batch": 1.0})

@@ -1,25 +1,26 @@
-"""What data parallelism sends in one step, and when: gradients and weights, by ZeRO stage.
+"""Data-parallel collectives of one step, by ZeRO stage: gradients and weights.
 
 With A micro-batches per rank, gradients of G bytes and weights of W bytes on a rank's stage:
 
     ddp      all-reduce of G, once, beside the last backward pass
     zero1    reduce-scatter of G, once; all-gather of W after the update
     zero2    reduce-scatter of G per micro-batch; all-gather of W after the update
-    zero3    per micro-batch and block: gather before forward, gather before backward (nothing,
-             or in its node, as `fsdp.reshard` says), reduce-scatter after it; what is in no block
-             is gathered once
-    zero3 in a pipeline   the whole stage gathered once per step and kept, gradients scattered once:
-             stages change micro-batches too often to gather again; nothing hides the gather here
+    zero3    per micro-batch and block: gather before forward, gather before backward (which
+             `fsdp.reshard` may limit to the node, or omit), reduce-scatter after it; weights
+             outside blocks are gathered once
+    zero3 in a pipeline   the whole stage is gathered once per step and kept, its gradients are
+             scattered once: stages change micro-batches too often to gather again; the gather is
+             exposed
     hsdp     zero3, and an all-reduce of each rank's part over the replicas
 
-Context-parallel ranks hold the same weights and join these groups. An expert is held by fewer ranks
-(states.shard_counts), taken to be ep · expert_tp apart, so that experts have a group of their own.
-`defer_sync` sends gradients once per step. Without a pipeline and experts bytes agree with
+Context-parallel ranks hold the same weights and join these groups. Fewer ranks hold an expert
+(states.shard_counts); they are assumed ep · expert_tp apart, so that experts have their own group.
+`defer_sync` sends gradients once per step. Without a pipeline and experts, bytes agree with
 forecast/time/step_traffic.py.
-A machine that was measured knows how much slower per byte than an all-reduce its `all_gather` and
-`reduce_scatter` are (`Calibration.efficiency`).
+On a measured machine `Calibration.efficiency` has the factors by which its `all_gather` and
+`reduce_scatter` are slower per byte than an all-reduce.
 Source: Rajbhandari et al. 2020 (ZeRO); torch's fully_shard for the order of gathers; torchtitan for
-no gathering again within a pipeline.
+keeping gathered weights within a pipeline.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ from shoal.planning.gradient_buckets import BUCKET_BYTES
 
 @dataclass(frozen=True)
 class Sync:
-    """Data-parallel exchanges of one rank.
+    """Data-parallel collectives of one rank.
 
     Attributes:
-        gradients: of one reduction.
-        reductions: per step.
-        last_share: of it, what nothing can hide.
-        update: weights once per step (zero 1 and 2; zero 3 in a pipeline).
-        gather: one block's weights (zero 3), `blocks` of them, before their forward passes.
-        again: the same before their backward passes: nothing where they were kept.
+        gradients: one reduction.
+        reductions: number of them per step.
+        last_share: share of a reduction that compute cannot hide.
+        update: all-gather of weights once per step (zero 1 and 2; zero 3 in a pipeline).
+        gather: one block's weights (zero 3), for `blocks` blocks, before their forward passes.
+        again: the same before their backward passes: no cost if they were kept.
         scatter: one block's gradients, `scatters` times per step.
         root: weights outside blocks, once per micro-batch.
-        suffix: how the groups lie in their nodes (see collectives.Group).
+        suffix: placement of the groups in their nodes (see collectives.Group).
     """
 
     gradients: Cost = NOTHING
@@ -72,7 +73,7 @@ class Sync:
     suffix: str = ""
 
     def total(self, micro_batches: int) -> Cost:
-        """All of it in one step."""
+        """Return the cost of all collectives of one step."""
         gathers = (self.gather + self.again).times(self.blocks) + self.root
         return (
             self.gradients.times(self.reductions)
@@ -83,7 +84,7 @@ class Sync:
 
 
 def gradient_bytes(case: Case, habits: Habits) -> int:
-    """Of one gradient element as it is sent: as the case says, else as the framework keeps it.
+    """Return the bytes of a gradient element in a collective: the case's, else the framework's.
 
     Shoal and FSDP keep gradients of narrow computations in fp32.
     """
@@ -94,7 +95,7 @@ def gradient_bytes(case: Case, habits: Habits) -> int:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Ranks with the same dense weights, ranks with the same experts, and replicas of shards."""
+    """Groups of the same dense weights, of the same experts, and of replicas of shards."""
 
     dense: Group
     experts: Group
@@ -103,12 +104,12 @@ class _Groups:
     def each(
         self, collective: Callable[[Group, float], Cost], elements: Elements, width: float
     ) -> Cost:
-        """One collective for dense elements and one for experts', of `width` bytes each."""
+        """Return one collective for dense elements and one for experts', of `width` bytes each."""
         dense = collective(self.dense, elements.dense * width)
         return dense + collective(self.experts, elements.experts * width)
 
     def summed(self, elements: Elements, width: float, scatter: float) -> Cost:
-        """Scattered over the shards; each rank's part then summed over the replicas."""
+        """Return a reduce-scatter over the shards, and an all-reduce of each part over replicas."""
         part = elements.dense / self.dense.ranks + elements.experts / self.experts.ranks
         return self.each(all_gather, elements, width).slower(scatter) + all_reduce(
             self.replicas, part * width
@@ -127,7 +128,7 @@ def _groups(case: Case) -> _Groups:
 
 
 def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outside: float) -> Sync:
-    """The exchanges of a rank whose stage has `blocks` blocks, and `outside` elements beside them.
+    """Return the collectives of a rank with `blocks` blocks and `outside` other elements.
 
     Args:
         block: elements of one block on this rank, after tensor and expert parallelism.
@@ -135,12 +136,12 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
     layout, groups = case.layout, _groups(case)
     if groups.dense.ranks == 1 and layout.dp_replicate == 1:
         return Sync()
-    if case.expert_degree == layout.tp:  # one group: one message
+    if case.expert_degree == layout.tp:  # dense weights and experts share one group and message
         block = Elements(sum(block), 0.0)
     narrow, wide = case.model.element_bytes, max(case.model.element_bytes, habits.root_bytes)
     element, suffix = gradient_bytes(case, habits), groups.dense.suffix
     whole = Elements(blocks * block.dense + outside, blocks * block.experts)
-    # The last bucket cannot be hidden.
+    # Compute cannot hide the last bucket.
     last = min(1.0, BUCKET_BYTES / (sum(whole) * element)) if sum(whole) else 1.0
     if layout.serves:
         return _with_tables(case, groups.dense, sum(whole), element, wide)
@@ -161,7 +162,7 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
             suffix=suffix,
         )
     if layout.zero < 3:
-        # what is outside blocks travels in its own width, in the same message
+        # elements outside blocks have their own width, in the same message
         sent = Elements(whole.dense - outside + outside * wide / narrow, whole.experts)
         return Sync(
             gradients=groups.each(all_gather, whole, element).slower(scatter),
@@ -195,14 +196,14 @@ def data_sync(case: Case, habits: Habits, blocks: float, block: Elements, outsid
 
 
 def _together(case: Case, blocks: float, block: Elements) -> bool:
-    """Tell whether zero 3 gathers all blocks of a rank at once (`gathered_together`)."""
+    """Return whether zero 3 gathers all blocks of a rank at once (`gathered_together`)."""
     if case.framework != "shoal" or case.layout.zero < 3 or block.experts:
         return False
     return gathered_together(round(blocks), blocks * block.dense, case.plan.names_blocks)
 
 
 def _with_tables(case: Case, group: Group, elements: float, sent: int, wide: int) -> Sync:
-    """Rows of tables between workers and servers; the rest is an all-reduce between workers."""
+    """Return the collectives with tables on servers: rows of tables, an all-reduce of the rest."""
     from shoal.forecast.time.server_costs import looked_up, table_elements, workers_of
 
     rest_bytes = max(0.0, elements - table_elements(case)) * sent
@@ -216,7 +217,7 @@ def _with_tables(case: Case, group: Group, elements: float, sent: int, wide: int
 
 
 def _again(case: Case, block: Elements, width: float, gathered: Cost, slower: float) -> Cost:
-    """Gathering a block for its backward pass, from the ranks that kept it (`fsdp.reshard`)."""
+    """Return the gather of a block before its backward, from the ranks of `fsdp.reshard`."""
     layout, over = case.layout, kept_over(case)
     if over == 1:
         return NOTHING

@@ -1,15 +1,15 @@
-"""What one optimizer step makes the ranks do, in seconds of plain arithmetic: no efficiency yet.
+"""Terms of one optimizer step, in seconds of plain arithmetic without efficiencies.
 
-A step is cut into *terms*, each the time that a perfect machine would take (FLOP / peak rate, bytes
-/ bandwidth, the α–β time of a collective, a count of events). `step_time.py` multiplies them by the
-machine's calibration, lets what runs at once hide what it hides, and adds them up.
+A step consists of *terms*, each the time of an ideal machine (FLOP / peak rate, bytes / bandwidth,
+the α–β time of a collective, a count of events). `step_time.py` multiplies them by the machine's
+calibration, subtracts overlap, and adds them up.
 
-Per micro-batch and pipeline stage: the work of the units (step_work.py) and what ranks exchange
-meanwhile (step_parts.py).
-Per step: what data parallelism sends (step_sync.py), and the two copies of dualpipe to each other;
-optimizer (bytes of states, gradients and weights / bytes per second), offload, step (one event). A
-collective's term ends in how its group lies in the nodes (`_shared`, `_across`, `_both`:
-collective_time.py), since each way has an efficiency of its own.
+Per micro-batch and pipeline stage: the work of the units (step_work.py) and the collectives of
+these units (step_parts.py).
+Per step: data parallelism (step_sync.py), and dualpipe's exchange between its two copies; optimizer
+(bytes of states, gradients and weights / bytes per second), offload, step (one event). A
+collective's term ends in the placement of its group (`_shared`, `_across`, `_both`:
+collective_time.py), since each placement has its own efficiency.
 The layout of stages follows Narayanan et al. 2021.
 """
 
@@ -37,23 +37,23 @@ from shoal.forecast.time.step_work import PRODUCTS_PER_BLOCK, on_ladder
 from shoal.planning.pipeline_stages import root_share
 
 HOST_BYTES_PER_S = 20e9
-"""Between device and host where the cluster does not say: PCIe 4.0 x16, in practice."""
+"""Default rate between device and host: PCIe 4.0 x16, in practice."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One kind of pipeline stage.
+    """Costs of one kind of pipeline stage.
 
     Attributes:
-        copies: stages of this kind.
-        fullest: the most blocks of one / their mean.
+        copies: number of stages of this kind.
+        fullest: the most blocks of a stage / their mean.
         device: term → seconds of one micro-batch.
-        launch_s: in the host's lane beside it.
-        forward, again: shares of the compute that are the forward pass, and what recompute runs.
+        launch_s: seconds of the host's kernel launches, which overlap the device.
+        forward, again: shares of the compute: the forward pass, and recomputation.
         parameters: elements that one of its ranks holds before data-parallel splits.
-        experts: of them, in experts.
-        outside: of them, in no block.
-        blocks: in it.
+        experts: part of `parameters` in experts.
+        outside: part of `parameters` outside blocks.
+        blocks: number of blocks.
         sent: per micro-batch.
     """
 
@@ -73,14 +73,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class StepTerms:
-    """A case as terms.
+    """Terms of one case's step.
 
     Attributes:
         stages: kinds of stages, first to last.
-        sync: what data parallelism sends.
-        step: terms that happen once.
-        beside_s: offload that travels beside compute.
-        sent: link → bytes per step of a rank of the stage that holds most.
+        sync: data-parallel collectives.
+        step: terms that happen once per step.
+        beside_s: offload copies that overlap compute.
+        sent: link → bytes per step of a rank of the fullest stage.
     """
 
     case: Case
@@ -93,10 +93,10 @@ class StepTerms:
 
 
 def step_terms(case: Case) -> StepTerms:
-    """The terms of a case.
+    """Return the terms of a case.
 
     Raises:
-        PlanError: for a number format, a recompute policy or a framework that is not known.
+        PlanError: unknown number format, recompute policy or framework.
     """
     habits = habits_of(case.framework)
     before, inner, after = _split(case.model.units)
@@ -144,7 +144,7 @@ def step_terms(case: Case) -> StepTerms:
 
 
 def _times(stage: Stage, held: int) -> Stage:
-    """A stage of a rank that holds several such, one micro-batch at a time."""
+    """Return the stage of a rank that holds several such, one micro-batch at a time."""
     return replace(
         stage,
         parameters=stage.parameters * held,
@@ -155,9 +155,9 @@ def _times(stage: Stage, held: int) -> Stage:
 
 
 def _between_copies(case: Case, habits: Habits, stage: Stage) -> tuple[Group, Cost]:
-    """The sum of a rank's gradients with those of the rank that holds the same stages, once a step.
+    """Return the all-reduce of gradients between dualpipe's two model copies, once a step.
 
-    The two are 1 to p − 1 stages apart: p/2 on average.
+    The two ranks with the same stages are 1 to p − 1 stages apart: p/2 on average.
     """
     layout = case.layout
     apart = layout.tp * layout.cp * layout.data_degree * layout.pp // 2
@@ -171,16 +171,16 @@ _Units = list[UnitFacts]
 
 
 def _split(units: tuple[UnitFacts, ...]) -> tuple[_Units, _Units, _Units]:
-    """What comes before the blocks, the blocks, and what comes after; blocks are what repeats."""
+    """Split units into those before the blocks, the blocks (repeated units), and those after."""
     inner = [i for i, unit in enumerate(units) if unit.count > 1]
-    if not inner:  # nothing repeats: all but the ends can be cut
+    if not inner:  # no repetition: all units but the ends count as blocks
         inner = list(range(1, len(units) - 1)) or list(range(len(units)))
     first, last = inner[0], inner[-1]
     return list(units[:first]), list(units[first : last + 1]), list(units[last + 1 :])
 
 
 class _Kind(NamedTuple):
-    """Stages alike: how many, blocks of each on average and at most, embedding, head."""
+    """Group of equal stages: count, mean and most blocks, with embedding, with head."""
 
     copies: int
     blocks: float
@@ -190,7 +190,7 @@ class _Kind(NamedTuple):
 
 
 def _kinds(stages: int, blocks: int) -> list[_Kind]:
-    """Blocks dealt in equal runs; what is left over goes to the middle.
+    """Return the kinds of stages for equal runs of blocks; the remainder goes to the middle.
 
     >>> [(kind.copies, kind.blocks, kind.most) for kind in _kinds(4, 10)]
     [(1, 2, 2), (2, 3.0, 3), (1, 2, 2)]
@@ -207,7 +207,7 @@ def _kinds(stages: int, blocks: int) -> list[_Kind]:
 
 
 def _rooted(case: Case, inner: Sequence[UnitFacts]) -> float:
-    """Share of the weights that repeat which fsdp leaves in the root."""
+    """Return the share of the repeated weights that fsdp keeps in the root."""
     whole = sum(unit.parameters * unit.count for unit in inner)
     if case.layout.zero < 3 or not whole:
         return 0.0
@@ -239,15 +239,15 @@ def _stage(kind: _Kind, block: Part, ends: tuple[Part, Part], between: Part) -> 
 
 
 def _update(case: Case, stage: Stage) -> tuple[dict[str, float], float]:
-    """Seconds of the optimizer's update and of offload that waits; offload beside compute.
+    """Return seconds of the update and exposed offload, and offload that overlaps compute.
 
-    The update reads gradients (twice: their norm is taken first), reads and writes fp32 weights and
+    The update reads gradients (twice: first for their norm), reads and writes fp32 weights and
     states, and writes narrow weights.
     """
     layout, device = case.layout, case.cluster.device
     dense, experts = shard_counts(case)
     owned = (stage.parameters - stage.experts) / dense + stage.experts / experts
-    # Tensors are updated one by one, about as many as a block has products.
+    # Tensors are updated one by one; a block has about as many as it has products.
     each_bytes = 4 * owned / max(1.0, PRODUCTS_PER_BLOCK * stage.blocks)
     memory = on_ladder(device.stream_ladder, each_bytes, device.stream_bytes_per_s)
     per_element = 8 + 2 * (4 + case.optimizer_bytes) + case.model.element_bytes

@@ -1,16 +1,16 @@
-"""How long one optimizer step takes: calibrated terms, what hides behind what, and the bubble.
+"""Predicted seconds of one optimizer step: calibrated terms, overlap, and the pipeline bubble.
 
     stage   τ = (device^k + host^k)^(1/k): kernels run while the host launches the next ones, so the
             longer of the two counts (k = 8: a smooth maximum); on a CPU they add (k = 1)
     step    m·τ_max + bubble + gradients + parameters + optimizer + offload + constant
-    bubble  what pipeline_bubble.py says at the mean τ of the other stages; for 1f1b Σ τ_i − τ_max,
-            so that uneven stages (embedding, head, a remainder of blocks) are paid where they stand
-    hidden  communication beside compute costs max(0, K − C), what nothing can hide (first gather,
-            last bucket), and (σ − 1)·min(K, C) for slowing its neighbour down
+    bubble  pipeline_bubble.py's at the mean τ of the other stages; for 1f1b Σ τ_i − τ_max, so that
+            uneven stages (embedding, head, a remainder of blocks) count individually
+    hidden  communication K beside compute C costs max(0, K − C), the part that is always exposed
+            (first gather, last bucket), and (σ − 1)·min(K, C) for slowing the compute down
 
 Every term's coefficient is the machine's: seconds measured per second of plain arithmetic
 (`Calibration.efficiency`), or seconds per event (`constants_s`). The step is homogeneous in them:
-it equals Σ effective term · coefficient, which is what `fit.py` solves for.
+it equals Σ effective term · coefficient; `fit.py` solves this for the coefficients.
 Sources: Narayanan et al. 2021 (1F1B), torch's FSDP MILP (exposed gathers), Galvatron (contention).
 """
 
@@ -25,26 +25,26 @@ from shoal.forecast.time.step_terms import Stage, StepTerms, step_terms
 from shoal.planning.pipeline_bubble import bubble_s
 
 SMOOTHNESS = {"cpu": 1.0}
-"""The k of a stage's smooth maximum by kind of device; others: 8."""
+"""Exponent k of a stage's smooth maximum by kind of device; others: 8."""
 
 UNKNOWN_ERROR = 0.3
-"""How far a prediction may be off where no measured run says."""
+"""Relative error of a prediction without a measured run."""
 
 CONSTANTS = ("block", "micro_batch", "step")
-"""Terms that count events: their coefficient stands in `constants_s`."""
+"""Terms that count events: their coefficients are in `constants_s`."""
 
 SHOWN = {
     "attention": "matrix", "weights": "matrix", "loss": "elementwise", "launch": "constants",
     "block": "constants", "micro_batch": "constants", "step": "constants",
 }  # fmt: skip
-"""Terms that are shown as part of another."""
+"""Terms that are reported as part of another."""
 
 WORSE = {"_both": "_across", "_across": "", "_shared": ""}
-"""Where a way of lying in the nodes has no figure of its own, it is as good as this one."""
+"""Placement of a group without its own coefficient → the placement whose coefficient it uses."""
 
 
 def coefficient(calibration: Calibration, term: str) -> float:
-    """Seconds measured per second of a term; 1, or no seconds per event, where nothing is known.
+    """Return the coefficient of a term; 1 if unknown, or 0 seconds for an unknown event.
 
     >>> known = Calibration(efficiency={"tensor": 1.5})
     >>> [coefficient(known, term) for term in ("tensor_both", "matrix", "block")]
@@ -62,7 +62,7 @@ def coefficient(calibration: Calibration, term: str) -> float:
 
 
 class Table(dict[str, float]):
-    """Coefficients by term, looked up once each."""
+    """Coefficients by term, each computed once."""
 
     def __init__(self, calibration: Calibration) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Table(dict[str, float]):
 
 @dataclass(frozen=True)
 class Timed:
-    """A stage's micro-batch in seconds, and the share in which each lane counts in it."""
+    """A stage's micro-batch in seconds, with the weights of device and host time in it."""
 
     stage: Stage
     tau_s: float
@@ -86,12 +86,12 @@ class Timed:
 
 @dataclass
 class Effective:
-    """A step as terms that add up: term → seconds before its coefficient, waits only.
+    """A step as additive terms: term → exposed seconds before its coefficient.
 
     Attributes:
-        bubble: the part of `terms` that is bubble: term → the same.
-
-    again_s    calibrated seconds of recompute · hidden  term → calibrated seconds hidden by compute
+        bubble: the part of `terms` in the bubble, by term.
+        again: calibrated seconds of recompute.
+        hidden: term → calibrated seconds hidden by compute.
     """
 
     terms: dict[str, float]
@@ -102,7 +102,7 @@ class Effective:
 
 
 def effective(terms: StepTerms, table: Table) -> Effective:
-    """What of each term the step waits for, under a machine's coefficients.
+    """Return the exposed part of each term, under a machine's coefficients.
 
     Σ coefficient · effective term = step_s, exactly.
     """
@@ -132,7 +132,7 @@ def _timed(stage: Stage, table: Table, power: float) -> Timed:
 
 
 def _count(found: dict[str, float], timed: Timed, times: float) -> None:
-    """Add a stage's terms, each in the share in which its lane counts."""
+    """Add a stage's terms, weighted by the device's or the host's share."""
     share = timed.device_share * times
     for term, seconds in timed.stage.device.items():
         found[term] = found.get(term, 0.0) + seconds * share
@@ -141,7 +141,7 @@ def _count(found: dict[str, float], timed: Timed, times: float) -> None:
 
 
 def _bubble(case: Case, timed: list[Timed], slowest: Timed, found: dict[str, float]) -> None:
-    """What the fullest rank waits for: its share of every other stage's micro-batch."""
+    """Add the bubble of the slowest stage: its share of every other stage's micro-batch."""
     stages = case.layout.pp
     forward = slowest.stage.forward
     weights = (1 - slowest.stage.again) / 3
@@ -154,7 +154,7 @@ def _bubble(case: Case, timed: list[Timed], slowest: Timed, found: dict[str, flo
 
 @dataclass(frozen=True)
 class _Waits:
-    """Collects what the step waits for, and what compute hides."""
+    """Accumulator of exposed communication, and of communication that compute hides."""
 
     table: Table
     found: Effective
@@ -163,10 +163,11 @@ class _Waits:
     def add(
         self, term: str, raw_s: float, times: float, bare_share: float, beside_s: float
     ) -> None:
-        """Communication of `raw_s` (not calibrated) beside `beside_s` of compute, `times` per step.
+        """Add communication of `raw_s`, uncalibrated, beside `beside_s` of compute.
 
         Args:
-            bare_share: of it, what nothing can hide.
+            times: per step.
+            bare_share: the share of it that compute cannot hide.
         """
         whole = raw_s * self.table[term]
         if whole <= 0.0 or times <= 0:
@@ -180,7 +181,7 @@ class _Waits:
 
 
 def _exposed(terms: StepTerms, slowest: Timed, waits: _Waits) -> None:
-    """What data parallelism and offload make the step wait for, beside the slowest stage's work."""
+    """Add the exposed data-parallel and offload seconds beside the slowest stage's compute."""
     sync, habits, m = terms.sync, terms.habits, terms.case.accumulate
     overlaps = terms.case.cluster.device.kind != "cpu"
     busy_s = slowest.tau_s * slowest.stage.fullest if overlaps else 0.0
@@ -196,7 +197,7 @@ def _exposed(terms: StepTerms, slowest: Timed, waits: _Waits) -> None:
         return
     gather_s, scatter_s = sync.gather.seconds * sync.blocks, sync.scatter.seconds * sync.blocks
     waits.add(gathers, gather_s, m, 1 / sync.blocks, fore)
-    # beside the backward pass weights come first: the next block cannot start without them
+    # weights precede gradients in the backward pass: the next block cannot start without them
     again_s = sync.again.seconds * sync.blocks
     waits.add(gathers, again_s, m, 0.0, beside)
     left = max(0.0, beside - again_s * waits.table[gathers])
@@ -207,15 +208,15 @@ def _exposed(terms: StepTerms, slowest: Timed, waits: _Waits) -> None:
 def predict_time(case: Case) -> TimeEstimate:
     """Predict the seconds of one optimizer step on the case's cluster, in named parts that sum up.
 
-    A cluster's own calibration counts where it has a `matrix` term; else what it has goes before
-    the figures of the case's framework or of the kind of device.
-    Of a cluster of unequal parts the slowest is taken: every step waits for it.
+    A cluster's own calibration is used if it has a `matrix` term; else its values override those of
+    the case's framework or of the kind of device. Of a cluster of unequal parts the slowest counts:
+    every step waits for it.
 
     Returns:
-        parts of 0 left out; low_s and high_s by the calibration's error, 30 % if it has none.
+        Parts without those of 0; low_s and high_s by the calibration's error, 30 % if it has none.
 
     Raises:
-        PlanError: for a number format, a schedule, a recompute policy or a framework unknown.
+        PlanError: unknown number format, schedule, recompute policy or framework.
     """
     cluster = case.cluster
     if cluster.groups:
@@ -249,7 +250,7 @@ def predict_time(case: Case) -> TimeEstimate:
 
 
 def _parts(found: Effective, table: Table) -> dict[str, float]:
-    """Seconds by the names that people read; bubble and recompute taken out of the others."""
+    """Return seconds by reported name, with bubble and recompute separated from the others."""
     shown: dict[str, float] = {}
     bubble = again = 0.0
     for term, seconds in found.terms.items():

@@ -1,14 +1,14 @@
-"""How many bytes a rank sends per optimizer step, collective by collective.
+"""Bytes that a rank sends per optimizer step, by kind of collective.
 
     all-reduce of M bytes over n ranks    2(n−1)/n · M
     gather, reduce-scatter                (n−1)/n · M
     tp    micro-batches · Σ of its exchanges
     pp    micro-batches · (values to the next stage + gradients to the one before)
 
-Of the step's own few numbers (loss, counts, norm) nothing is said here.
+The step's own few numbers (loss, counts, norm) are not included.
 
 Source: Shoeybi et al. 2019 (Megatron-LM), §3; Korthikanti et al. 2022 (sequence parallelism), §4;
-Thakur et al. 2005 for what a collective sends. The tests hold it against the kernel's counters.
+Thakur et al. 2005 for the bytes of a collective. The tests compare it with the kernel's counters.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ class StepTraffic:
 
     @property
     def total_bytes(self) -> float:
-        """All kinds together."""
+        """Return the sum over all kinds."""
         return sum(getattr(self, kind.name) for kind in fields(self))
 
     def __add__(self, other: StepTraffic) -> StepTraffic:
-        """What a rank sends on two axes together."""
+        """Return the bytes that a rank sends on two axes together."""
         both = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         return StepTraffic(**both)
 
     def times(self, count: float) -> StepTraffic:
-        """As often as that."""
+        """Return `count` times these bytes."""
         return StepTraffic(**{f.name: getattr(self, f.name) * count for f in fields(self)})
 
 
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
-"""How often a collective sends (n−1)/n of its payload."""
+"""Number of times that a collective sends (n−1)/n of its payload."""
 
 
 def collective_traffic(kind: str, payload_bytes: int, degree: int) -> StepTraffic:
-    """Bytes that one rank sends for one collective over `degree` ranks.
+    """Return the bytes that one rank sends for one collective over `degree` ranks.
 
     >>> collective_traffic("all_reduce", 1000, 4).all_reduce_bytes
     1500.0
@@ -64,14 +64,14 @@ def tensor_traffic(
     micro_batches: int,
     recomputed: bool = False,
 ) -> StepTraffic:
-    """Bytes that one rank sends per optimizer step over `degree` tensor-parallel ranks.
+    """Return the bytes that one of `degree` tensor-parallel ranks sends per optimizer step.
 
     Args:
         micro_batches: per step on this rank.
         recomputed: forward passes run twice (full recompute).
 
     References:
-        see the module.
+        At the head of the module.
 
     >>> block = [TensorExchange("all_reduce", "forward", 1000, 2)]
     >>> block += [TensorExchange("all_reduce", "backward", 1000, 2)]
@@ -93,11 +93,10 @@ def tensor_traffic(
 def pipe_traffic(
     crossings: Sequence[Crossing], stage_rank: Sequence[int], rank: int, *, micro_batches: int
 ) -> StepTraffic:
-    """Bytes that rank `rank` of a pipeline sends per optimizer step to its neighbours.
+    """Return the bytes that pipeline rank `rank` sends to its neighbours per optimizer step.
 
     Args:
-        crossings: between stage 0 and 1, 1 and 2, …; stages on one rank hand over without a
-            message.
+        crossings: between stage 0 and 1, 1 and 2, …; stages on the same rank exchange no message.
         stage_rank: rank that holds stage 0, 1, …, as in base.actions.Schedule.
 
     >>> ends = [Crossing(100, 90)] * 3

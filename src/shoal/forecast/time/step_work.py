@@ -1,17 +1,17 @@
-"""What the units of one pipeline stage do per micro-batch, in seconds of plain arithmetic.
+"""Compute of one pipeline stage's units per micro-batch, in seconds of plain arithmetic.
 
-Of one unit and one micro-batch, forward + backward (twice the forward) + what recompute runs again:
+For one unit and one micro-batch, forward + backward (twice the forward) + recomputation:
 
     matrix       products with weights: FLOP / (peak · the ladder's share at that size)
     attention    queries with keys, weights with values: FLOP / peak
     elementwise  bytes read and written by everything else / bytes per second of the memory
     loss         bytes of logits and their gradients / bytes per second
     weights      every weight is read once per pass: bytes / bytes per second
-    launch       kernels · seconds to launch one: the host's own lane, beside the device's
+    launch       kernels · seconds to launch one: on the host, in parallel with the device
 
-Tensor parallelism divides all of it but norms and residual sums (those only with sequence
-parallelism), context parallelism all but the weights.
-Sources: Korthikanti et al. 2022 (2205.05198): what tp divides; PaLM (2204.02311), appendix B:
+Tensor parallelism divides all terms but norms and residual sums, which only sequence parallelism
+divides. Context parallelism divides all but the weights.
+Sources: Korthikanti et al. 2022 (2205.05198): terms that tp divides; PaLM (2204.02311), appendix B:
 two products in the backward for each of the forward.
 """
 
@@ -27,23 +27,23 @@ from shoal.forecast.memory.model_states import rank_elements
 from shoal.forecast.time.framework_overlap import Habits
 
 PRODUCTS_PER_BLOCK = 4
-"""Large products of one block (qkv, output, up, down): the ladder is asked for their mean size."""
+"""Large products of one block (qkv, output, up, down): the ladder uses their mean size."""
 
 PLAIN_PASSES = 10
-"""How often a block's norms and residual sums read or write something as large as its input."""
+"""Passes of a block's norms and residual sums over a tensor as large as its input."""
 
 COMPILED_SHARE = 0.5
-"""Of element-wise bytes and launches, what is left when a compiler fuses them."""
+"""Share of element-wise bytes and launches that remains when a compiler fuses them."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Terms of one unit and one micro-batch, all passes.
+    """Terms of one unit and one micro-batch, over all passes.
 
     Attributes:
         compute_s: products, attention and the rest, all passes.
-        forward_s: of it, the forward pass.
-        again_s: of it, what recompute runs.
+        forward_s: part of it in the forward pass.
+        again_s: part of it in recomputation.
     """
 
     terms: dict[str, float]
@@ -53,10 +53,12 @@ class Work:
 
 
 def peak_flops_per_s(device: Device, compute: str) -> float:
-    """The device's dense peak in a format; fp16 and bf16 stand in for one another, fp64 for none.
+    """Return the device's dense peak in a format; fp16 and bf16 substitute each other.
+
+    fp64 has no substitute.
 
     Raises:
-        PlanError: for a format that the device is not known to compute in.
+        PlanError: the device has no known rate for the format.
     """
     rates = device.matrix_flops_per_s
     other = {"bf16": "fp16", "fp16": "bf16"}.get(compute, compute)
@@ -71,9 +73,9 @@ def peak_flops_per_s(device: Device, compute: str) -> float:
 
 
 def on_ladder(ladder: tuple[tuple[float, float], ...], size: float, default: float) -> float:
-    """What a ladder of (size, value) says of a size; the default where there is none.
+    """Interpolate a ladder of (size, value) at a size; return the default for an empty ladder.
 
-    Straight lines between rungs on a logarithmic scale of sizes; outside, the nearest rung.
+    Interpolation is linear on a logarithmic scale of sizes; outside, the nearest rung counts.
 
     >>> ladder = ((1e6, 0.2), (1e8, 0.8))
     >>> [round(on_ladder(ladder, flops, 1.0), 2) for flops in (1e3, 1e6, 1e7, 1e9)]
@@ -86,7 +88,7 @@ def on_ladder(ladder: tuple[tuple[float, float], ...], size: float, default: flo
     low = ladder[0]
     for high in ladder[1:]:
         if size <= high[0]:
-            # a lowest rung at 0 has no logarithm: there the size itself is the scale
+            # a lowest rung at 0 has no logarithm: interpolate there on a linear scale
             above = low[0] > 0
             part = log(size / low[0]) / log(high[0] / low[0]) if above else size / high[0]
             return low[1] + part * (high[1] - low[1])
@@ -95,7 +97,7 @@ def on_ladder(ladder: tuple[tuple[float, float], ...], size: float, default: flo
 
 
 def repeated(case: Case, habits: Habits, in_block: bool) -> tuple[float, float, float]:
-    """Shares of products, attention and the rest that recompute runs again in a unit."""
+    """Return shares of products, attention and the rest that recompute runs again in a unit."""
     if not in_block or case.plan.recompute == "none":
         return 0.0, 0.0, 0.0
     if case.plan.recompute == "full":
@@ -109,12 +111,12 @@ def repeated(case: Case, habits: Habits, in_block: bool) -> tuple[float, float, 
 
 
 def unit_work(case: Case, habits: Habits, unit: UnitFacts, *, in_block: bool) -> Work:
-    """Terms of one unit for one micro-batch on one rank."""
+    """Return the terms of one unit for one micro-batch on one rank."""
     device, layout = case.cluster.device, case.layout
     peak = peak_flops_per_s(device, case.plan.compute)
     part = case.micro_batch / layout.cp
     split = part / layout.tp
-    wrapped = in_block and unit.block != "-"  # recompute and the compiler find blocks in lists
+    wrapped = in_block and unit.block != "-"  # recompute and compile act on blocks in lists
     again = repeated(case, habits, wrapped)
     fused = COMPILED_SHARE if case.plan.compile != "none" and wrapped else 1.0
     products = (unit.forward_flops - unit.attention_flops) * split
@@ -127,7 +129,7 @@ def unit_work(case: Case, habits: Habits, unit: UnitFacts, *, in_block: bool) ->
     memory = on_ladder(device.stream_ladder, unit.input_bytes * part, device.stream_bytes_per_s)
     rest = moved / memory * fused
     held = sum(rank_elements(unit, layout, case.layout.ep, case.one_expert))
-    # a ladder that was measured has read its weights already
+    # a measured ladder includes reading the weights
     read = held * case.model.element_bytes if products and not device.ladders else 0.0
     stream = device.stream_bytes_per_s
     terms = {
@@ -144,7 +146,7 @@ def unit_work(case: Case, habits: Habits, unit: UnitFacts, *, in_block: bool) ->
 
 
 def _operation_s(case: Case, again: float) -> float:
-    """Host seconds of one forward operation with its backward and what recompute repeats of it."""
+    """Return host seconds of one forward operation, its backward, and its recomputation."""
     known = case.cluster.calibration.constants_s
     forward = known.get("operation", case.cluster.device.launch_s)
     return forward * (1 + again) + known.get("operation_backward", 2 * forward)

@@ -1,4 +1,4 @@
-"""The methods of islands, and the one place where a name finds its class."""
+"""Merge methods of islands, found by name."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ PLAIN: dict[str, type[Method]] = {
         SparseLoCo,
     )
 }
-"""Methods that need nothing but the policy, by name."""
+"""Methods that need only the policy, by name."""
 
 
 def find_method(policy: IslandsPolicy, *, seed: int = 0) -> Method:
-    """Find the class of `islands.method` and make it with the policy's settings.
+    """Instantiate the class of `islands.method` with the policy's settings.
 
     Args:
-        policy: its open numbers are settled here.
-        seed: `train.seed`: noloco draws its pairs from it.
+        policy: its unset numbers get the method's defaults.
+        seed: `train.seed`, from which noloco draws its pairs.
 
     Raises:
-        ConfigError: for an unknown method, "none" too, or for settings that it cannot have.
+        ConfigError: the method is unknown or "none", or its settings are not allowed.
     """
     settled = policy.settled()
     if settled.method == NoLoCo.name:

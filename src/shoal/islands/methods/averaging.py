@@ -1,6 +1,6 @@
-"""Methods that average: what islands learnt apart becomes one change, and an outer step of it.
+"""Averaging methods: islands' changes become one mean change, and an outer step by it.
 
-Each is a class on `Method`, whose outer step it configures; formulas and sources stand with them.
+Each is a subclass of `Method`, whose outer step it configures, with its formulas and sources.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from shoal.islands.outer_optimizer import Outer
 
 
 class LocalSGD(Method):
-    """Local SGD: every island trains alone for H steps, then all take the average of their weights.
+    """Local SGD: every island trains alone for H steps, then all average their weights.
 
         w_i ← Σ n_i·w_i / Σ n_i
 
-    which is the outer step W ← W − 1·mean(W − w_i): SGD of learning rate 1 without momentum. With
-    H = 1 and plain SGD inside it is data parallel training.
+    This is the outer step W ← W − 1·mean(W − w_i): SGD of learning rate 1 without momentum. With H
+    = 1 and plain SGD inside it is data parallel training.
 
     Source: Stich 2019, "Local SGD converges fast and communicates little"
     """
@@ -29,12 +29,12 @@ class LocalSGD(Method):
 
 
 class FedAvg(Method):
-    """FedAvg: local training, then the average of the weights by how much data each has seen.
+    """FedAvg: local training, then the average of the weights by tokens seen.
 
         W ← Σ n_i·w_i / Σ n_i
 
-    n_i are the tokens of the round (`islands.weighting = tokens`), so that every token weighs the
-    same wherever it was learnt.
+    n_i are the tokens of the round (`islands.weighting = tokens`), so that every token has the same
+    weight on any island.
 
     Source: McMahan et al. 2017, "Communication-efficient learning of deep networks", algorithm 1
     """
@@ -43,16 +43,16 @@ class FedAvg(Method):
 
 
 class FedProx(Method):
-    """FedProx: FedAvg whose islands are held near the merged weights while they train alone.
+    """FedProx: FedAvg with a proximal term towards the merged weights in local training.
 
         gradient of an inner step  g ← g + μ·(w_i − W)        of the added loss  μ/2·‖w_i − W‖²
 
-    W is what was merged last, μ is `islands.proximal`. g is the mean gradient of the step, over all
-    its micro-batches and ranks; added there, the pull is the same however the batch is cut, and
-    clipping acts on the sum.
+    W are the last merged weights, μ is `islands.proximal`. g is the mean gradient of the step, over
+    all its micro-batches and ranks. So the term does not depend on the micro-batches, and clipping
+    acts on the sum.
 
     Note:
-        with the model on a GPU, W (kept on the CPU) crosses the bus at every inner step.
+        With the model on a GPU, W (on the CPU) crosses the bus at every inner step.
 
     Source: Li et al. 2020, "Federated optimization in heterogeneous networks", algorithm 2
     """
@@ -62,7 +62,7 @@ class FedProx(Method):
 
     @torch.no_grad()
     def before_update(self, outer: Outer, local: Mapping[str, nn.Parameter]) -> None:
-        """Add μ·(w − W) to every gradient; parameters without one are left alone."""
+        """Add μ·(w − W) to every gradient; parameters without a gradient stay unchanged."""
         for name, own in local.items():
             if own.grad is not None and name in outer.weights:
                 anchor = outer.weights[name].to(own.device, own.dtype)
@@ -72,13 +72,13 @@ class FedProx(Method):
 
 
 class BranchTrainMerge(Method):
-    """Branch-train-merge: copies of the model train apart for long, are averaged, and branch again.
+    """Branch-train-merge: copies of the model train apart for long, are averaged, branch again.
 
         merge       W ← Σ n_i·w_i / Σ n_i
         branch      w_i ← W, with an inner optimizer that begins anew
 
-    The inner optimizer's moments belong to weights that the merge has left, so they are dropped;
-    the learning-rate schedule goes on.
+    The inner optimizer's moments belong to the weights before the merge, so they are dropped; the
+    learning-rate schedule continues.
 
     Source: Li et al. 2022, "Branch-train-merge"; weights averaged as in Wortsman et al. 2022 (model
     soups), where the paper also keeps the branches as an ensemble
@@ -89,13 +89,13 @@ class BranchTrainMerge(Method):
 
 
 class DiLoCo(Method):
-    """DiLoCo: islands train alone for H AdamW steps; an outer Nesterov step by their mean change.
+    """DiLoCo: H local AdamW steps per island, then an outer Nesterov step by the mean change.
 
         D = mean of W − w_i        u ← 0.9·u + D        W ← W − 0.7·(D + 0.9·u)        w_i ← W
 
-    For a constant D this goes 1.33·D in round 1, 1.90·D in round 2, 7·D in the limit. The inner
-    optimizer's state stays with its island: it is neither sent nor reset. With one island it is an
-    outer optimizer around an ordinary run, which helps too.
+    For a constant D the step is 1.33·D in round 1, 1.90·D in round 2, 7·D in the limit. The inner
+    optimizer's state stays with its island: it is neither sent nor reset. With one island, DiLoCo
+    is an outer optimizer around an ordinary run, which helps too.
 
     Source: Douillard et al. 2023, "DiLoCo", algorithm 1; one island: Charles et al. 2025 (scaling
     laws)
@@ -110,13 +110,13 @@ class StreamingDiLoCo(Method):
         after step ⌊(p+1)·H/P⌋ − τ   send fragment p, coded in 4 bits: W_p − w_p;  s_p ← w_p
         after step ⌊(p+1)·H/P⌋       W_p, u_p ← outer step;  w_p ← w_p + (1 − α)·(W_p − s_p)  α = 0
 
-    Peak bandwidth falls by P, and what is sent hides behind τ inner steps. The paper takes
-    w_p ← α·w_p + (1 − α)·W_p with α = 0.5, which drops half of what an island learns in those τ
-    steps and leaves islands half apart; added to the merged weights, all of it is kept and travels
-    with the next message. With α = 0, one island alone trains exactly as if it were none
-    (`docs/decisions/0011-what-is-learnt-on-the-way.md` has the measurement).
+    Peak bandwidth falls by P, and transfers overlap with τ inner steps. The paper uses w_p ← α·w_p
+    + (1 − α)·W_p with α = 0.5, which drops half of an island's change in those τ steps and leaves
+    the islands different. Here that change is added to the merged weights, so all of it stays and
+    travels with the next message. With α = 0, a single island trains exactly as a run without
+    islands (`docs/decisions/0011-what-is-learnt-on-the-way.md` has the measurement).
 
-    DiLoCo by fragments: which and when stands in `fragments.py`, α in `Method.adopt`.
+    The fragments and their schedule are in `fragments.py`, α in `Method.adopt`.
 
     Source: Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"
     """

@@ -1,4 +1,4 @@
-"""FedOpt: an adaptive optimizer moves the merged weights: FedAdagrad, FedYogi, FedAdam.
+"""FedOpt: an adaptive optimizer updates the merged weights: FedAdagrad, FedYogi, FedAdam.
 
     m ← b1·m + (1 − b1)·D
     v ← v + D²                                adagrad
@@ -7,7 +7,7 @@
     W ← W − lr·m / (√v + τ)                   b1 = `islands.outer_momentum`, b2 = 0.99, τ = 1e-3
 
 D is old minus new, a descent direction, so it is subtracted; the paper's Δ is new minus old and is
-added. As in the paper v begins at τ² and nothing is corrected for the zero start of m.
+added. As in the paper v starts at τ² and m has no bias correction.
 
 Source: Reddi et al. 2021, "Adaptive federated optimization", algorithm 2
 """
@@ -26,7 +26,7 @@ from shoal.islands.outer_optimizer import Build
 
 B2 = 0.99
 TAU = 1e-3
-"""Degree of adaptivity; large values come near to SGD with momentum."""
+"""Degree of adaptivity; large values approach SGD with momentum."""
 
 
 def _adagrad(square: Tensor, change: Tensor) -> None:
@@ -47,11 +47,11 @@ GROW: dict[str, Callable[[Tensor, Tensor], None]] = {
     "yogi": _yogi,
     "adam": _adam,
 }
-"""How v takes a new D, in place, by the name in `islands.server`."""
+"""Update rules of v, in place, by the name in `islands.server`."""
 
 
 class ServerOptimizer(torch.optim.Optimizer):
-    """The adaptive step of the module, over any parameters.
+    """Adaptive server optimizer of the module's equations, over any parameters.
 
     Args:
         momentum: b1, 0 ≤ b1 < 1.
@@ -66,7 +66,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -85,16 +85,16 @@ class ServerOptimizer(torch.optim.Optimizer):
 
 
 class FedOpt(Method):
-    """FedAvg with an adaptive server: `islands.server`.
+    """FedAvg with an adaptive server optimizer: `islands.server`.
 
     Raises:
-        ConfigError: if another outer optimizer is asked for, or b1 is not below 1.
+        ConfigError: another outer optimizer is configured, or b1 is not below 1.
     """
 
     name = "fedopt"
 
     def builder(self) -> Build:
-        """What makes the server's optimizer."""
+        """Return the constructor of the server optimizer."""
         policy = self.policy
         if policy.outer != "sgd":
             raise ConfigError(

@@ -1,13 +1,14 @@
-"""NoLoCo: every round each island merges with one other, drawn at random; never do all meet.
+"""NoLoCo: every round each island merges with one random partner; never with all islands.
 
     δ_i ← a·δ_i − b·mean(D_j) − (φ_i − mean(φ_j))        φ_i ← φ_i + δ_i        w_i ← φ_i
 
-over the pair j; φ_i are island i's outer weights, D_j = φ_j − w_j. a = `islands.outer_momentum`,
-b = `islands.outer_lr`; the pull towards the pair's mean has weight 1. Both means come from one
-message m_j = b·D_j − φ_j: the outer step is then heavy-ball SGD with gradient φ_i + mean(m_j).
-Merging keeps the mean of φ over all islands where it is, so both of a pair weigh the same whatever
-their tokens; with an odd number one island goes alone. The islands' weights come near to each other
-but are never equal: `spread` says how near, and any island's weights, or their mean, are the model.
+over the pair j; φ_i are island i's outer weights, D_j = φ_j − w_j. a = `islands.outer_momentum`, b
+= `islands.outer_lr`; the pull towards the pair's mean has weight 1. Both means come from one
+message m_j = b·D_j − φ_j: the outer step is then heavy-ball SGD with gradient φ_i + mean(m_j). A
+merge preserves the mean of φ over all islands, so both of a pair have the same weight whatever
+their tokens. With an odd number one island has no partner. The islands' weights approach each other
+but are never equal: `spread` measures their distance, and any island's weights, or their mean, are
+the model.
 
 Source: Kolehmainen et al. 2025, "NoLoCo"
 """
@@ -28,7 +29,7 @@ from shoal.islands.outer_optimizer import Build, Outer, hash_of
 
 
 def pairs(seed: int, round_number: int, count: int) -> list[tuple[int, ...]]:
-    """Who merges with whom in a round: islands shuffled, then two by two; the last may be alone.
+    """Return the pairs that merge in a round, from shuffled islands; the last may be alone.
 
     The order is that of a hash, the same on any machine and in any version of Python.
 
@@ -43,10 +44,11 @@ def pairs(seed: int, round_number: int, count: int) -> list[tuple[int, ...]]:
 
 
 def spread(gram: Sequence[Sequence[float]]) -> float:
-    """How far apart a pair's weights are: root mean square distance to their mean, over its norm.
+    """Return the root mean square distance of a pair's weights to their mean, over its norm.
 
     Args:
-        gram: of the messages, which are minus what each island alone would have gone on with.
+        gram: inner products of the messages, which are minus the weights that each island would
+            have alone.
 
     Returns:
         0 for equal islands, NaN if the messages are not finite.
@@ -58,10 +60,10 @@ def spread(gram: Sequence[Sequence[float]]) -> float:
 
 
 class OwnWeights(Outer):
-    """Outer weights that no other island has, so none can say whether they are right.
+    """Outer weights of one island alone, checked by a hash instead of a vote.
 
-    A pair votes on the bits of the mean that both step with. Of its own weights and momentum each
-    island remembers a hash from one step to the next: memory that changed meanwhile is found.
+    A pair votes on the bits of its mean message. No other island can check an island's weights and
+    momentum, so each island hashes its own from one step to the next and detects corrupted memory.
     """
 
     def __init__(self, local: Mapping[str, Tensor], build: Build) -> None:
@@ -70,16 +72,16 @@ class OwnWeights(Outer):
         self._sealed = {name: self._seal(name) for name in self.weights}
 
     def digest(self) -> str:
-        """Of what all islands hold alike: names and shapes."""
+        """Return the digest of state that is equal on all islands: names and shapes."""
         alike = sorted((name, list(weight.shape)) for name, weight in self.weights.items())
         return hashlib.sha256(repr(alike).encode()).hexdigest()
 
     def agreed(self) -> str:
-        """Of names, shapes, and the mean that was stepped with."""
+        """Return the digest of names, shapes and the mean message of the step."""
         return hashlib.sha256((self.digest() + self._stepped_with).encode()).hexdigest()
 
     def step(self, mean: Mapping[str, Tensor]) -> bool:
-        """Propose W', u' from the pair's mean message. Gives whether they are sound."""
+        """Propose W', u' from the pair's mean message; return whether they are sound."""
         changed = [name for name in mean if self._seal(name) != self._sealed[name]]
         self.trouble = (
             f"its own outer weights or momentum of {changed[0]} are not what it committed: its "
@@ -109,17 +111,17 @@ class OwnWeights(Outer):
 
 
 class NoLoCo(Method):
-    """Momentum and a pull between random pairs; see the module.
+    """NoLoCo: momentum and a pull between random pairs; see the module.
 
     Args:
-        seed: of the pairs, the same on all islands.
+        seed: seed of the pairs, the same on all islands.
 
     Note:
-        a message is nearly minus the weights, so its norm says nothing of the change in it.
+        A message is nearly minus the weights, so its norm does not measure the change in it.
 
     Raises:
-        ConfigError: for what it cannot be combined with: another outer optimizer, regions, and
-            codes that lose something, since whole weights travel.
+        ConfigError: the settings have another outer optimizer, regions, or a lossy codec, since
+            whole weights travel.
     """
 
     name = "noloco"
@@ -140,7 +142,7 @@ class NoLoCo(Method):
         self.seed = seed
 
     def builder(self) -> Build:
-        """What makes the outer optimizer: heavy-ball SGD over what `step` hands it."""
+        """Return the constructor of the outer optimizer: heavy-ball SGD over `step`'s input."""
 
         def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             return torch.optim.SGD(parameters, lr=1.0, momentum=self.policy.outer_momentum)
@@ -152,13 +154,13 @@ class NoLoCo(Method):
         return OwnWeights(local, self._build)
 
     def partners(self, round_number: int, index: int, count: int) -> tuple[int, ...]:
-        """This island's pair in a round, or itself alone."""
+        """Return this island's pair in a round, or itself alone."""
         return next(p for p in pairs(self.seed, round_number, count) if index in p)
 
     def weigh(
         self, tokens: Sequence[float], norms: Sequence[float], admitted: Sequence[bool]
     ) -> tuple[list[float], float]:
-        """See `Method.weigh`; both alike, so that the mean of all islands stays."""
+        """See `Method.weigh`; equal weights, so that the mean of all islands is preserved."""
         del tokens, norms
         weights = [1.0 if counts else 0.0 for counts in admitted]
         return weights, sum(weights)
@@ -166,7 +168,7 @@ class NoLoCo(Method):
     def message(
         self, outer: Outer, names: Sequence[str], local: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """b·D − φ."""
+        """Return b·D − φ."""
         changes = super().message(outer, names, local)
         return {
             name: self.policy.outer_lr * change - outer.weights[name]
@@ -174,7 +176,7 @@ class NoLoCo(Method):
         }
 
     def spread(self, gram: Sequence[Sequence[float]]) -> float | None:
-        """Of the pair, just before it merges; None for an island alone."""
+        """Return the pair's spread just before it merges; None for an island alone."""
         return spread(gram) if len(gram) > 1 else None
 
     def step(self, outer: Outer, mean: Mapping[str, Tensor]) -> bool:

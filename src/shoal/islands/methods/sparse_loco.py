@@ -1,12 +1,12 @@
-"""SparseLoCo: DiLoCo whose messages hold the largest changes only; error feedback is the momentum.
+"""SparseLoCo: DiLoCo with sparse messages of the largest changes and error feedback.
 
     e_i ← 0.95·e_i + (W − w_i)      sent_i = code(e_i)      e_i ← e_i − sent_i
     W   ← W − 1.0·Σ c_i·n_i·sent_i / Σ n_i
     c_i = min(1, median_j ‖sent_j‖ / ‖sent_i‖)
 
-There is no outer momentum: what the code leaves out is sent later, which smooths alike. e_i lives
-with the code (its error feedback, which decays by `keeps`). A message longer than the median of all
-is shortened to it, so that one island cannot drag the others far.
+There is no outer momentum: the residual is sent later, which has a similar smoothing effect. e_i is
+the codec's error feedback, which decays by `keeps`. A message with a norm above the median is
+scaled down to it, so that one island cannot dominate.
 
 Source: Sarfi et al. 2025, "SparseLoCo"; clipping to the median as in templar, which clips every
 tensor by itself and divides each place by the islands that sent it; here, as in the paper, by all
@@ -21,7 +21,7 @@ from shoal.islands.method import Method
 
 
 def clips(norms: Sequence[float]) -> list[float]:
-    """c_i that bring every norm down to their median, in their order; smaller ones stay.
+    """Return the factors c_i that clip every norm to the median, in their order.
 
     >>> clips([1.0, 2.0, 8.0])
     [1.0, 1.0, 0.25]

@@ -1,8 +1,9 @@
-"""Who keeps the ranks of a run waiting: the one that waits least, by pages, answers and the kernel.
+"""Choice of the rank to blame for a hang: the one that waits least.
 
-Ranks that hang wait for each other in collectives, all but one: that one is stopped, or does not
-answer because C code keeps Python's lock, or runs code of its own. Where all wait, one is in a
-collective that the others are not in, most often a user's own.
+The evidence is watch pages, stack replies and /proc. Ranks that hang wait for each other in
+collectives, all but one: that one is stopped, or does not answer because C code holds the GIL, or
+runs code of its own. If all wait, one is in a collective that the others are not in, most often a
+user's own.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ STOPPED, DEBUGGED, UNINTERRUPTIBLE = "T", "t", "D"
 """States of a process, as the kernel calls them."""
 PASSES = tuple(map(PARTS.index, ("forward and backward", "sum over ranks", "backward")))
 ONE_TO_ONE = ("send", "receive")
-"""Messages, of which ranks of a pipeline have unlike numbers."""
+"""Messages, whose counts differ between ranks of a pipeline."""
 LATE_S, AWAY_S = 1.5, 10.0
-"""A machine that is silent for so long is late · is told to be away."""
+"""Seconds of silence after which a machine is late · is reported as away."""
 GONE = "nothing is heard from its machine: it is down, or the link to it"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of one rank.
+    """Evidence about one rank.
 
     Attributes:
-        told: by its page.
-        answer: to the request for stacks; None: it did not.
+        told: its page.
+        answer: its reply to the request for stacks; None without a reply.
         state: of its process, by the kernel: `kernel_state`.
         host: its machine.
-        away_s: since when nothing was heard from there.
+        away_s: seconds since its machine was last heard.
     """
 
     rank: int
@@ -51,15 +52,15 @@ class Seen:
 
     @property
     def letter(self) -> str:
-        """The kernel's letter for its state."""
+        """Return the kernel's letter for the state of the process."""
         return self.state.get("State", "?")[:1]
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks.
+        """Return whether the rank waits for other ranks.
 
-        Where a device makes the collectives, its host enqueues them and waits where it first reads
-        a number: in Shoal's code between the data and the update, which by itself takes no time.
+        If a device runs the collectives, its host enqueues them and waits where it first reads a
+        number: in Shoal's code between the data and the update, which by itself takes no time.
         """
         told, answer = self.told, self.answer or {}
         reads = told.part in PASSES and bool(answer.get("own"))
@@ -67,12 +68,12 @@ class Seen:
 
     @property
     def between(self) -> bool:
-        """Whether it runs code of a user's own loop, between two calls of a run or its loader."""
+        """Return whether the rank runs user code, between two calls of a run or its loader."""
         return not self.waits and bool((self.answer or {}).get("between"))
 
     @property
     def collective(self) -> str:
-        """The last collective that it enqueued, or a user's own in which it is."""
+        """Return the last collective that the rank enqueued, or a user's own in which it is."""
         if self.by_user and self.answer:
             return f"torch.distributed.{self.answer['collective']}"
         if not self.told.last:
@@ -82,12 +83,12 @@ class Seen:
 
     @property
     def by_user(self) -> bool:
-        """Whether it is in a collective that a user's line called."""
+        """Return whether the rank is in a collective that a user's line called."""
         return bool(self.answer and self.answer.get("by_user"))
 
     @property
     def place(self) -> str:
-        """The user's line where it is, in brackets; empty where it is in none, or in Shoal's."""
+        """Return the user's line where the rank is, in brackets; "" in none, or in Shoal's code."""
         if self.waits and not self.by_user:
             return ""
         place = self.answer.get("place") if self.answer else ""
@@ -95,7 +96,7 @@ class Seen:
 
     @property
     def phase(self) -> str:
-        """What it is in, in words."""
+        """Return the phase of the rank, as text."""
         if self.told.phases:
             return self.told.phases
         part = PARTS[self.told.part] if 0 <= self.told.part < len(PARTS) else ""
@@ -104,16 +105,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang, as it is told.
+    """A hang to report.
 
     Attributes:
         why: what its rank does instead.
         collective: in which the others wait, or its last one.
         kind: whose deadline has passed.
-        certain: it will not come back by itself.
-        unlike: it does not hang: it makes other collectives than the others, and `why` says which.
-        away: nothing is heard from its machine.
-        status: with which the run ends: 2 where the user must change something; 0: as usual.
+        certain: the rank will not recover by itself.
+        unlike: not a hang: the rank makes other collectives than the others; `why` describes them.
+        away: its machine sends nothing.
+        status: exit status of the run: 2 if the user must change something; 0: as usual.
     """
 
     rank: int
@@ -131,17 +132,17 @@ class Hang:
 
     @property
     def line(self) -> str:
-        """The same in one line without numbers that differ from one time to the next."""
+        """Return the hang as one line, without numbers that differ between repetitions."""
         return self.why if self.unlike else f"hung in {self.phase}: {self.why}"
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """Who is at fault, before it is told.
+    """The rank to blame, before it is reported.
 
     Attributes:
-        together: nobody more than the others.
-        alone: it alone is in a collective of the user's own: a rank that waits elsewhere meanwhile.
+        together: no rank is more to blame than the others.
+        alone: it alone is in a collective of the user's own: a rank that waits in another one.
     """
 
     of: Seen
@@ -153,11 +154,11 @@ class Culprit:
 
     @property
     def compiles(self) -> bool:
-        """It is compiling, which may take long."""
+        """Return whether the rank is compiling, which may take long."""
         return bool(self.of.answer and self.of.answer.get("compiling"))
 
     def hang(self, kind: str, deadline_s: float) -> Hang:
-        """As it is told."""
+        """Return the hang to report."""
         one = self.of
         return Hang(
             one.rank, one.pid, one.host, one.phase, self.collective, self.why, kind, deadline_s,
@@ -166,10 +167,9 @@ class Culprit:
 
 
 def find_culprit(seen: Sequence[Seen]) -> Culprit | None:
-    """The rank that the others wait for; None while it cannot be known.
+    """Return the rank that the others wait for; None while it cannot be known.
 
-    That is while a debugger holds one, or one's machine is silent for less than AWAY_S: what it
-    does now, nobody knows.
+    It cannot be known while a debugger holds a rank, or a machine is silent for less than AWAY_S.
 
     Args:
         seen: every rank that runs, at least one.
@@ -203,12 +203,12 @@ def find_culprit(seen: Sequence[Seen]) -> Culprit | None:
 
 
 def _least(found: Sequence[Seen]) -> Seen:
-    """The one that got least far."""
+    """Return the rank with the least progress."""
     return min(found, key=lambda one: (one.told.step, one.told.begun, one.told.changed_s))
 
 
 def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
-    """All wait: one of them where the others are not."""
+    """Return the culprit if all wait: the rank in another collective than the others."""
     own = [one for one in seen if one.by_user]
     rest = [one for one in seen if not one.by_user]
     if own and rest:
@@ -229,7 +229,7 @@ def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
     alike = not any(one.told.last in ONE_TO_ONE for one in seen)
     behind = min(seen, key=lambda one: one.told.begun)
     ahead = max(seen, key=lambda one: one.told.begun)
-    unlike = behind.collective != ahead.collective  # in the same one they would go on
+    unlike = behind.collective != ahead.collective  # in the same collective they would continue
     if alike and unlike and behind.told.begun < ahead.told.begun:
         why = (
             f"it is in collective {behind.told.begun}, {behind.collective}, rank {ahead.rank} in "
@@ -242,7 +242,7 @@ def _unlike(seen: Sequence[Seen], others: str) -> Culprit:
 
 
 def kernel_state(pid: int) -> dict[str, str]:
-    """What Linux says of a process: State, TracerPid, Threads, wchan, stack; empty: it is gone."""
+    """Return Linux's State, TracerPid, Threads, wchan, stack of a process; {} if it is gone."""
     found: dict[str, str] = {}
     process = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):
@@ -256,7 +256,7 @@ def kernel_state(pid: int) -> dict[str, str]:
 
 
 def write_stacks(path: Path, seen: Sequence[Seen]) -> str:
-    """Write what is known of every rank; the file as the event names it, "" on a full disk."""
+    """Write the evidence about every rank; return the path for the event, "" on a full disk."""
     with contextlib.suppress(OSError):
         path.write_text("\n".join(_account(one) for one in seen), encoding="utf-8")
         return str(path)

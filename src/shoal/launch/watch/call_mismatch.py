@@ -1,9 +1,9 @@
-"""Compares, over the pages of ranks, the calls of a run that every rank must make.
+"""Comparison of the calls of a run that every rank must make, by the ranks' pages.
 
-`run.step`, `run.save`, a forward pass of a model whose weights lie in parts: who makes another call
-than the others waits for them, and they for it. Ranks keep the names of their last calls in their
-pages (wire/watch_page.py), each under its number in the run. A call number that has two names is in
-no right run, however slow it is, once all ranks stand still.
+These are `run.step`, `run.save`, or a forward pass of a model whose weights are sharded. A rank
+that makes another call than the others waits for them, and they for it. Ranks write the names of
+their last calls into their pages (wire/watch_page.py), each under its number in the run. In a
+correct run no call number has two names once all ranks stand still, however slow it is.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 from shoal.launch.watch.page_reader import PageRead, Told
 
 Answers = Mapping[int, Mapping[str, Any] | None]
-"""By rank, what it answered when it was asked where it is; None where it did not."""
+"""By rank, its reply to the request for its position; None without a reply."""
 
 
 def find_unlike_calls(pages: Mapping[int, PageRead]) -> dict[int, str]:
-    """Find the first call in which ranks of a run differ.
+    """Return the first call in which ranks of a run differ.
 
     Returns:
-        By rank, the calls of one of the fewest and of another one; empty where none differs.
+        By rank, the calls of one rank of the smallest group and of another one; {} without a
+        difference.
     """
     runs: dict[int, dict[int, dict[int, str]]] = {}
     for rank, page in pages.items():
@@ -40,15 +41,15 @@ def find_unlike_calls(pages: Mapping[int, PageRead]) -> dict[int, str]:
 
 
 def has_fewer_calls(page: PageRead, other: PageRead) -> bool:
-    """Tell whether a rank has begun fewer calls of a run than another one."""
+    """Return whether a rank has begun fewer calls of a run than another one."""
     own, others = page.names(), other.names()
     return any(max(own[key]) < max(others[key]) for key in own.keys() & others.keys())
 
 
 def find_caught(told: Mapping[int, Told], answers: Answers) -> tuple[int, str]:
-    """Find a rank that caught an error of a call in which another one waits; its line, "" for none.
+    """Return (rank, line) for a rank that caught an error of a call in which another rank waits.
 
-    As long as another is busy in it, that may fail there too.
+    (0, "") without one. While the other rank is still busy in the call, it may fail there too.
     """
     for rank, answer in answers.items():
         if not (why := (answer or {}).get("caught")):
@@ -66,7 +67,7 @@ def find_caught(told: Mapping[int, Told], answers: Answers) -> tuple[int, str]:
 
 
 def waiting_line(told: Mapping[int, Told], answers: Answers, silence_s: float) -> str:
-    """Say which rank has waited in a call for one that is in none; "" where none has."""
+    """Return a line about a rank that waits in a call for a rank in none; "" without one."""
     inside = [rank for rank, one in told.items() if one.inside]
     away = [rank for rank, one in told.items() if one.live and not one.inside]
     if not inside or not away:
@@ -80,11 +81,14 @@ def waiting_line(told: Mapping[int, Told], answers: Answers, silence_s: float) -
 
 
 def unlike_line(calls: Mapping[int, str], answers: Answers, *, met: bool = False) -> str:
-    """Return the line that names ranks' different calls; met  one died of it, so none waits.
+    """Return the line that names ranks' different calls.
+
+    Args:
+        met: a rank died of the difference, so none waits.
 
     >>> unlike_line({1: "run.step", 0: "run.save"}, {0: {"place": "train.py:7"}})
     'ranks wait for each other: rank 0 called run.save (train.py:7), rank 1 called run.step; try: \
-make the same calls on every rank, in the same order and equally often'
+    make the same calls on every rank, in the same order and equally often'
     """
     said = ", ".join(
         f"rank {rank} called {calls[rank]}{place_text(answers.get(rank))}" for rank in sorted(calls)
@@ -100,6 +104,6 @@ make the same calls on every rank, in the same order and equally often'
 
 
 def place_text(answer: Mapping[str, Any] | None) -> str:
-    """Return the user's line of an answer in brackets, after a blank; "" where it has none."""
+    """Return the user's line of an answer in brackets, after a blank; "" without one."""
     place = (answer or {}).get("place")
     return f" ({place})" if place else ""

@@ -1,12 +1,12 @@
-"""Compares the collectives of ranks, as their pages keep them, and says where they differ.
+"""Comparison of the ranks' collectives, by their pages.
 
-Ranks of one process group must make the same calls, in the same order. What is told:
+Ranks of one process group must make the same calls, in the same order. It reports:
 
     another call    name, shape or format differ at the same place, or one rank makes more
-    another order   the same calls of equal shapes come from lines that have changed places: sums
-                    of what does not belong together, and nothing fails
-    another line    of the user's, and the same on no other rank; a rank without samples may well
-                    add its zeros somewhere else, so this one is only told, and the run goes on
+    another order   the same calls of equal shapes come from lines that have changed places: they
+                    sum unrelated tensors, and nothing fails
+    another line    a line of the user's that no other rank has; a rank without samples may add its
+                    zeros in another line, so this is only reported, and the run continues
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Call = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Unlike:
-    """Two ranks whose calls differ.
+    """Two ranks whose collectives differ.
 
     Attributes:
         rank: the one to be blamed, as far as that can be known.
@@ -35,14 +35,14 @@ class Unlike:
 
 
 def find_unlike(step: int, pages: Mapping[int, bytes]) -> Unlike | None:
-    """The first difference between ranks in a step; None where their calls agree.
+    """Return the first difference between ranks in a step; None if their calls agree.
 
     Args:
-        step: with a minus where it is under way: then a rank may have to make the rest yet.
-        pages: by rank, what each keeps of that step; one that ends in a line break had more.
+        step: its number, negative while it is under way: then a rank may still have calls to make.
+        pages: by rank, the calls of that step in its page; text that ends in a line break was cut.
     """
     by_group: dict[str, dict[int, list[Call]]] = {}
-    if any(lines.endswith(b"\n") for lines in pages.values()):  # the rest had no room
+    if any(lines.endswith(b"\n") for lines in pages.values()):  # the page had no room for the rest
         step = -abs(step)
     for rank, lines in pages.items():
         for line in lines.decode(errors="replace").splitlines():
@@ -82,7 +82,7 @@ def _compare(step: int, calls: Mapping[int, Sequence[Call]]) -> Unlike | None:
 
 
 def _first_unlike(ours: Sequence[Call], theirs: Sequence[Call]) -> tuple[int, bool] | None:
-    """(place of the first call that differs, whether sums are wrong), the certain ones first."""
+    """Return (index of the first call that differs, whether sums are wrong); certain ones first."""
     lines = None
     for place, (here, there) in enumerate(zip(ours, theirs, strict=False)):
         if here[:2] != there[:2]:

@@ -1,17 +1,17 @@
-"""Notices that the ranks of a run stand still, from outside of them, and learns when that is late.
+"""Hang detection from outside of the ranks, with deadlines that it learns.
 
-Each rank writes what it does into a page of memory (wire/watch_page.py); the supervisor reads all
+Each rank writes its progress into a page of memory (wire/watch_page.py); the supervisor reads all
 pages ten times a second. As long as any rank's page changes, the run lives: the others may wait for
-that one. When none changes, the deadline of what the ranks are in counts (`deadlines.py`).
+that rank. When none changes, the deadline of the ranks' phase counts (`silence_deadlines.py`).
 
-Time counts by the watch's own clock, which stands while this process gets no core: then the ranks
-may get none either. Shortly before a deadline the ranks are asked where they are; of their answers
-`blamed_rank.py` makes who is at fault. It is told at the deadline. A rank that is stopped, or in a
-collective that the others are not in, will not come back: all are ended at once; after seconds
-where ranks made different calls of a run (`call_mismatch.py`), run different blocks
-(`unit_mismatch.py`), or one is alone in a collective of the user's own. One that is busy
-in code of its own may be slow and not hung: it is waited for `patience` more; if it comes back, the
-deadline of its kind is never below what that took.
+Time counts by the watch's own clock, which stops while this process gets no core: then the ranks
+may get none either. Shortly before a deadline the watch asks the ranks for their positions, and
+`blamed_rank.py` derives the rank to blame. The watch reports it at the deadline. A rank that is
+stopped, or in a collective that the others are not in, cannot recover: all are ended at once. After
+seconds they are ended if ranks made different calls of a run (`call_mismatch.py`), ran different
+blocks (`unit_mismatch.py`), or one is alone in a collective of the user's own. A rank that is busy
+in its own code may be slow and not hung: the watch waits `patience` more. If it recovers, the
+deadline of its kind is never below the time that it took.
 """
 
 from __future__ import annotations
@@ -67,50 +67,50 @@ from shoal.wire.watch_page import can_watch
 
 EVERY_S = 0.1
 LONGEST_TICK_S = 0.5
-"""Of a longer pause between two looks only so much counts."""
+"""At most so much of a longer pause between two readings counts."""
 ASK_S, ANSWER_S = 2.0, 1.5
-"""Ranks are asked so long before a deadline · and may take so long to answer."""
+"""Seconds before a deadline at which ranks are asked · that they may take to answer."""
 AGAIN_S = 0.3
-"""Where two answers are compared, between the first and the next request."""
+"""Seconds between two requests whose answers are compared."""
 
 UNLIKE_S, ALONE_S, WAITING_S = 5.0, 8.0, 30.0
-"""Silence after which calls and units of ranks are compared: what differs there never ends · after
-which one rank alone in a collective of the user's own is told · after which a line says who waits
-for whom, and again after twice that, and so on."""
+"""Silence after which calls and units of ranks are compared, since a difference never ends · after
+which one rank alone in a collective of the user's own is reported · after which a line reports the
+ranks that wait and for whom, and again after twice that, and so on.
+"""
 
 AWAY_PATIENCE_S = 45.0
-"""How long a machine is waited for after it was told to be away."""
+"""Seconds to wait for a machine after it was reported as away."""
 
 
 class Watchable(Protocol):
-    """A rank's process; code: None while it runs."""
+    """Process of a rank; code: None while it runs."""
 
     @property
     def rank(self) -> int:
-        """Which rank."""
+        """Return the rank."""
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Return the pid."""
 
     @property
     def code(self) -> int | None:
-        """How it ended."""
+        """Return the exit code; None while the process runs."""
 
 
 class Watch:
-    """Watches the ranks of a run: `begin` at each start of them, `look` often.
+    """Watch over the ranks of a run: call `begin` at each start of them, and `look` often.
 
     Args:
         folder: the run's: stacks go to its logs.
-        times_s: gives what the run's own record tells of its steps: short ones pass between two
-            looks.
-        twice: who is at fault is said of ranks that stood at the same lines when they were asked
-            before: those of a user's own loop may be in collectives that no page tells of. Where
-            all are between two calls into Shoal, that has a deadline of its own.
-        first_s: the deadline of what was not learnt yet (`Learnt`).
-
-    patience_s how long a rank that may only be slow is waited for after it was told to be late
+        patience_s: seconds to wait for a rank that may only be slow, after it was reported.
+        times_s: returns step times from the run's own record: short steps pass between two
+            readings.
+        twice: blame a rank only if the ranks stood at the same lines in the request before. Ranks
+            of a user's own loop may be in collectives that no page shows. If all are between two
+            calls into Shoal, a deadline of its own counts.
+        first_s: the deadline of phases that are not learnt yet (`Learnt`).
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class Watch:
         self._quiet()
 
     def begin(self, processes: int) -> list[str]:
-        """Make a page for each rank of an attempt; their paths, none where this cannot be had."""
+        """Make a page for each rank of an attempt; return their paths, [] if it fails."""
         self.close()
         made: list[Watched] = []
         if can_watch():
             try:
                 for rank in range(processes):
                     made.append(Watched(f"shoal rank {rank}"))
-            except OSError:  # no files left to open: the run goes on unwatched
+            except OSError:  # no files left to open: the run continues unwatched
                 while made:
                     made.pop().close()
         self.pages, self.own = list(made), dict(enumerate(made))
@@ -157,20 +157,20 @@ class Watch:
         return [page.path for page in made]
 
     def keep(self, folder: Path | None, node: int, ranks: Sequence[int]) -> None:
-        """Say whose pages these are, once that is known, and where the run's folder lies."""
+        """Set the ranks of the pages, once they are known, and the run's folder."""
         self.folder = folder or Path(os.devnull)
         self.own = dict(zip(ranks, self.pages, strict=True))
         self.records = RankRecords(self.folder, node)
 
     def close(self) -> None:
-        """Give the pages back."""
+        """Close the pages."""
         self.records.look(self.own)
         for page in self.pages:
             page.close()
         self.pages, self.own = [], {}
 
     def look(self, workers: Sequence[Watchable]) -> Hang | None:
-        """Look, if it is time; the hang for which all ranks are to be ended now, if any."""
+        """Read the pages if it is time; return the hang for which all ranks must end, if any."""
         now_s = time.monotonic()
         passed_s = now_s - self._looked_s
         if passed_s < EVERY_S or not self.pages:
@@ -190,7 +190,7 @@ class Watch:
         return self._silent([worker for worker in workers if worker.code is None])
 
     def left(self, workers: Sequence[Watchable]) -> dict[int, str]:
-        """Ranks that ended with status 0 and have not closed their page: where each of them was."""
+        """Return the positions of ranks that ended with status 0 without closing their page."""
         found = {}
         for worker in workers if self.pages else ():
             if worker.code == 0 and (told := self.pages[worker.rank].read()).live:
@@ -201,13 +201,13 @@ class Watch:
         return found
 
     def compare(self, workers: Sequence[Watchable], *, dead: bool = False) -> Hang | None:
-        """Ranks whose collectives differ, if there are: what they sum is wrong.
+        """Return ranks whose collectives differ, if there are: their sums are wrong.
 
         Args:
-            dead: one died, maybe of that: what ranks keep of a step under way counts too.
+            dead: a rank died, maybe of that: the calls of a step under way count too.
         """
         if dead and (unlike := self.unlike_ranks(workers)) is not None:
-            return replace(unlike, status=1)  # that of a rank that died
+            return replace(unlike, status=1)  # as of a rank that died
         kept = [page.calls(self._compared) for page in self.pages]
         for step in sorted(set(kept[0]).intersection(*kept[1:])) if len(kept) > 1 else ():
             if step < 0 and not dead:
@@ -228,12 +228,10 @@ class Watch:
     def unlike_ranks(
         self, workers: Sequence[Watchable], answers: Answers | None = None
     ) -> Hang | None:
-        """Tell of ranks that made other calls or ran other blocks, if there are.
-
-        They never come together.
+        """Report ranks that made other calls or ran other blocks, if there are: they never meet.
 
         Args:
-            answers: of the ranks, with the user's lines; None: one has died, and nobody was asked.
+            answers: of the ranks, with the user's lines; None: one has died, and none was asked.
         """
         calls = find_unlike_calls(dict(enumerate(self.pages)))
         if calls:
@@ -264,7 +262,7 @@ class Watch:
         *,
         met: bool = False,
     ) -> Hang:
-        """Tell of ranks in different calls, the first of which is of the fewest."""
+        """Report ranks in different calls, the first of which is one of the smallest group."""
         return self._tell_unlike(next(iter(calls)), unlike_line(calls, answers, met=met), workers)
 
     def _tell_unlike(self, rank: int, line: str, workers: Sequence[Watchable]) -> Hang:
@@ -278,7 +276,7 @@ class Watch:
         return Hang(rank, pid, host, "a step", "", line, STEP, 0.0, True, unlike=True, status=2)
 
     def _heard(self, before: list[Told]) -> None:
-        """Some rank did something."""
+        """Learn from a silence that ended: some rank made progress."""
         silence_s = self.clock_s - self._since_s
         busy = [one for one in before if not one.waits] or before
         kinds = {kind_of(one) for one in busy}
@@ -292,7 +290,7 @@ class Watch:
         step, now_s = max(one.step for one in self._told), self.clock_s
         last, last_s = self._step
         if any(kind_of(one) not in (STEP, HOOK) for one in self._told) or step < last:
-            self._step = (-1, now_s)  # what is under way is no plain step
+            self._step = (-1, now_s)  # the present phase is no plain step
         elif last < 0 or step > last:
             if 0 < last < step:
                 count = step - last  # several at a time, where they are shorter than a look
@@ -300,7 +298,7 @@ class Watch:
             self._step = (step, now_s)
 
     def _quiet(self) -> None:
-        """A silence begins."""
+        """Start a new silence."""
         self._since_s = self.clock_s
         self._late: Hang | None = None
         self._asked_s = self._ended_s = 0.0
@@ -310,7 +308,7 @@ class Watch:
         self._ask_at_s = UNLIKE_S
 
     def _silent(self, workers: Sequence[Watchable]) -> Hang | None:
-        """No rank did anything since the last look."""
+        """Handle a reading without progress of any rank; return the hang to end the ranks for."""
         silence_s = self.clock_s - self._since_s
         if self.learnt.usual_s is None:
             times_s = max(self.times_s(), self._paged_s(), key=len)
@@ -333,18 +331,18 @@ class Watch:
         return None
 
     def _paged_s(self) -> list[float]:
-        """Seconds of the last steps by a page: many may pass between two looks."""
+        """Return the seconds of the last steps by a page: many may pass between two readings."""
         rows = self.pages[0].steps().values()
         return [time_s for row in rows if math.isfinite(time_s := sum(map(abs, row[1:])))]
 
     def _ask(self) -> None:
-        """Ask all ranks where they are; with the answers of other nodes come their ranks' units."""
+        """Ask all ranks for their positions; other nodes add their ranks' units."""
         self._asked_s = self.clock_s
         for page in self.pages:
             page.ask()
 
     def _answers(self, workers: Sequence[Watchable]) -> Answers | None:
-        """The ranks' answers, once all have answered, or had time to."""
+        """Return the ranks' answers, once all have answered, or their time is over."""
         answers = {worker.rank: self.pages[worker.rank].answer() for worker in workers}
         if None in answers.values() and self.clock_s - self._asked_s < ANSWER_S:
             return None
@@ -354,7 +352,7 @@ class Watch:
     def _heard_where(
         self, workers: Sequence[Watchable], answers: Answers, silence_s: float
     ) -> Hang | None:
-        """All ranks have said where they are: the hang that never ends, if it is one."""
+        """Evaluate the answers of all ranks; return the hang that never ends, if it is one."""
         due_s, told = self._ask_at_s, dict(enumerate(self._told))
         if silence_s >= due_s:
             self._ask_at_s = {UNLIKE_S: ALONE_S, ALONE_S: WAITING_S}.get(due_s, 2 * due_s)
@@ -388,12 +386,12 @@ class Watch:
         culprit = self._if_alone(find_culprit(seen))
         if culprit and self.twice and all(one.letter == STOPPED for one in seen):
             why = "all processes are stopped, as by Ctrl-Z or a scheduler"
-            culprit = replace(culprit, why=why, certain=False)  # and go on when that one likes
-        if culprit is None:  # somebody looks at a rank with a debugger
+            culprit = replace(culprit, why=why, certain=False)  # and may be continued
+        if culprit is None:  # a debugger holds a rank
             self._next_s = silence_s + ANSWER_S
             return None
         kind = kind_of(culprit.of.told)
-        if self.twice and all(one.between for one in seen):  # so nobody waits for anybody
+        if self.twice and all(one.between for one in seen):  # so no rank waits
             kind = BETWEEN
         if culprit.compiles:
             kind = FIRST
@@ -402,11 +400,11 @@ class Watch:
         deadline_s = self.learnt.deadline_s(kind)
         if culprit.alone is not None:
             deadline_s = ALONE_S
-            if self.twice:  # the line of unlike calls says it better
+            if self.twice:  # the line of unlike calls is more precise
                 self._next_s = silence_s + ANSWER_S
                 return culprit
         if kind == MERGE and culprit.of.answer is not None and not culprit.certain:
-            # It runs, and waits for other islands, by a deadline of its own: theirs is the fault.
+            # It waits for other islands, by a deadline of its own: the fault is theirs.
             self._next_s = silence_s + deadline_s
             return None
         self._found = culprit.hang(kind, deadline_s)
@@ -415,7 +413,7 @@ class Watch:
         return culprit
 
     def _if_alone(self, culprit: Culprit | None) -> Culprit | None:
-        """A culprit is alone if others have begun a call that it has not.
+        """Clear `alone` of a culprit unless others have begun a call that it has not.
 
         Else they may still receive what it has sent.
         """
@@ -425,11 +423,11 @@ class Watch:
         return culprit if behind else replace(culprit, alone=None)
 
     def seen(self, worker: Watchable, told: Told, answers: Answers) -> Seen:
-        """What is known of a rank."""
+        """Return the evidence about a rank."""
         return Seen(worker.rank, worker.pid, told, answers[worker.rank], kernel_state(worker.pid))
 
     def _tell(self, hang: Hang, silence_s: float) -> Hang | None:
-        """Say who hangs; the hang itself if it is not worth waiting for."""
+        """Report the hang; return it if waiting for it is useless."""
         self._number += 1
         path = self.folder / "logs" / f"hang-{self._number}.txt"
         wait_s = 0.0 if hang.certain else self.learnt.patience_s(hang.kind, self.least_s)

@@ -1,6 +1,6 @@
-"""The reading end of a page in which a rank says what it is doing (`wire/watch_page.py`).
+"""Reading end of the page in which a rank reports its progress (`wire/watch_page.py`).
 
-A rank never loads this: it is of who watches, the launcher or a process beside torchrun's.
+A rank never loads this module: the launcher does, or the watchdog next to torchrun's ranks.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from shoal.wire.watch_page import (
 )
 
 TOGETHER_S = 0.7
-"""After which ranks end that are to: all have seen by then that they are."""
+"""Delay until ranks end that are ordered to: all have read the order by then."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a page said when it was read; the fields are the words of the same names.
+    """Contents of a page when it was read; the fields are the words of the same names.
 
     Attributes:
         live: its rank has opened it.
-        phases: as text, "" where none is open.
-        inside: the name of the call in which it is, of those that all ranks must make.
+        phases: as text, "" without an open phase.
+        inside: the name of the call in which the rank is, of those that all ranks must make.
     """
 
     live: bool
@@ -80,21 +80,21 @@ class Told:
 
     @property
     def doing(self) -> str:
-        """What it is in, in words, apart from the step."""
+        """Return the phase or part of the rank as text, without the step."""
         part = PARTS[self.part] if 0 <= self.part < len(PARTS) else ""
         return self.phases or part or "the start"
 
 
 @dataclass(frozen=True)
 class UnitCall:
-    """A collective of a unit: collectives of any kind that were enqueued before, and of which."""
+    """A collective of a unit: the count of collectives enqueued before it, and the unit."""
 
     begun: int
     text: str
 
 
 class PageRead:
-    """The reading end of a page, wherever its bytes lie.
+    """Reading end of a page, in any memory.
 
     Args:
         memory: PAGE_BYTES of it.
@@ -106,7 +106,7 @@ class PageRead:
         self._requests = 0
 
     def read(self) -> Told:
-        """What it says now."""
+        """Return the present contents."""
         words = struct.unpack_from("=3qd12q", self.memory)
         (length,) = struct.unpack_from("=H", self.memory, TEXT_AT)
         raw = self.memory[TEXT_AT + 2 : TEXT_AT + 2 + length]
@@ -133,12 +133,12 @@ class PageRead:
         return str(raw.rstrip(b"\0").decode(errors="replace"))
 
     def ask(self) -> None:
-        """Ask the rank for its stacks."""
+        """Request the stacks of the rank."""
         self._requests += 1
         struct.pack_into("=q", self.memory, 8 * ASKED, self._requests)
 
     def answer(self) -> dict[str, Any] | None:
-        """What it answered to the newest request; None while it has not."""
+        """Return the rank's answer to the newest request; None without one."""
         (answered,) = struct.unpack_from("=q", self.memory, 8 * ANSWERED)
         if answered != self._requests or not self._requests:
             return None
@@ -151,9 +151,9 @@ class PageRead:
         return told if isinstance(told, dict) else {}
 
     def calls(self, known: Container[int]) -> dict[int, bytes]:
-        """The collectives of each step that is kept, but for those of `known` steps.
+        """Return the collectives of each step in the page, except those of `known` steps.
 
-        Those of a step under way have its number with a minus.
+        The number of a step under way is negative.
         """
         found = {}
         for at in range(CALLS_AT, STEPS_AT, SLOT_BYTES):
@@ -165,9 +165,9 @@ class PageRead:
         return found
 
     def steps(self) -> dict[int, tuple[float, ...]]:
-        """Of the last steps, by number: seconds by part without waiting; the last, waiting.
+        """Return the last steps, by number: seconds of each part without waiting, then of waiting.
 
-        Signs as in the page; NaN where in that step ranks have different work in that part.
+        Signs as in the page; NaN for a part in which ranks have different work in that step.
         """
         rows = ROW.iter_unpack(self.memory[STEPS_AT:UNITS_AT])
         return {
@@ -175,7 +175,12 @@ class PageRead:
         }
 
     def rank_steps(self, rank: int, *, after_s: float) -> list[RankStep]:
-        """The last steps that ended after a time, since 1970, oldest first; rank  of this page."""
+        """Return the last steps that ended after a time, oldest first.
+
+        Args:
+            rank: of this page.
+            after_s: seconds since 1970.
+        """
         found: list[RankStep] = []
         (done,) = struct.unpack_from("=q", self.memory, 8 * STEP)
         for number in range(done, max(0, done - KEPT), -1):
@@ -187,7 +192,7 @@ class PageRead:
         return found[::-1]
 
     def units(self) -> dict[int, dict[int, UnitCall]]:
-        """The last collectives of units that are gathered, by the group's key and their number."""
+        """Return the last collectives of gathered units, by the group's key and their number."""
         found: dict[int, dict[int, UnitCall]] = {}
         for begun, key, number, raw in UNIT.iter_unpack(self.memory[UNITS_AT:NAMES_AT]):
             if number:
@@ -196,7 +201,7 @@ class PageRead:
         return found
 
     def names(self) -> dict[int, dict[int, str]]:
-        """The last calls that all ranks must make, by the run's key and their number."""
+        """Return the last calls that all ranks must make, by the run's key and their number."""
         found: dict[int, dict[int, str]] = {}
         for key, number, raw in NAME.iter_unpack(self.memory[NAMES_AT:PAGE_BYTES]):
             if number:
@@ -204,29 +209,29 @@ class PageRead:
         return found
 
     def end(self, status: int) -> None:
-        """Have the rank's process end with this status; Python must answer there."""
+        """Order the rank's process to end with this status; its Python must answer."""
         at_ms = int((time.monotonic() + TOGETHER_S) * 1e3)
         struct.pack_into("=q", self.memory, 8 * EXIT, at_ms << 8 | 1 + status)
 
     @property
     def gathers_units(self) -> bool:
-        """Tell whether its rank gathers any."""
+        """Return whether the rank gathers units."""
         return any(self.memory[UNITS_AT : UNITS_AT + UNIT.size])
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 def _compared(seconds: Sequence[float], apart: int) -> tuple[float, ...]:
-    """The seconds of a step for who compares ranks."""
+    """Return the seconds of a step for a comparison of ranks."""
     return tuple(math.nan if apart >> part & 1 else one for part, one in enumerate(seconds))
 
 
 class Watched(PageRead):
-    """The reading end of one rank's page, made here; `path` is what its process is told.
+    """Reading end of a page that this process makes; `path` is passed to the rank's process.
 
     Raises:
-        OSError: where there is no memory for it.
+        OSError: there is no memory for it.
     """
 
     def __init__(self, name: str) -> None:
@@ -234,11 +239,11 @@ class Watched(PageRead):
         os.truncate(self._file, PAGE_BYTES)
         self._whole = mmap.mmap(self._file, PAGE_BYTES)
         super().__init__(self._whole, os.uname().nodename)
-        # Of this process, which outlives the rank: nothing is left behind, whoever is killed.
+        # Owned by this process, which outlives the rank: the kernel frees it in any case.
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         with contextlib.suppress(BufferError):
             self._whole.close()
         os.close(self._file)

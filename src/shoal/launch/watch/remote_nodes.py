@@ -1,22 +1,22 @@
-"""One watch over the ranks of several machines: each machine's own process tells the first one's.
+"""One watch over the ranks of several machines, whose watchdogs report to the first machine's.
 
-Beside the ranks of every node stands a process (launch/watchdog.py) whose pages they write into.
-That of node 0 is the one that watches (hang_watch.py). Every other one tells it what has
-changed in its pages, ten times a second, and hears in the answer what there is to do:
+A watchdog (launch/watchdog.py) runs next to the ranks of every node, which write into its pages.
+The watchdog of node 0 is the one that watches (hang_watch.py). Every other one sends it the changes
+of its pages, ten times a second, and receives orders in the answer:
 
-    ask    ask its ranks where they are; their answers are in their pages, and with them goes what
-           the kernel says of their processes
-    say    tell of an event: the node of whose rank it is, and nodes with a disk of their own
-    end    end its ranks: the one that hangs at once, the others where their launcher does not
-    over   node 0's ranks have come to their end
+    ask    ask its ranks for their positions; their answers are in their pages, and the kernel's
+           state of their processes is sent with them
+    say    report an event: the node of its rank, and nodes with a disk of their own
+    end    end its ranks: the one that hangs at once, the others if their launcher does not
+    over   node 0's ranks have ended
 
-So the ranks of all nodes are compared as those of one are, and none is blamed because it waits. No
-rank takes part: one that is stopped, or holds Python's lock in C, cannot keep its node from being
-heard, nor rank 0, whose process may hold the run's own store. The connections are open to the run's
-processes alone (authenticated_stream.py), by a token that ranks told each other.
+So the ranks of all nodes are compared as those of one, and none is blamed because it waits. No rank
+takes part: a rank that is stopped, or holds the GIL in C, cannot silence its node, nor can rank 0,
+whose process may hold the run's own store. The connections are open to the run's processes alone
+(authenticated_stream.py), by a token that the ranks exchanged.
 
-A node that is not heard is told to be away, on either side of a link that carries nothing, if the
-ranks that are heard stand still. While it is silent for less than AWAY_S nobody is blamed.
+The watch reports a silent node as away, on either side of a dead link, if the ranks that it hears
+stand still. It blames no rank while a node is silent for less than AWAY_S.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from shoal.wire.watch_page import (
 )
 
 JOIN_S = 60.0
-"""How long a node's watch is waited for."""
+"""Seconds to wait for a node's watchdog."""
 REST_S = 10.0
-"""How long ranks, and watches, may go on whose peers have ended."""
+"""Seconds that ranks and watchdogs may continue after their peers ended."""
 RANKS_PER_S = 1000.0
-"""How often ranks of other nodes are told of, all together: what node 0 reads with little work."""
+"""Reports per second about ranks of other nodes, all together: few enough for node 0."""
 FRAME_S = 5.0
-"""How long the rest of a message may take that has begun to come."""
+"""Seconds that the rest of a message may take after its start."""
 
 Piece = tuple[int, int, bytes]
-"""(number of a rank on its node, place in its page, bytes)"""
+"""(number of a rank on its node, offset in its page, bytes)"""
 
 
 @dataclass(frozen=True)
 class Node:
-    """The ranks of one machine, and their processes there."""
+    """Ranks of one machine, and their processes there."""
 
     ranks: tuple[int, ...]
     pids: tuple[int, ...]
@@ -75,7 +75,7 @@ class Node:
 
 @dataclass
 class Far:
-    """A rank's process on another machine, as its node tells of it."""
+    """Process of a rank on another machine, as its node reports it."""
 
     rank: int
     pid: int
@@ -83,16 +83,16 @@ class Far:
 
 
 def every_s(nodes: Sequence[Node]) -> float:
-    """Seconds between two words of a node."""
+    """Return the seconds between two reports of a node."""
     return max(EVERY_S, sum(len(node.ranks) for node in nodes) / RANKS_PER_S)
 
 
 class Mirror(PageRead):
-    """The page of a rank of another machine, as it was told last.
+    """Copy of the page of a rank on another machine.
 
     Attributes:
-        state: what the kernel said of its process when it was asked last.
-        order: hands its node an order.
+        state: the kernel's state of its process at the last request.
+        order: sends its node an order.
     """
 
     def __init__(self, host: str, node: int, order: Callable[[dict[str, Any]], None]) -> None:
@@ -102,28 +102,31 @@ class Mirror(PageRead):
         self._changed_s = (0.0, 0.0)  # by its clock, by this machine's
 
     def ask(self) -> None:
-        """Have its node ask it."""
+        """Order the node to ask its ranks."""
         self._requests += 1
         self.order({"ask": self._requests})
 
     def patch(self, at: int, raw: bytes, ago_s: float) -> None:
-        """Take what its node tells. Errors: ValueError for what lies outside of a page.
+        """Copy bytes that the node sent into the page.
 
         Args:
-            ago_s: what its clock is behind this machine's.
+            ago_s: difference of this machine's clock to the node's.
+
+        Raises:
+            ValueError: the bytes lie outside of the page.
         """
         if not 0 <= at <= at + len(raw) <= PAGE_BYTES:
             raise ValueError("outside of the page")
         self.memory[at : at + len(raw)] = raw
         if at == 0:
             (changed_s,) = struct.unpack_from("=d", self.memory, 8 * CHANGED_S)
-            if changed_s != self._changed_s[0]:  # as it was told with the change, and no other time
+            if changed_s != self._changed_s[0]:  # the clock difference as of that change
                 self._changed_s = (changed_s, changed_s + ago_s)
             struct.pack_into("=d", self.memory, 8 * CHANGED_S, self._changed_s[1])
 
 
 class Pages:
-    """What has changed in a node's pages since it was told last."""
+    """Changes in a node's pages since the last report."""
 
     def __init__(self, pages: Sequence[PageRead]) -> None:
         self.pages = pages
@@ -138,7 +141,7 @@ class Pages:
                 page.ask()
 
     def changed(self) -> list[Piece]:
-        """The pieces that differ."""
+        """Return the pieces that differ from the last report."""
         found = []
         for local, page in enumerate(self.pages):
             told = self._told[local]
@@ -152,7 +155,7 @@ class Pages:
 
 
 def _pieces(page: PageRead, told: bytes) -> list[tuple[int, bytes]]:
-    """A page in pieces; told  its first one, as it was told last."""
+    """Return a page in pieces; `told` is its first piece as of the last report."""
     memory = page.memory
     (length,) = struct.unpack_from("=H", memory, TEXT_AT)
     head = bytes(memory[: min(TEXT_AT + 2 + length, ANSWER_AT)])
@@ -164,7 +167,7 @@ def _pieces(page: PageRead, told: bytes) -> list[tuple[int, bytes]]:
         pieces.append((ANSWER_AT, bytes(memory[ANSWER_AT : min(ANSWER_AT + 4 + length, CALLS_AT)])))
     for at in range(CALLS_AT, CALLS_AT + SLOTS * SLOT_BYTES, SLOT_BYTES):
         step, length = struct.unpack_from("=qq", memory, at)
-        if step > 0:  # of one under way the rest is to come
+        if step > 0:  # the rest of a step under way is still to come
             pieces.append((at, bytes(memory[at : at + 16 + min(length, SLOT_BYTES - 16)])))
     for at in range(STEPS_AT, STEPS_AT + KEPT * ROW.size, ROW.size):
         row = bytes(memory[at : at + ROW.size])
@@ -174,13 +177,13 @@ def _pieces(page: PageRead, told: bytes) -> list[tuple[int, bytes]]:
 
 
 class Hub(SealedServer):
-    """Node 0's end of the connections: hears the other nodes and hands out orders.
+    """Server of node 0's watchdog: receive the reports of the other nodes, and send orders.
 
     Attributes:
         mirrors: by rank, of the other nodes' ranks.
         far: their processes.
-        came: nodes that were heard.
-        gone: nodes whose process has ended, or its connection.
+        came: nodes that have reported.
+        gone: nodes whose watchdog, or its connection, has ended.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, nodes: Sequence[Node]) -> None:
@@ -200,18 +203,18 @@ class Hub(SealedServer):
                 self.far[rank] = Far(rank, pid)
 
     def away_s(self, node: int) -> float:
-        """How long a node has not been heard."""
+        """Return the seconds since a node's last report."""
         return time.monotonic() - self._heard_s[node]
 
     @property
     def ready(self) -> bool:
-        """Whether every node is heard of: only then somebody can be blamed."""
+        """Return whether every node reports: only then a rank can be blamed."""
         return not self.gone and len(self.came) == len(self._heard_s)
 
     def lacking(self) -> str:
-        """Which watch is given up, in words; "" as long as none is."""
+        """Return a line about watchdogs that are missing; "" if there are none."""
         now_s = time.monotonic()
-        if self.gone:  # else all end at about the same time
+        if self.gone:  # in a normal end all stop at about the same time
             missing = self.gone if now_s - self._gone_s > REST_S else set[int]()
         else:
             missing = set(self._heard_s) - self.came if now_s - self._began_s > JOIN_S else set()
@@ -219,17 +222,17 @@ class Hub(SealedServer):
         return f"the watch on {hosts} has {'ended' if self.gone else 'not come'}" if hosts else ""
 
     def order(self, order: dict[str, Any]) -> None:
-        """Give an order to all nodes."""
+        """Send an order to all nodes."""
         for number in self._orders:
             self._to(number)(order)
 
     def close(self) -> None:
-        """Say that node 0's ranks have ended: nobody watches the others from now on."""
+        """Report that node 0's ranks have ended, so the others are no longer watched."""
         self.order({"over": True})
         self.hand_out(1.0)
 
     def hand_out(self, within_s: float) -> None:
-        """Wait until the orders were fetched."""
+        """Wait until the nodes have fetched their orders."""
         until_s = time.monotonic() + within_s
         while any(self._orders[one] for one in self._orders if one not in self.gone):
             left_s = until_s - time.monotonic()
@@ -238,7 +241,11 @@ class Hub(SealedServer):
             self.serve(left_s)
 
     def do(self, peer: Peer, request: Any) -> None:
-        """Take what a node tells. Errors: ValueError, KeyError, TypeError, of no node's words."""
+        """Process a node's report.
+
+        Raises:
+            ValueError, KeyError, TypeError: the message is no report of a node.
+        """
         number = request["node"]
         node = self.nodes[number] if number in self._heard_s else None
         if node is None or self._of.setdefault(peer, number) != number:
@@ -256,7 +263,7 @@ class Hub(SealedServer):
         self.answer(peer, orders)
 
     def left(self, peer: Peer) -> None:
-        """Hear that a node's process has ended, or its connection."""
+        """Record that a node's watchdog, or its connection, has ended."""
         number = self._of.pop(peer, None)
         if number is not None and any(
             self.far[one].code is None for one in self.nodes[number].ranks
@@ -267,26 +274,26 @@ class Hub(SealedServer):
     def _to(self, number: int) -> Callable[[dict[str, Any]], None]:
         def order(one: dict[str, Any]) -> None:
             waiting = self._orders[number]
-            if one not in waiting:  # each of a node's ranks is asked, and it asks all at once
+            if one not in waiting:  # one order asks all ranks of a node
                 waiting.append(one)
 
         return order
 
 
 class NodesWatch(Watch):
-    """A watch that has the pages of other nodes' ranks beside those of its own."""
+    """Watch over the pages of other nodes' ranks in addition to its own."""
 
     hub: Hub | None = None
 
     def join(self, hub: Hub) -> None:
-        """Take the other nodes' pages, before the first look."""
+        """Add the other nodes' pages, before the first reading."""
         self.hub = hub
         own = dict(zip(hub.nodes[0].ranks, self.pages, strict=True))
         both: dict[int, PageRead] = {**own, **hub.mirrors}
         self.pages = [both[rank] for rank in sorted(both)]
 
     def seen(self, worker: Watchable, told: Told, answers: Answers) -> Seen:
-        """What is known of a rank, of whichever node."""
+        """Return the evidence about a rank of any node."""
         page = self.pages[worker.rank]
         if self.hub is None or not isinstance(page, Mirror):
             return super().seen(worker, told, answers)
@@ -296,12 +303,12 @@ class NodesWatch(Watch):
 
 
 class Follower:
-    """Another node's end: tells node 0 of its ranks, and does what it hears.
+    """Client of another node's watchdog: report its ranks to node 0, and follow its orders.
 
     Attributes:
         number: of this node.
         ranks: its processes.
-        say: tells of an event, as an order says it.
+        say: reports an event of an order.
         over: node 0 watches no more.
     """
 
@@ -324,10 +331,10 @@ class Follower:
         self._changes: list[Told] = []
 
     def turn(self) -> Hang | None:
-        """Tell and hear; the hang for which this node's ranks are to be ended, if any.
+        """Send a report and receive orders; return the hang for which this node's ranks must end.
 
         Raises:
-            OSError: where node 0's process has ended.
+            OSError: node 0's watchdog has ended.
         """
         now_s = time.monotonic()
         if not self._waits and now_s - self._said_s >= self.every_s:
@@ -349,7 +356,7 @@ class Follower:
         return self._silence()
 
     def close(self) -> None:
-        """Say that the ranks have ended."""
+        """Report that the ranks have ended."""
         try:
             if self._waits:
                 self.connection.hear(1.0)
@@ -370,7 +377,7 @@ class Follower:
         return words
 
     def _silence(self) -> Hang | None:
-        """Nothing was heard: tell of node 0, if this node's ranks stand still since then."""
+        """Handle a silence of node 0: report it as away if this node's ranks stand still too."""
         now_s = time.monotonic()
         told = [page.read() for page in self.pages.pages]
         if told != self._changes:

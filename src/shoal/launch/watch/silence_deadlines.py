@@ -1,11 +1,11 @@
-"""Learn how long ranks may be silent: what they are in, and its deadline.
+"""Deadlines for the silence of ranks, learnt for each phase of a run.
 
-    step        10 × the median step + 5 s, once five steps were seen, or told in metrics.jsonl
+    step        10 × the median step + 5 s, after five steps, or from metrics.jsonl
     others      (save, validation, …) the same, and 3 × the longest silence that one of them had
-    not learnt  600 s and more (`FIRST_S`): what nobody has seen yet may take long
+    not learnt  600 s and more (`FIRST_S`): a phase without a measurement may take long
 
-A rank that is busy in code of its own may be slow and not hung: it is waited for `patience` more;
-if it comes back, the deadline of its kind is never below what that took.
+A rank that is busy in its own code may be slow and not hung: the watch waits `patience` more. If it
+recovers, the deadline of its kind is never below the time that it took.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from shoal.wire.phases import HOOKS, NOWHERE
 
 STEPS, MEDIANS, MARGIN_S = 5, 10.0, 5.0
 TIMES, COMES_BACK = 3.0, 1.5
-"""Deadlines are so many times the longest silence · what came back may take so much longer."""
+"""Deadlines are so many times the longest silence · a recovered rank may take so much longer."""
 
 START, STEP, FIRST, HOOK, MERGE = "start", "step", "first step", "hooks", "merge"
 VALIDATION = "validation"
 IN_ONE_ORDER = (STEP, FIRST, VALIDATION)
 """Groups of ranks that make all their collectives of units in one order."""
 BETWEEN = "between two calls"
-"""A validation of the user's own, a plot: never learnt, as nobody tells where it begins."""
+"""A validation of the user's own, or a plot: never learnt, as its start is unknown."""
 FIRST_S = {
-    FIRST: 1800.0,  # compilers take minutes for a large model, and tell nothing
+    FIRST: 1800.0,  # compilers take minutes for a large model, without a sign of life
     MERGE: 86_400.0,  # islands wait for each other, by deadlines of their own
 }
 OTHER_FIRST_S, NEW_S = 600.0, 1800.0
-"""Seconds of silence in what was not learnt yet: as long as a collective of torch's may take. And
-how much longer data may be read, a model be built, the first step be compiled."""
+"""Seconds of silence in phases that are not learnt yet: as long as a collective of torch may take.
+
+And the additional time to read data, build a model, or compile the first step.
+"""
 MORE_S = {
     START: NEW_S,  # the first batch of a start may come after all that were read before
-    "data": 86_400.0,  # prepared once, for hours, by code that tells nothing
+    "data": 86_400.0,  # prepared once, for hours, by code without a sign of life
     "save": 1800.0,  # a disk may stand still for minutes, and go on
     "finish the last save": 3600.0,  # as long as ranks wait for each other's (duplicate_group.py)
     HOOK: 600.0,  # a user's own, now and then a long one
 }
-"""Patience with what cannot be learnt from the times before."""
+"""Patience with phases that cannot be learnt from earlier ones."""
 
 _BY_PHASE = {
     "compile, first step": FIRST,
@@ -52,7 +54,7 @@ _BY_PHASE = {
 
 
 def kind_of(told: Told) -> str:
-    """What a rank is in: an outermost phase, or a step. Each has a deadline of its own.
+    """Return the kind of a rank's phase: an outermost phase, or a step. Each has its own deadline.
 
     >>> from dataclasses import replace
     >>> from shoal.wire.phases import DATA
@@ -69,12 +71,12 @@ def kind_of(told: Told) -> str:
 
 
 class Learnt:
-    """The deadlines of one run, by kind; they outlive a restart.
+    """Learnt deadlines of one run, by kind; they outlive a restart.
 
-    `heard` learns; `deadline_s` and `patience_s` say what was learnt.
+    `heard` learns; `deadline_s` and `patience_s` return what was learnt.
 
     Args:
-        first_s: the deadline of what was not learnt yet, where FIRST_S does not say more.
+        first_s: the deadline of kinds that are not learnt yet and have no longer one in FIRST_S.
     """
 
     def __init__(self, first_s: float = OTHER_FIRST_S) -> None:
@@ -87,17 +89,17 @@ class Learnt:
 
     @property
     def usual_s(self) -> float | None:
-        """10 × the median step + 5 s; None before five steps."""
+        """Return 10 × the median step + 5 s; None before five steps."""
         if len(self.steps_s) < STEPS:
             return None
         return MEDIANS * statistics.median(self.steps_s) + MARGIN_S
 
     def knows(self, kind: str) -> bool:
-        """Whether `kind` was seen to its end, and steps were."""
+        """Return whether a phase of `kind` ended, and steps were measured."""
         return self.usual_s is not None and (kind == STEP or kind in self.longest_s)
 
     def deadline_s(self, kind: str) -> float:
-        """How long all ranks may be silent while one that is not waiting is in `kind`."""
+        """Return how long all ranks may be silent while one that is not waiting is in `kind`."""
         usual_s = self.usual_s
         if usual_s is None or not self.knows(kind):
             return FIRST_S.get(kind, self.first_s)
@@ -105,7 +107,7 @@ class Learnt:
         return max(usual_s, longest_s, self.came_back_s.get(kind, 0.0))
 
     def patience_s(self, kind: str, least_s: float) -> float:
-        """How long it may go on after its deadline, where it may only be slow.
+        """Return the seconds after its deadline in which a rank may still recover.
 
         An epoch begins as the run's first batch did: the longest wait for data.
         """
@@ -116,7 +118,7 @@ class Learnt:
     def heard(
         self, kinds: Collection[str], silence_s: float, *, in_data: bool = False, told: bool = False
     ) -> None:
-        """Ranks were in `kinds`, silent for so long, and went on.
+        """Learn from a silence of ranks in `kinds` that ended.
 
         Args:
             in_data: they waited for data.

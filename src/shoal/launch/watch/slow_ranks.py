@@ -1,27 +1,28 @@
-"""Names the rank for which the others wait, and the part of the step in which it is slow.
+"""Detection of a rank for which the others wait, and of the part of the step in which it is slow.
 
-Where ranks meet in collectives, a slow one makes all slow, and every other rank's time looks like
-communication. Each rank keeps in its page how long it was in each part of its last steps without
-waiting for a collective (wire/watch_page.py); here those times are compared, so nothing is sent and
-nobody waits. Over `STEPS` steps a rank stands out in a part
+If ranks meet in collectives, a slow one makes all slow, and every other rank's time looks like
+communication. Each rank writes into its page how long it was in each part of its last steps without
+waiting for a collective (wire/watch_page.py). This module compares those times, so nothing is sent
+and no rank waits. Over `STEPS` steps a rank stands out in a part
 
     if its own time there exceeds the median of the others', step by step, in the median by more
     than `SHARE` of its step and by `LEAST_S`, and
     if of all ranks it waits least, and the others wait for most of that time.
 
-Where ranks have different work by the plan, as stages of a pipeline have in their passes and in the
-update, a rank's time there is compared with its own of calm windows before (at most `CALM` of
-them), times what the others' work became meanwhile: it stands out if it exceeds that as above, and
-the others wait so much longer than they did, by `ROSE` of it. Not more is asked: a stage that had
-time to spare eats that first.
+Ranks may have different work by the plan, as pipeline stages have in their passes and in the
+update. Then a rank's time there is compared with its own in calm windows before (at most `CALM` of
+them), scaled by the change of the others' work. It stands out if it exceeds that as above, and the
+others wait longer than before by `ROSE` of the excess. More is not required: a stage with spare
+time first loses that.
 
-In two windows in a row it is told, once; again only after it was like the others for as long. One
-long step changes no median, and where all ranks are disturbed alike none waits least for it.
+A rank that stands out in two windows in a row is reported once, and again only after it was like
+the others for as long. One long step changes no median, and a disturbance of all ranks makes none
+wait least.
 
-Limits   the sum over ranks is taken for waiting, whole · steps in which ranks have unequal numbers
+Limits   the sum over ranks counts as waiting, whole · steps in which ranks have unequal numbers
          of micro-batches are not compared where that counts · on a GPU the host's time counts:
-         kernels that are slow are waited for in the sum, unseen · what takes long in fewer than
-         half of the steps is not told
+         ranks wait for slow kernels in the sum, unseen · a delay in fewer than half of the steps
+         is not reported
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ from shoal.wire.phases import BACKWARD, DATA, HOOKS, PASSES, SUM, UPDATE
 from shoal.wire.watch_page import PARTS, WAIT
 
 STEPS, WINDOWS = 16, 2
-"""Steps of a window · windows in a row: a rank is told within 50 steps wherever it began."""
+"""Steps of a window · windows in a row: a rank is reported within 50 steps."""
 SHARE, LEAST_S, WAITED = 0.15, 0.002, 0.5
-"""Of a step, and seconds a step, that are worth a word · the share of them that others wait."""
+"""Share of a step, and seconds per step, worth a report · the share of them that others wait."""
 
 CALM, ROSE = 8, 0.25
-"""Windows in which nobody stood out, of which a stage's usual times are made · see above."""
+"""Windows without a slow rank, of which a stage's usual times are made · see above."""
 
 Row = Sequence[float]
 """A step of one rank: seconds by part without waiting, then waiting; signs as in a page."""
 Usual = Sequence[Row]
-"""By rank: what it takes in each part and waits in a step, without signs."""
+"""By rank: seconds in each part and of waiting in a step, without signs."""
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank and the part in which it stands out: by seconds a step, and as a share of its step."""
+    """A slow rank and its slow part: by seconds per step, and as a share of its step."""
 
     rank: int
     part: int
@@ -63,7 +64,7 @@ class Slow:
 
 
 def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> list[Slow]:
-    """Ranks that the others wait for, by `window[step][rank]`; the longest first.
+    """Return ranks that the others wait for, by `window[step][rank]`; the slowest first.
 
     Args:
         usual: of windows before, for parts in which ranks have different work.
@@ -107,9 +108,9 @@ def stands_out(window: Sequence[Sequence[Row]], usual: Usual | None = None) -> l
 def usual_of(
     window: Sequence[Sequence[Row]], middle: Callable[[list[float]], float] = median
 ) -> Usual:
-    """The median of each rank's steps, part by part; NaN where more than half of them are.
+    """Return the median of each rank's steps, part by part; NaN if more than half of them are NaN.
 
-    An epoch's short last step, in which some rank has fewer micro-batches, says nothing of a part.
+    An epoch's short last step, in which some rank has fewer micro-batches, has no comparable part.
     """
 
     def of(values: Sequence[float]) -> float:
@@ -121,12 +122,12 @@ def usual_of(
 
 
 def _met(row: Row) -> Row:
-    """Whatever a rank does between its passes and its update, it waits there for the others."""
+    """Return a row in which the time between passes and update counts as waiting."""
     return [*row[:SUM], 0.0, *row[SUM + 1 : WAIT], row[WAIT] + row[SUM]]
 
 
 def _since(usual: Usual, now: Usual, others: Sequence[int]) -> tuple[float, float]:
-    """(times what the others' work became, seconds by which they wait longer) since `usual`."""
+    """Return (factor of the others' work, seconds by which they wait longer) since `usual`."""
 
     def work_s(row: Row) -> float:
         return math.fsum(row[:WAIT])
@@ -137,9 +138,10 @@ def _since(usual: Usual, now: Usual, others: Sequence[int]) -> tuple[float, floa
 
 
 class SlowRanks:
-    """Compares the ranks' pages: `begin` at each start of them, `look` often.
+    """Comparison of the ranks' pages: call `begin` at each start of them, and `look` often.
 
-    told   (rank, part) of those that were told and have not recovered
+    Attributes:
+        told: (rank, part) of reported ranks that have not recovered.
     """
 
     def __init__(self, emit: Emit) -> None:
@@ -147,7 +149,7 @@ class SlowRanks:
         self.begin()
 
     def begin(self) -> None:
-        """Ranks start; what they did before counts no more."""
+        """Reset at a start of the ranks."""
         self.told: set[tuple[int, int]] = set()
         self._in_a_row: dict[tuple[int, int], int] = {}
         self._calm: deque[Usual] = deque(maxlen=CALM)
@@ -155,7 +157,7 @@ class SlowRanks:
         self._hosts: list[str] = []
 
     def look(self, pages: Sequence[PageRead], steps: Sequence[int]) -> None:
-        """Compare, if all ranks have done a window's steps more; `steps` done by each."""
+        """Compare if all ranks have done a further window of steps; `steps` done by each."""
         done = min(steps)
         if len(pages) < 2 or not done:
             return
@@ -166,7 +168,7 @@ class SlowRanks:
             self.compare([page.steps() for page in pages], done)
 
     def compare(self, kept: Sequence[Mapping[int, Row]], last: int) -> None:
-        """Compare the ranks' steps up to `last`, and tell who is slow, or no longer is."""
+        """Compare the ranks' steps up to `last`; report slow ranks, and forget recovered ones."""
         self._next = last + STEPS
         numbers = range(last - STEPS + 1, last + 1)
         if not all(number in rows for rows in kept for number in numbers):

@@ -1,11 +1,10 @@
-"""Keep what each rank of a node did in each step, from its page, in the run folder.
+"""Records of what each rank of a node did in each step, from its page, in the run folder.
 
-Ranks write no file for it: who watches them reads their pages anyway (`hang_watch.py`), and adds
-rows to one file (base/runlog/rank_records.py). A step that was overwritten in a page before it was
-read, at over 600 steps a second, is missing. After `KEPT` steps the older half is rolled up into
-means of `GROUP` steps, so a file holds at most `KEPT` rows a rank and a hundredth of a row for each
-step before. A step that is made again, after a resume or from a checkpoint, takes the place of what
-was kept of it and of later ones.
+Ranks write no file for it: the watch reads their pages anyway (`hang_watch.py`), and appends rows
+to one file (base/runlog/rank_records.py). A step that was overwritten in a page before it was read,
+at over 600 steps a second, is missing. After `KEPT` steps the older half is averaged in groups of
+`GROUP` steps. So a file holds at most `KEPT` rows per rank and a hundredth of a row for each step
+before. A repeated step, after a resume, replaces the rows of that step and of later ones.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ KEPT, GROUP = 10_000, 100
 
 
 class RankRecords:
-    """The file of one node's ranks.
+    """File of the step records of one node's ranks.
 
     Attributes:
-        folder: the run's; where there is none, nothing is kept.
+        folder: the run's; without one nothing is written.
         node: the node's number.
     """
 
@@ -36,12 +35,16 @@ class RankRecords:
         self.begin()
 
     def begin(self) -> None:
-        """Ranks start: the steps that come may have been made before."""
+        """Reset at a start of the ranks: the next steps may repeat earlier ones."""
         self._last: dict[int, RankStep] = {}
-        self._rows = -1  # in the file: not looked at yet
+        self._rows = -1  # in the file; −1: not read yet
 
     def look(self, pages: Mapping[int, PageRead]) -> None:
-        """Add the steps that ranks have done since the last look; pages  by rank."""
+        """Append the steps that ranks have done since the last call.
+
+        Args:
+            pages: by rank.
+        """
         if not self.folder.is_dir():  # not made yet, or deleted: pages keep the last steps
             return
         rows: list[RankStep] = []
@@ -56,7 +59,7 @@ class RankRecords:
                 self._last[rank] = found[-1]
         if rows:
             rows.sort(key=lambda one: (one.step, one.rank))
-            with contextlib.suppress(OSError):  # a full disk must stop nobody
+            with contextlib.suppress(OSError):  # a full disk must not stop the run
                 self._write(rows, again)
 
     def _write(self, rows: list[RankStep], again: Mapping[int, int]) -> None:

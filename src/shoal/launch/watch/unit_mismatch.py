@@ -1,15 +1,15 @@
-"""Compares, over the pages of ranks, which units they gather where layouts cut the parameters.
+"""Comparison of the units that ranks gather under sharded layouts, by the ranks' pages.
 
 Under fsdp and hsdp the k-th collective of units in a group must be of one unit on all of its ranks.
-Ranks keep the last ones in their pages (wire/watch_page.py). Two things are not in any right run,
+Ranks write the last ones into their pages (wire/watch_page.py). No correct run has one of these,
 however slow it is:
 
     another unit     the k-th collective of a group is of unit A on one rank, of unit B on another
-    another order    after unit k one rank went on to more collectives of other kinds than another
-                     one made before its unit k + 1, in the same step: each waits for the other
+    another order    after unit k one rank made more collectives of other kinds than another one
+                     made before its unit k + 1, in the same step: each waits for the other
 
-So nothing has to be learnt of a run before it is told, and a rank that reads data, compiles or
-computes for minutes is none of the two.
+So the report needs no measurement of the run, and a rank that reads data, compiles or computes for
+minutes is not reported.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NONE_MORE = "no further block"
 
 @dataclass(frozen=True)
 class UnlikeUnits:
-    """Ranks whose units differ.
+    """Ranks that gather different units.
 
     Attributes:
-        rank: one of the fewest that do the same.
+        rank: one of the smallest group.
         calls: by rank, the unit and pass.
     """
 
@@ -37,18 +37,22 @@ class UnlikeUnits:
     calls: Mapping[int, str]
 
     def line(self, when: str) -> str:
-        """The same in one line; when  "step 3"."""
+        """Return the difference as one line.
+
+        Args:
+            when: "step 3".
+        """
         return blocks_line(self.calls, when)
 
 
 def find_unlike_units(
     pages: Mapping[int, PageRead], told: Mapping[int, Told], kinds: Mapping[int, str]
 ) -> UnlikeUnits | None:
-    """The first difference between ranks of a group; None where there is none.
+    """Return the first difference between ranks of a group; None without one.
 
     Args:
-        told: by rank, what its page says now.
-        kinds: what it is in, "" where ranks may rightly make other collectives there (a save).
+        told: by rank, the present contents of its page.
+        kinds: phase of each rank, "" if ranks may rightly make other collectives in it (a save).
     """
     by_group: dict[int, dict[int, dict[int, UnitCall]]] = {}
     for rank, page in pages.items():
@@ -65,7 +69,7 @@ def find_unlike_units(
 
 
 def _other_units(groups: Mapping[int, Mapping[int, UnitCall]]) -> dict[int, str]:
-    """By rank, the units of the first collective that is not of one unit."""
+    """Return by rank the units of the first collective that is not of one unit; {} without one."""
     for number in sorted({number for calls in groups.values() for number in calls}):
         found = {rank: calls[number].text for rank, calls in groups.items() if number in calls}
         if len(set(found.values())) > 1:
@@ -76,7 +80,7 @@ def _other_units(groups: Mapping[int, Mapping[int, UnitCall]]) -> dict[int, str]
 def _other_order(
     groups: Mapping[int, Mapping[int, UnitCall]], told: Mapping[int, Told], kinds: Mapping[int, str]
 ) -> dict[int, str]:
-    """By rank, the next unit of those that have one, and of those that went on without."""
+    """Return by rank its next unit, or NONE_MORE if it continued without; {} if in order."""
     last = {rank: max(calls) for rank, calls in groups.items()}
     ahead = max(last, key=lambda rank: last[rank])
     done: list[int] = []

@@ -1,8 +1,8 @@
-"""Reads Accelerate's configuration file, and says it in the keys of a run.toml.
+"""Read Accelerate's configuration file, and translate it into the keys of a run.toml.
 
 It is YAML, as `accelerate config` writes it to default_config.yaml, or JSON. It names processes,
-formats and layouts, and no batch, no optimizer and no data: these stay a run's own. Whatever is not
-read is told or refused, key by key: accelerate_keys.txt. Source: accelerate 1.15.0,
+formats and layouts, and no batch, no optimizer and no data: these stay a run's own. Every other key
+is reported or refused: accelerate_keys.txt. Source: accelerate 1.15.0,
 commands/config/config_args.py and commands/launch.py.
 """
 
@@ -18,7 +18,7 @@ from shoal.base.errors import ConfigError, one_of, short
 from shoal.neighbours.configs.written_config import Verdict, Written, read_table, told_lines
 
 PREFIXED = ("fsdp", "fp8", "dynamo")
-"""Blocks whose keys may stand without the block's name before them."""
+"""Blocks whose keys may omit the block's name as a prefix."""
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
 PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")
 BLOCK_OF = {
@@ -36,20 +36,20 @@ SHARDING = {
     "HYBRID_SHARD": ("hsdp", "yes"),
     "HYBRID_SHARD_ZERO2": ("hsdp", "no"),
 }
-"""FSDP's strategies, 1 to 5 → a layout here, and whether weights are given up after forward."""
+"""FSDP's strategies, 1 to 5 → Shoal's layout, and whether weights are resharded after forward."""
 CONTEXTS = {"allgather": "gather", "alltoall": "ring"}
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A configuration in a run's own keys.
+    """Accelerate's configuration in the keys of a run.toml.
 
     Attributes:
         values: section.key → value.
         ranks: processes in all.
         differs, told: lines for the user.
-        ds_file: a configuration of DeepSpeed's that says the rest; "" none.
-        verdicts: on every key that was written.
+        ds_file: a configuration of DeepSpeed's with the other settings; "" none.
+        verdicts: on every key of the file.
     """
 
     values: dict[str, Any]
@@ -61,7 +61,7 @@ class Imported:
 
 
 def is_accelerates(file: str) -> bool:
-    """Whether a file is Accelerate's: by its ending, or by a key that only it has."""
+    """Return whether a file is Accelerate's: by its suffix, or by a key that only it has."""
     path = Path(file)
     if path.suffix in (".yaml", ".yml"):
         return True
@@ -78,11 +78,11 @@ def read(file: str | Path, *, processes: int = 0) -> Imported:
     """Read a file of YAML or JSON.
 
     Args:
-        processes: in all, in the place of the file's; 0: as the file says.
+        processes: in all, in place of the file's; 0: as in the file.
 
     Raises:
-        ConfigError: one line: not readable, a key that nobody knows, one that means what is not
-            here, a value that Accelerate refuses, degrees that are not the processes.
+        ConfigError: one line: not readable, an unknown key, a key for a feature that Shoal lacks, a
+            value that Accelerate refuses, degrees whose product is not the number of processes.
     """
     where = short(str(file))
     config = _normal(_load(Path(file), where))
@@ -91,7 +91,11 @@ def read(file: str | Path, *, processes: int = 0) -> Imported:
 
 
 def _load(path: Path, where: str) -> dict[str, Any]:
-    """Errors: ConfigError for what is no table of keys, and for a key that stands twice."""
+    """Load the file as a dict.
+
+    Raises:
+        ConfigError: the file is no table of keys, or a key appears twice.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -119,7 +123,7 @@ def _load(path: Path, where: str) -> dict[str, Any]:
 
 
 def _once(yaml: Any) -> Any:
-    """PyYAML's safe loader, which makes plain values only, and no key that stands twice."""
+    """Return PyYAML's safe loader, extended to refuse a key that appears twice."""
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -134,7 +138,7 @@ def _once(yaml: Any) -> Any:
 
 
 def _normal(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Today's form of older ones, as Accelerate itself brings them into it."""
+    """Convert older forms of keys to today's, as Accelerate itself does."""
     found = {str(name): value for name, value in config.items()}
     if "fp16" in found:
         half = found.pop("fp16")
@@ -153,13 +157,13 @@ def _normal(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Reader(Written):
-    """Reads the file, part by part, into the keys of a run.toml."""
+    """Reader of the file, part by part, into the keys of a run.toml."""
 
     values: dict[str, Any] = field(default_factory=dict)
     differs: list[str] = field(default_factory=list)
 
     def imported(self, processes: int) -> Imported:
-        """All of it."""
+        """Read all parts."""
         kind = str(self.value("distributed_type")).upper()
         kind = "NO" if kind == "FALSE" else kind  # YAML's own reading of NO
         known = (*PLAIN, *dict.fromkeys(BLOCK_OF.values()))

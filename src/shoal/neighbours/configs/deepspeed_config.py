@@ -1,10 +1,10 @@
-"""Reads a DeepSpeed configuration, and says in `Settings` what it means here.
+"""Read a DeepSpeed configuration into `Settings` with Shoal's meaning of each key.
 
 It may be a dict, a file of HJSON, or url-safe base64. Numbers are DeepSpeed's own: the batch
 equation with its floor divisions (`train_batch_size` = micro-batch × accumulation × data-parallel
 size), "Adam" that is AdamW without decay, clipping at 1.0 from 0.19.3 on and none before, "auto"
-that is a default wherever DeepSpeed or its users' trainers have one. Whatever is not read is told
-or refused, key by key: deepspeed_keys.txt.
+that is a default wherever DeepSpeed or its users' trainers have one. Every other key is reported
+or refused: deepspeed_keys.txt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.neighbours.configs.written_config import (
 )
 
 CLIPS_SINCE = "0.19.3"
-"""First version in which `gradient_clipping`, where nobody says it, is 1.0; before, 0.0 (none)."""
+"""First version in which `gradient_clipping`, if absent, is 1.0; before, 0.0 (none)."""
 
 TORCH = ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
          "SGD")  # fmt: skip
@@ -48,26 +48,26 @@ ELSEWHERE = {
     "lbfgs": "AdamW: LBFGS calls the model itself",
     "sparseadam": "AdamW: gradients travel dense",
 }
-"""Optimizers that are refused, in lower case → the nearest."""
+"""Refused optimizers, in lower case → the nearest."""
 
 CURVES_SINCE = (0, 19, 4)
-"""First version of today's curves. WarmupLR's peak was 0.001 before, where nobody said it."""
+"""First version of today's curves. WarmupLR's default peak was 0.001 before."""
 
 FILLED_IN = ("lr", "warmup_num_steps", "total_num_steps", "type")
-"""Last words of keys whose "auto" only the trainer knows that fills it in."""
+"""Last words of keys whose "auto" only the trainer can fill in."""
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """How fp16's loss scale starts and moves, as DeepSpeed's scalers move it.
+    """Settings of fp16's dynamic loss scale, with the rules of DeepSpeed's scalers.
 
     Attributes:
-        fixed: a scale that stays; 0: it moves.
+        fixed: a constant scale; 0: dynamic.
         initial: the first one.
         window: clean steps after which the next one doubles it.
         least: below which it does not go.
-        hysteresis: overflows until it halves: 2 leaves the first one alone; stage 0 has 1.
-        consecutive_hysteresis: that count starts anew at every clean step, not only where it
+        hysteresis: overflows until it halves: 2 ignores the first one; stage 0 has 1.
+        consecutive_hysteresis: that count starts anew at every clean step, not only when the scale
             doubles.
         stops: an overflow at `least` ends the run (stages 1 to 3).
     """
@@ -81,7 +81,7 @@ class LossScale:
     stops: bool = True
 
     def doubles(self, clean: int) -> bool:
-        """Whether the last of so many clean steps, since the start or an overflow, doubles it.
+        """Return whether the scale doubles after `clean` clean steps since start or overflow.
 
         >>> [clean for clean in range(1, 12) if LossScale(window=3).doubles(clean)]
         [4, 7, 10]
@@ -91,7 +91,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a DeepSpeed configuration asks for, every "auto" and default filled in.
+    """Settings of a DeepSpeed configuration, with every "auto" and default resolved.
 
     batch = micro_batch × accumulate × data-parallel size · stage  of ZeRO, 0 to 3
 
@@ -99,13 +99,13 @@ class Settings:
         offload_to: host or files (nvme).
         compute: fp32, bf16, fp16.
         clip: 0: none.
-        optimizer: a class of torch.optim, or Lion; "" none is configured, the script brings its
+        optimizer: a class of torch.optim, or Lion; "" none is configured, the script passes its
             own.
         optimizer_args, scheduler_args: keyword arguments, of DeepSpeed's meaning and defaults.
         scheduler: of `deepspeed_rates.SCHEDULES`, or a class of torch.optim.lr_scheduler; "" none.
-        reduce: format in which gradients travel: fp32, bf16; "" as they are kept.
-        recompute: keys of activation_checkpointing that are on: for models that ask for them.
-        verdicts: on every key that was written.
+        reduce: dtype in which gradients are reduced: fp32, bf16; "" their own.
+        recompute: enabled keys of activation_checkpointing: for models that ask for them.
+        verdicts: on every key of the configuration.
         told: lines for the user.
     """
 
@@ -144,15 +144,15 @@ def read(
 
     Args:
         config: a dict, the path of a file, or url-safe base64 of one.
-        era: DeepSpeed's version, as 0.19.8: decides what clipping nobody speaks of, and which keys
-            are gone.
-        unsaid_clip: taken, with a line, where neither `gradient_clipping` nor a version is said;
-            None refuses that.
-        brought: "optimizer", "scheduler": what the script hands over itself, which then counts.
+        era: DeepSpeed's version, as 0.19.8: decides the default of clipping, and which keys are
+            gone.
+        unsaid_clip: used, with a line, if neither `gradient_clipping` nor a version is known; None
+            refuses such a configuration.
+        brought: "optimizer", "scheduler": objects that the script passes itself, which then count.
 
     Raises:
-        ConfigError: one line: not readable, a key that nobody knows, one that means what is not
-            here, a value that DeepSpeed refuses, or batches that do not multiply.
+        ConfigError: one line: not readable, an unknown key, a key for a feature that Shoal lacks, a
+            value that DeepSpeed refuses, or batches that do not multiply.
     """
     where = "ds_config" if isinstance(config, Mapping) else short(str(config))
     found, table = load_written(config, where), read_table("deepspeed_keys")
@@ -187,12 +187,12 @@ def read(
 
 @dataclass
 class _Reader(Written):
-    """Reads the parts of `Settings`, and keeps lines for the user."""
+    """Reader of the parts of `Settings`; collects lines for the user."""
 
     told: list[str] = field(default_factory=list)
 
     def resolve_auto(self) -> None:
-        """Bring old forms into today's, and take every "auto" for what holds without the key."""
+        """Convert old forms to today's, and replace every "auto" by the key's default."""
         if "bfloat16" in self.config and "bf16" not in self.config:
             self.config["bf16"] = self.config.pop("bfloat16")
         if isinstance(stage := self.config.get("zero_optimization"), bool):
@@ -247,7 +247,7 @@ class _Reader(Written):
         return {"batch": batch, "micro_batch": micro, "accumulate": steps}
 
     def zero(self) -> dict[str, Any]:
-        """Read ZeRO's stage, and what is offloaded whereto."""
+        """Read ZeRO's stage, and the offloaded states with their targets."""
         zero, devices = "zero_optimization", []
         if (stage := self.value(f"{zero}.stage")) > 3:
             raise self.wrong(f"{zero}.stage", stage, "0, 1, 2 or 3 is wanted; try: 3")
@@ -272,7 +272,7 @@ class _Reader(Written):
         }
 
     def precision(self, stage: int) -> dict[str, Any]:
-        """Read the format of matrix products, and fp16's loss scale."""
+        """Read the dtype of matrix products, and fp16's loss scale."""
         half, brain = self.value("fp16.enabled"), self.value("bf16.enabled")
         if half and brain:
             raise self.wrong("fp16.enabled", True, "bf16 is enabled too; try: bf16 alone")
@@ -312,7 +312,7 @@ class _Reader(Written):
         return found
 
     def reduce(self) -> str:
-        """Read the format in which gradients travel."""
+        """Read the dtype in which gradients are reduced."""
         found = str(self.value("communication_data_type") or "").lower()
         if found not in ("", "fp32", "bf16"):
             raise self.wrong("communication_data_type", found, "fp32 or bf16; try: fp32")

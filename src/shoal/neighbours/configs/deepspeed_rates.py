@@ -1,6 +1,6 @@
-"""DeepSpeed's learning-rate schedules: its curves to the bit, with the surface of torch's.
+"""DeepSpeed's learning-rate schedules: its curves to the bit, with the interface of torch's.
 
-A schedule gives a group's rate from the group's own rate and k, the calls of `step` less one. The
+A schedule maps a group's own rate and k, the calls of `step` less one, to the group's rate. The
 engine calls it after every update that was not skipped: update 1 runs at k = −1, update 2 at 0.
 With N steps of warm-up, at least 2, and T in all:
 
@@ -10,8 +10,8 @@ With N steps of warm-up, at least 2, and T in all:
     OneCycle        from lo to hi and back, momentum the other way; then lo / (1 + decay)
     LRRangeTest     lo · (1 + step_rate · (k+1) / step_size)
 
-What surprises, and is kept: γ is 0 at k = −1 and 0, so the first two updates run at `lo`, usually
-0. WarmupDecayLR's hi is 0.001 where nobody says it, WarmupLR's the optimizer's own. WarmupCosineLR
+Surprising, and kept: γ is 0 at k = −1 and 0, so the first two updates run at `lo`, usually
+0. WarmupDecayLR's default hi is 0.001, WarmupLR's the optimizer's own. WarmupCosineLR
 never reaches its peak: the first k after its warm-up is one step down. OneCycle makes the second
 beta 0.99. Source: deepspeed/runtime/lr_schedules.py, whose curves are the same in 0.19.4 to 0.19.8;
 arguments and defaults stand in deepspeed_keys.txt.
@@ -29,7 +29,7 @@ Arguments = Mapping[str, Any]
 
 
 def warmup_lr(own: Any, k: int, args: Arguments) -> Any:
-    """The rate at k under WarmupLR.
+    """Return the learning rate at k under WarmupLR.
 
     >>> args = {"warmup_min_lr": 0.0, "warmup_max_lr": None}
     >>> args |= {"warmup_num_steps": 4, "warmup_type": "log"}
@@ -43,7 +43,7 @@ def warmup_lr(own: Any, k: int, args: Arguments) -> Any:
 
 
 def warmup_decay_lr(own: Any, k: int, args: Arguments) -> Any:
-    """The rate at k under WarmupDecayLR."""
+    """Return the learning rate at k under WarmupDecayLR."""
     done, steps = _rise(k, args), args["total_num_steps"]
     if done is None:
         falling = float(max(1.0, steps - max(2, args["warmup_num_steps"])))
@@ -53,7 +53,7 @@ def warmup_decay_lr(own: Any, k: int, args: Arguments) -> Any:
 
 
 def warmup_cosine_lr(own: Any, k: int, args: Arguments) -> Any:
-    """The rate at k under WarmupCosineLR."""
+    """Return the learning rate at k under WarmupCosineLR."""
     done, rise = _rise(k, args), max(2, args["warmup_num_steps"])
     if k < 0:
         return 0.0
@@ -66,7 +66,7 @@ def warmup_cosine_lr(own: Any, k: int, args: Arguments) -> Any:
 
 
 def lr_range_test(own: Any, k: int, args: Arguments) -> Any:
-    """The rate at k under LRRangeTest."""
+    """Return the learning rate at k under LRRangeTest."""
     low, done = args["lr_range_test_min_lr"], float(k + 1) / args["lr_range_test_step_size"]
     if args["lr_range_test_staircase"]:
         done = math.floor(done)
@@ -74,7 +74,7 @@ def lr_range_test(own: Any, k: int, args: Arguments) -> Any:
 
 
 def one_cycle(own: Any, k: int, args: Arguments, what: str = "lr") -> Any:
-    """The rate at k under OneCycle; what = "mom": the first beta, which goes the other way."""
+    """Return the rate at k under OneCycle; what = "mom": the first beta, which moves inversely."""
     first, second = float(args["cycle_first_step_size"]), args["cycle_second_step_size"]
     second = first if second is None else float(second)
     if first <= 0 or second < 0:
@@ -97,7 +97,7 @@ def one_cycle(own: Any, k: int, args: Arguments, what: str = "lr") -> Any:
 
 
 def _rise(k: int, args: Arguments) -> float | None:
-    """The share of a warm-up that is done at k; None after it."""
+    """Return the completed share of a warm-up at k; None after it."""
     steps, kind = max(2, args["warmup_num_steps"]), args["warmup_type"]
     if kind not in ("log", "linear"):
         raise ConfigError(f"warmup_type = {kind}: not one of log, linear; try: log")
@@ -107,7 +107,7 @@ def _rise(k: int, args: Arguments) -> float | None:
 
 
 def _cycle(now: int, first: float, second: float, args: Arguments) -> float:
-    """The share of the way up at one batch of a cycle, in stairs where there are some."""
+    """Return the share of the way up at one batch of a cycle, in stairs if configured."""
     whole, bend = first + second, first / (first + second)
     x = 1.0 + now / whole - math.floor(1 + now / whole)
     count, down = args["cycle_first_stair_count"], args["cycle_second_stair_count"]
@@ -132,17 +132,16 @@ SCHEDULES: Mapping[str, Callable[[Any, int, Arguments], Any]] = {
 class Schedule:
     """A schedule of DeepSpeed's on an optimizer: `step`, `get_last_lr`, `state_dict`, as torch's.
 
+    The constructor sets the groups' rates (and betas, under OneCycle) for update 1.
+
     Args:
-        optimizer: anything with `param_groups` and `defaults`.
+        optimizer: any object with `param_groups` and `defaults`.
         name: of SCHEDULES.
         args: all its arguments, as `Settings.scheduler_args` has them; a list has one value for
             each group.
 
-    Note:
-        sets the groups' rates (and betas, under OneCycle) for update 1.
-
     Raises:
-        ConfigError: for another number of values.
+        ConfigError: a list has another number of values.
     """
 
     def __init__(self, optimizer: Any, name: str, args: Arguments) -> None:
@@ -178,15 +177,15 @@ class Schedule:
         return [self._curve(one, self.last_batch_iteration, self._of(place)) for place, one in own]
 
     def get_last_lr(self) -> list[Any]:
-        """Give the rates that were set last."""
+        """Return the rates that were set last."""
         return self._last
 
     def state_dict(self) -> dict[str, int]:
-        """Give what `load_state_dict` takes."""
+        """Return the state that `load_state_dict` takes."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there; the rates of now are the optimizer's, and the next `step` sets them."""
+        """Resume from a state; the current rates are the optimizer's until the next `step`."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _of(self, place: int) -> Arguments:

@@ -1,15 +1,15 @@
-"""Judges a configuration of another library by a table: what becomes of each of its keys.
+"""Judge every key of another library's configuration by a table.
 
 A table is a text beside this file, such as deepspeed_keys.txt: fate | block | keys | words, where a
-row that begins with two spaces goes on with the one above.
+row that begins with two spaces continues the one above.
 
-    honoured   read; the words name what it is in a run.toml
-    told       the library itself ignores it, or no number depends on it; the words say why
-    refused    what it asks for is not here; the words name the nearest that is
+    honoured   read; the words name its key in a run.toml
+    told       the library itself ignores it, or no number depends on it; the words give the reason
+    refused    Shoal lacks the feature; the words name the nearest one
     0.19.8     as refused, and the library refuses it too from this version on
 
 A key is `name:kind=value,…`: n a number, i a whole one, i1 from 1 on, b true or false; then the
-value that holds without it (`!` none does), and others that are as harmless where the key is
+default value (`!` none), and others that are as harmless where the key is
 refused. A block with `=off` is harmless unless it is switched on. `block{…}` has keys of its own;
 blocks under `args` are arguments of classes.
 """
@@ -31,7 +31,7 @@ from shoal.base.errors import ConfigError, nearest, short
 
 @dataclass(frozen=True)
 class Key:
-    """A key's row: fate, words, kind of its values, and as JSON the default, harmless ones."""
+    """Row of a key: fate, words, kind of its values, and as JSON the default, harmless ones."""
 
     fate: str
     words: str
@@ -41,7 +41,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of one key that a user wrote: its path, its value, its row's fate and words."""
+    """Verdict on one key of a user's file: its path, its value, its row's fate and words."""
 
     path: str
     value: Any
@@ -51,7 +51,7 @@ class Verdict:
 
 @cache
 def read_table(name: str) -> dict[str, Key]:
-    """Read a table by its name. Gives a key's whole path, as `fp16.enabled`, → its row.
+    """Read a table by its name; return a key's whole path, as `fp16.enabled`, → its row.
 
     >>> read_table("deepspeed_keys")["zero_optimization.stage"].words
     'layout.zero, layout.strategy'
@@ -80,10 +80,13 @@ def read_table(name: str) -> dict[str, Key]:
 
 
 def load_written(config: Mapping[str, Any] | str | Path, where: str) -> dict[str, Any]:
-    """Load a dict, a file of JSON or HJSON, or url-safe base64 of one. Gives a new dict.
+    """Load a dict, a file of JSON or HJSON, or url-safe base64 of one; return a new dict.
+
+    Args:
+        where: prefix of messages.
 
     Raises:
-        ConfigError: for what is none of them, and for a key that stands twice; `where` is named.
+        ConfigError: the text is none of them, or a key appears twice.
     """
     if isinstance(config, Mapping):
         return {**config}
@@ -115,7 +118,7 @@ def load_written(config: Mapping[str, Any] | str | Path, where: str) -> dict[str
 
 
 def _parser() -> tuple[Callable[..., Any], str]:
-    """hjson's, where it is installed, as beside DeepSpeed; else JSON's, and what to do then."""
+    """Return hjson's parser if installed, else JSON's, and the advice if that one fails."""
     try:
         import hjson
     except ModuleNotFoundError:
@@ -125,7 +128,7 @@ def _parser() -> tuple[Callable[..., Any], str]:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Read a version's numbers.
+    """Return the numbers of a version.
 
     >>> version("0.19.8+cu130"), version("")
     ((0, 19, 8), ())
@@ -135,12 +138,12 @@ def version(text: str) -> tuple[int, ...]:
 
 @dataclass
 class Written:
-    """A configuration that a user wrote, with the table's word on each of its keys.
+    """A user's configuration, with the table's verdict on each of its keys.
 
     Attributes:
         where: the file, for messages.
-        table: as `read_table` gives it.
-        library, era: whose it is, and of which version, as (0, 19, 8); () not known.
+        table: as `read_table` returns it.
+        library, era: the library, and its version, as (0, 19, 8); () not known.
     """
 
     config: dict[str, Any]
@@ -150,11 +153,11 @@ class Written:
     table: Mapping[str, Key]
 
     def wrong(self, path: str, value: Any, why: str) -> ConfigError:
-        """One line on a value."""
+        """Return the ConfigError of one line on a value."""
         return ConfigError(f"{self.where}: {path} = {short(json.dumps(value, default=str))}: {why}")
 
     def block(self, path: str) -> dict[str, Any]:
-        """A table by its path; {} where it is missing."""
+        """Return a block by its path; {} if it is missing."""
         found: Any = self.config
         for name in path.split(".") if path else ():
             found = found.get(name) or {}
@@ -163,10 +166,13 @@ class Written:
         return dict(found)
 
     def value(self, path: str, row: str = "") -> Any:
-        """A key's value, or its default; `row`: where its row stands, if not by its path.
+        """Return a key's value, or its default; texts of numbers are numbers.
+
+        Args:
+            row: path of its row in the table, if not `path`.
 
         Raises:
-            ConfigError: for a value that is not of its kind; texts of numbers are numbers.
+            ConfigError: the value is not of the key's kind.
         """
         block, _, name = path.rpartition(".")
         key = self.table[row or path]
@@ -183,14 +189,14 @@ class Written:
         return found
 
     def judge(self, path: str = "", row: str = "", *, off: bool = False) -> Iterator[Verdict]:
-        """Give a verdict on every key of a block, and of those inside it.
+        """Yield a verdict on every key of a block, and of those inside it.
 
         Args:
-            row: where its rows stand, if not by its path.
+            row: path of its rows in the table, if not `path`.
             off: the block is switched off.
 
         Raises:
-            ConfigError: for a key that nobody knows, with the nearest, and for a refused one.
+            ConfigError: a key is unknown, with the nearest one, or refused.
         """
         dot = "." if path else ""
         for name, value in self.block(path).items():
@@ -215,7 +221,7 @@ class Written:
                 yield from self.judge(here, there, off=off or "off" in key.values)
 
     def arguments(self, block: str, kind: str) -> tuple[dict[str, Any], list[Verdict]]:
-        """Read `params` of a class whose rows stand under `args`: all arguments, and verdicts."""
+        """Return all arguments of a class whose rows are under `args`, and their verdicts."""
         verdicts = [*self.judge(f"{block}.params", f"args.{kind}")]
         rows = [one for one in self.table if one.startswith(f"args.{kind}.")]
         names = [one.rpartition(".")[2] for one in rows if self.table[one].fate == "honoured"]
@@ -223,7 +229,7 @@ class Written:
         return {x: self.value(f"{block}.params.{x}", f"{row}.{x}") for x in names}, verdicts
 
     def _hint(self, path: str) -> str:
-        """The nearest spelling in the same block, else the block in which the name is one."""
+        """Return the nearest spelling in the same block, else the block that has such a key."""
         inside, dot, name = path.rpartition(".")
         here = [one[len(inside + dot) :] for one in self.table if one.startswith(inside + dot)]
         if close := nearest(name, [one for one in here if "." not in one]):
@@ -234,7 +240,7 @@ class Written:
 
 
 def told_lines(verdicts: Iterable[Verdict]) -> list[str]:
-    """Write a line for each reason that keys are told for."""
+    """Return a line for each reason why keys are ignored."""
     lines: dict[str, list[str]] = {}
     for one in verdicts:
         if one.fate == "told" and not isinstance(one.value, Mapping):
@@ -243,7 +249,7 @@ def told_lines(verdicts: Iterable[Verdict]) -> list[str]:
 
 
 def _typed(value: Any, kind: str) -> tuple[Any, str]:
-    """A value of a kind, None if it is not, and what is wanted."""
+    """Return (a value of a kind, or None; the kind in words)."""
     if kind == "b":
         flags = {"true": True, "1": True, "false": False, "0": False}
         return flags.get(str(value).lower()), "true or false"

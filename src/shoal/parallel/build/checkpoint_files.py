@@ -1,12 +1,12 @@
-"""Which tensors still lie in the files of a checkpoint, mapped into memory and read when used.
+"""Find tensors whose memory is still the mapped file of a checkpoint, read on first use.
 
 safetensors maps its files: a tensor that `from_pretrained` neither converts nor merges is a view of
-its file's pages, which the system reads when somebody looks at them. Where such a tensor lies is
-enough for other processes of the machine to map it too (weight_tables.py).
+its file's pages, which the system reads on first access. The position of such a tensor in its file
+is enough for other processes of the machine to map it too (weight_tables.py).
 
 Protocol  /proc/self/smaps: a private mapping of a file without anonymous pages was never written
-          into, so what is seen there is what the file holds
-Limits    one written page, anywhere in a file, and none of its tensors counts as its own; Linux
+          into, so its memory equals the file
+Limits    one written page, anywhere in a file, excludes all tensors of that file; Linux only
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pathlib import Path
 from typing import Any
 
 SMAPS = Path("/proc/self/smaps")
-"""Where Linux shows what a process has mapped."""
+"""Linux's list of the memory mappings of this process."""
 
 
 @contextmanager
 def opened_unread() -> Iterator[None]:
-    """Inside, safetensors files are opened without reading more of them than is looked at.
+    """Open safetensors files, inside the context, without reading more than the accessed pages.
 
-    Whoever opens one looks at its header and at each tensor's first page, of the file as it is
-    mapped: the system would read as much around each as the disk reads ahead, up to all of it.
-    Pages that are there already make it read nothing.
+    Opening a file reads its header and each tensor's first page, through the mapping. The system
+    would read as much around each as the disk reads ahead, up to all of it. Pages that are in the
+    page cache already prevent this read-ahead.
     """
     own: Any = sys.modules["safetensors"].safe_open
 
     def opened(path: Any, *given: Any, **named: Any) -> Any:
-        with suppress(OSError, TypeError, ValueError):  # the library says better what is wrong
+        with suppress(OSError, TypeError, ValueError):  # safe_open raises the better error
             _read_starts(path)
         return own(path, *given, **named)
 
@@ -53,11 +53,11 @@ def opened_unread() -> Iterator[None]:
 
 
 OPENERS = ("safetensors", "safetensors.torch", "transformers.modeling_utils")
-"""Modules by whose name `safe_open` files are opened."""
+"""Modules that have `safe_open` as an attribute."""
 
 
 def _read_starts(path: Any) -> None:
-    """Bring a safetensors file's header and its tensors' first pages into the page cache, alone."""
+    """Read only a safetensors file's header and its tensors' first pages into the page cache."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
@@ -72,12 +72,12 @@ def _read_starts(path: Any) -> None:
 
 @dataclass(frozen=True)
 class AsRead:
-    """A file that is mapped privately, and into which nothing was written.
+    """A file that is mapped privately and was never written into.
 
     Attributes:
-        start, stop: addresses.
-        offset: of the file's part there.
-        node: of the file.
+        start, stop: addresses of the mapping.
+        offset: offset of the mapping in the file.
+        node: inode of the file.
     """
 
     start: int
@@ -87,16 +87,16 @@ class AsRead:
     path: str
 
     def place(self, address: int) -> int:
-        """Where in the file an address is."""
+        """Return the offset in the file of an address."""
         return self.offset + address - self.start
 
 
 MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (r..p) ([0-9a-f]+) \S+ (\d+) +(/.*)")
-"""First line of a mapping in smaps, of a file, private."""
+"""First line of a private mapping of a file in smaps."""
 
 
 def files_as_read() -> list[AsRead]:
-    """Every file that this process maps privately and has not written into."""
+    """Return every file that this process maps privately and has not written into."""
     found, last = [], None
     for line in SMAPS.read_text(encoding="utf-8").splitlines():
         if told := MAPPING.fullmatch(line):

@@ -1,7 +1,7 @@
-"""What a program holds of its model, part by part, and whole tensors put together again.
+"""This rank's parts of a program's state, and whole tensors gathered from all ranks.
 
-Other rooms never see distributed tensors: checkpoints are written from `held`, proofs and exports
-read `gather_weights` and `gather_gradients`.
+Other packages never see distributed tensors: checkpoints are written from `held`, proofs and
+exports read `gather_weights` and `gather_gradients`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from shoal.parallel.program import Part, Program, dtype_of
 
 
 def held(program: Program) -> dict[str, Part]:
-    """Parameters and persistent buffers by first name, each as the part that this rank holds.
+    """Return this rank's parts of all parameters and persistent buffers, by first name.
 
-    What belongs to other stages of a pipeline is left out.
+    Tensors of other pipeline stages are left out.
 
-    Errors: ConfigError for a module whose state holds something that is no tensor.
+    Raises:
+        ConfigError: the module's state contains an object that is no tensor.
     """
     found: dict[str, Part] = {}
     for name, value in program.module.state_dict(keep_vars=True).items():
@@ -35,7 +36,7 @@ def held(program: Program) -> dict[str, Part]:
                 f"(register_buffer), other objects cannot"
             )
         if value.is_meta:
-            continue  # another stage's
+            continue  # of another stage
         if name in program.parts:
             found[name] = program.parts[name]
         elif name in program.cuts:
@@ -49,19 +50,19 @@ def gather_weights(program: Program, *, only_first: bool = False) -> dict[str, t
     """Gather every parameter and persistent buffer whole on the CPU of every rank; all call it.
 
     Args:
-        only_first: on rank 0's alone; others get {} and spend neither memory nor time on it.
+        only_first: gather on rank 0 only; the others get {} and spend no memory or time on it.
     """
     return assembled(held(program), program.world, only_first=only_first)
 
 
 def each_weight(program: Program) -> Iterator[tuple[str, torch.Tensor]]:
-    """`gather_weights` on rank 0 alone, one tensor at a time; all ranks go through it, in step."""
+    """Yield `gather_weights` on rank 0, one tensor at a time; all ranks iterate together."""
     parts = held(program)
     return _each(_spreads(parts, program.world), parts, program.world, only_first=True)
 
 
 def each_gradient(program: Program) -> tuple[Iterator[tuple[str, torch.Tensor]], set[str]]:
-    """`gather_gradients` on rank 0 alone, one at a time, as (tensors, names that have one)."""
+    """Return `gather_gradients` on rank 0, one at a time: (iterator, names with a gradient)."""
     parts, used = _gradients(program)
     known = _spreads(parts, program.world)
     return _each(known, parts, program.world, only_first=True), used
@@ -72,17 +73,17 @@ def gather_gradients(
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Gather whole gradients: (by name, on the CPU of every rank; names that have one).
 
-    Every rank calls it; under `only_first` none but rank 0 gets gradients, all get the names.
-    Before `update`, and after a skipped step, they are sums over targets (under fp16 scaled), and
-    all names have one; after `update` the clipped mean gradient, and names that no rank used have
-    none. Without one the gradient is zeros.
+    Every rank calls it. Under `only_first` only rank 0 gets gradients; all ranks get the names.
+    Before `update`, and after a skipped step, gradients are sums over targets (under fp16 scaled),
+    and all names have one. After `update` they are the clipped mean, and names that no rank used
+    have none. A missing gradient is returned as zeros.
     """
     parts, used = _gradients(program)
     return assembled(parts, program.world, only_first=only_first), used
 
 
 def _gradients(program: Program) -> tuple[dict[str, Part], set[str]]:
-    """This rank's parts, and the names that any rank used."""
+    """Return this rank's gradient parts, and the names that any rank used."""
     parts: dict[str, Part] = {}
     used: list[str] = []
     for name, local in program.local.items():
@@ -100,12 +101,12 @@ def assembled(
     """Assemble whole tensors from the ranks' parts, on the CPU of every rank; all ranks call it.
 
     Args:
-        parts: by name: a tensor and where it lies in the whole; a rank may hold nothing of a name.
-        only_first: on rank 0 alone, to which the others send; they get {}.
+        parts: by name: a tensor and its position in the whole; a rank may hold nothing of a name.
+        only_first: assemble on rank 0 only, to which the others send; they get {}.
 
     Returns:
-        copies by name, in the order of the lowest rank that has a name. Where parts overlap they
-        are taken to be equal.
+        Copies by name, in the order of the lowest rank that has a name. Overlapping parts are
+        assumed to be equal.
     """
     known = _spreads(parts, world)
     found = {
@@ -116,7 +117,7 @@ def assembled(
 
 
 def _spreads(parts: Mapping[str, Part], world: World) -> dict[str, _Spread]:
-    """Which boxes of what each rank holds; all ranks call it."""
+    """Gather which boxes of each tensor every rank holds; all ranks call it."""
     mine = {
         name: [
             list(shard.global_shape),
@@ -136,10 +137,10 @@ def _spreads(parts: Mapping[str, Part], world: World) -> dict[str, _Spread]:
 def _each(
     known: Mapping[str, _Spread], parts: Mapping[str, Part], world: World, only_first: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give `assembled`'s tensors one by one: memory holds a message's worth of them.
+    """Yield the tensors of `assembled` one by one, with one message of them in memory.
 
-    Every rank must go through it to the end. What every rank holds whole is given as it is held,
-    on its device, and is no copy.
+    Every rank must iterate to the end. A tensor that every rank holds whole is yielded as it is, on
+    its device, without a copy.
     """
     for_me = world.is_first or not only_first
     travelling: list[str] = []
@@ -160,12 +161,12 @@ def _each(
 
 
 MESSAGE_BYTES = 32 * 2**20
-"""Up to this size tensors travel together: a collective costs more than a small one's bytes."""
+"""Most bytes of a message of several tensors: latency dominates small collectives."""
 
 
 @dataclass(frozen=True)
 class _Spread:
-    """Which boxes of one tensor each rank holds."""
+    """Boxes of one tensor that each rank holds."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -182,7 +183,7 @@ class _Spread:
         return all(boxes == whole for boxes in self.boxes)
 
     def sent(self, rank: int) -> tuple[Box, ...]:
-        """What this rank sends: of equal replicas the lowest rank's."""
+        """Return the boxes that a rank sends; of equal replicas only the lowest rank sends."""
         return () if self.boxes[rank] in self.boxes[:rank] else self.boxes[rank]
 
     def elements(self, rank: int) -> int:
@@ -190,7 +191,7 @@ class _Spread:
 
 
 def _in_messages(names: Iterable[str], known: Mapping[str, _Spread]) -> Iterator[list[str]]:
-    """Cut the names into runs of one dtype, of `MESSAGE_BYTES` unless one tensor is larger."""
+    """Yield runs of names of one dtype, of `MESSAGE_BYTES` unless one tensor is larger."""
     by_kind: dict[str, list[str]] = {}
     for name in names:
         by_kind.setdefault(known[name].dtype, []).append(name)
@@ -210,7 +211,7 @@ def _in_messages(names: Iterable[str], known: Mapping[str, _Spread]) -> Iterator
 def _message(
     spreads: Mapping[str, _Spread], parts: Mapping[str, Part], world: World
 ) -> torch.Tensor:
-    """What this rank sends of some tensors of one dtype: [elements], equally long on all ranks."""
+    """Return this rank's message of some tensors of one dtype: [elements], equal on all ranks."""
     kind = next(iter(spreads.values())).kind
     longest = max(sum(s.elements(rank) for s in spreads.values()) for rank in range(world.size))
     message = torch.zeros(longest, dtype=kind, device=world.device)
@@ -225,7 +226,7 @@ def _message(
 def _spread_out(
     spreads: Mapping[str, _Spread], rows: torch.Tensor, found: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write the ranks' messages, [ranks, elements], where they belong."""
+    """Write the ranks' messages, [ranks, elements], into the whole tensors."""
     for rank, row in enumerate(rows):
         place = 0
         for name, spread in spreads.items():

@@ -1,22 +1,22 @@
-"""Builds a model in the page cache instead of the process's own memory, bit for bit the same.
+"""Build a model in the page cache instead of the process's own memory, bit for bit the same.
 
-Where a rank keeps only a part of every weight, the whole weight is there for a moment all the same:
-initialisation draws it whole, so that every layout starts from the same numbers. Inside
-`mmap_init` large tensors are mapped from unlinked temporary files, shared. Their pages belong to
-the page cache: the system writes them out when memory is short and drops them with the tensor; they
-are no private memory of the process, and no limit on that (RLIMIT_DATA) counts them. (It does where
-ranks map each other's files, privately: shared_build.py.)
+A rank that keeps only a part of every weight still has the whole weight in memory for a moment:
+initialisation draws it whole, so that every layout starts from the same numbers. Inside `mmap_init`
+large tensors are mapped from unlinked temporary files, shared. Their pages belong to the page
+cache: the system writes them out when memory is short and drops them with the tensor. They are no
+private memory of the process, and RLIMIT_DATA does not count them. (It does if ranks map each
+other's files, privately: shared_build.py.)
 
 Protocol  a dispatch mode sees every operation. One that makes a large new CPU tensor from nothing
           (empty, zeros, randn, …) or from another (clone, to) writes into a mapped one; the result
           of any other is moved there. Draws are the same calls of the same generator in the same
           order, on the same shapes: the bits are a plain build's
-Then      ranks copy the shards they keep (`shard.clone()`, outside) and let go of the rest;
-          `settle` copies what stays whole, so that nobody trains in a file
-Limits    modes belong to a thread: what a library loads in threads of its own stays private. An
-          operation that is neither a factory nor a copy needs its result in private memory for a
+Then      ranks copy the shards they keep (`shard.clone()`, outside) and free the rest;
+          `settle` copies the tensors that stay whole, so that none trains in a file
+Limits    modes belong to a thread: tensors that a library loads in threads of its own stay private.
+          An operation that is neither a factory nor a copy needs its result in private memory for a
           moment. A mapped tensor cannot grow (`resize_`). On a tmpfs the pages are memory after
-          all; TMPDIR says where the files lie (but those of `opened`)
+          all; TMPDIR sets the folder of the files (except those of `opened`)
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ from shoal.parallel.program import take
 PREFIX = "shoal-weights-"
 
 OPEN = "/proc/self/fd/"
-"""Where a file is found that has a descriptor and no name."""
+"""Folder with the paths of files that have a descriptor and no name."""
 
 IN_FILE = "_shoal_in_file"
-"""Attribute of a tensor: where it lay when it was mapped. What lies elsewhere now is in memory."""
+"""Tensor attribute: its address when it was mapped. At another address it is in memory."""
 
 IS_PART = "_shoal_is_part"
-"""Attribute of a tensor: where it lay when it became a part of another one, in its file."""
+"""Tensor attribute: its address when it became a view of a mapped tensor."""
 
 LEAST_BYTES = 2**20
-"""Smaller tensors stay where they are: a file and a mapping each would cost more than they save."""
+"""Smaller tensors are not mapped: a file and a mapping each would cost more than they save."""
 
 
 class Opened(dict[str, int]):
-    """Descriptors of files by the names that they have, or had; bytes of those on no disk."""
+    """Descriptors of files by their (former) names, and the bytes of the files on no disk."""
 
     in_memory_bytes = 0
 
     def close(self) -> None:
-        """Close all of them; they are mapped still."""
+        """Close all descriptors; the files stay mapped."""
         while self:
             os.close(self.popitem()[1])
 
 
 @contextmanager
 def mmap_init(least_bytes: int = LEAST_BYTES, opened: Opened | None = None) -> Iterator[None]:
-    """Inside, new CPU tensors of at least `least_bytes` lie in mapped files; values are the same.
+    """Allocate new CPU tensors of at least `least_bytes` in mapped files, with the same values.
 
     Args:
         opened: gets a descriptor of every file by the name that it had; to be closed by the caller.
 
     Raises:
-        ConfigError: when the folder of temporary files is full.
+        ConfigError: the folder of temporary files is full.
 
     References:
         mmap(2), MAP_SHARED; setrlimit(2), RLIMIT_DATA.
@@ -84,9 +84,9 @@ def mmap_init(least_bytes: int = LEAST_BYTES, opened: Opened | None = None) -> I
 
 
 def settle(tensors: Iterable[Tensor]) -> None:
-    """Copy those of a module's tensors that lie in mapped files into the process's own memory.
+    """Copy the mapped tensors of a module into the process's own memory, in place.
 
-    In place: parameters stay the objects they are, and what shared memory shares it again.
+    Parameters stay the same objects, and tensors that shared memory share it again.
     """
     copies: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -105,9 +105,9 @@ def settle(tensors: Iterable[Tensor]) -> None:
 
 
 def own_rows(tensor: Tensor, rows: slice, device: torch.device | None = None) -> Tensor:
-    """Copy some rows of a tensor, and no others, into one of its shape in row order.
+    """Copy some rows of a tensor into a new tensor of its shape, in row order.
 
-    The other rows are made unread, and on a CPU take no memory until somebody writes them.
+    The other rows are allocated unread. On a CPU they take no memory until they are written.
 
     Args:
         device: of the copy; None: the tensor's own.
@@ -123,8 +123,8 @@ def own_rows(tensor: Tensor, rows: slice, device: torch.device | None = None) ->
 def keep_part(tensor: Tensor, cut: Cut, rank: int) -> None:
     """Cut a tensor in place to the part that rank `rank` of the cut's axis holds.
 
-    One that lies in a mapped file stays there, unread: other techniques may cut the part further.
-    A part in several pieces is copied, since it is no view.
+    A mapped tensor stays in its file, unread: other techniques may cut the part further. A part in
+    several pieces is copied, since it cannot be a view.
     """
     spans = cut.spans(rank)
     if len(spans) == 1 and is_mapped(tensor):
@@ -139,7 +139,7 @@ def keep_part(tensor: Tensor, cut: Cut, rank: int) -> None:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor lies in a file of `mmap_init`'s.
+    """Return whether a tensor's memory is a file of `mmap_init`.
 
     >>> with mmap_init(least_bytes=0):
     ...     is_mapped(torch.ones(2)), is_mapped(torch.ones(2, device="meta"))
@@ -154,30 +154,30 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def belongs_to_file(tensor: Tensor) -> None:
-    """Note that a tensor lies in a file that is mapped privately, of which torch tells no name."""
+    """Mark a tensor as privately mapped from a file, since torch does not report its name."""
     setattr(tensor, IN_FILE, tensor.data_ptr())
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a tensor still lies in a file that another rank may have mapped too."""
+    """Return whether a tensor's memory is still a file that another rank may map too."""
     return _is_plain(tensor) and tensor.__dict__.get(IN_FILE) == tensor.data_ptr()
 
 
 def over(storage: Any, like: Tensor, offset: Any = 0) -> Tensor:
-    """A tensor of `like`'s shape, strides and dtype over a storage."""
+    """Return a tensor of `like`'s shape, strides and dtype over a storage."""
     return torch.empty(0, dtype=like.dtype).set_(storage, offset, like.size(), like.stride())
 
 
 def mapped(like: Tensor, opened: Opened | None = None) -> Tensor:
-    """A tensor of zeros with `like`'s shape, strides and dtype, in an unlinked file of its own.
+    """Return a zero tensor with `like`'s shape, strides and dtype, in an unlinked file of its own.
 
     Args:
         opened: gets a descriptor of the file by its name.
 
     Raises:
-        ConfigError: when the folder of temporary files is full.
+        ConfigError: the folder of temporary files is full.
     """
-    from shoal.machine.free_memory import file_in_memory, reserve  # large models alone ask
+    from shoal.machine.free_memory import file_in_memory, reserve  # only large models need it
 
     size_bytes = _span_bytes(like)
     if opened is not None:
@@ -195,7 +195,7 @@ def mapped(like: Tensor, opened: Opened | None = None) -> Tensor:
 
 
 def _span_bytes(like: Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Return the bytes from the first to the last element."""
     if not like.numel():
         return 0
     last = sum((n - 1) * step for n, step in zip(like.size(), like.stride(), strict=True))
@@ -203,11 +203,11 @@ def _span_bytes(like: Tensor) -> int:
 
 
 class _LightBuild(UncompiledMode):
-    """Replaces what large operations allocate."""
+    """Dispatch mode that allocates the results of large operations in mapped files."""
 
     def __init__(self, least_bytes: int, opened: Opened | None) -> None:
         super().__init__()
-        self.least_bytes = max(1, least_bytes)  # nothing has no file
+        self.least_bytes = max(1, least_bytes)  # an empty tensor needs no file
         self.opened = opened
 
     def __torch_dispatch__(
@@ -225,7 +225,7 @@ class _LightBuild(UncompiledMode):
         return target
 
     def _moved(self, results: Any, inputs: Any) -> Any:
-        """Results of any other operation: those that are new and large are copied to files."""
+        """Copy the new and large results of an operation to mapped files."""
         known = {_place(t) for t in pytree.tree_leaves(inputs) if _is_plain(t)}
 
         def move(leaf: Any) -> Any:
@@ -237,7 +237,7 @@ class _LightBuild(UncompiledMode):
 
 
 def _is_plain(value: Any) -> bool:
-    """A strided tensor with memory of its own on the CPU, no subclass that stands for one."""
+    """Return whether a value is a strided CPU tensor with memory of its own, and no subclass."""
     plain = type(value) in (Tensor, nn.Parameter)
     return plain and value.device.type == "cpu" and value.layout == torch.strided
 
@@ -247,7 +247,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _on_cpu(args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
-    """Whether a factory makes a tensor on the CPU: told by `device`, else as its example's."""
+    """Return whether a factory makes a tensor on the CPU, by its `device` or its example tensor."""
     example = args[0] if args and isinstance(args[0], Tensor) else None
     if example is not None and not _is_plain(example):
         return False
@@ -256,7 +256,7 @@ def _on_cpu(args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
 
 
 def _template(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Tensor:
-    """Shape, strides and dtype of what a factory would make."""
+    """Return a meta tensor with the shape, strides and dtype of a factory's result."""
     if func.overloadpacket is torch.ops.aten.clone:
         form = given.get("memory_format") or torch.preserve_format
         return torch.empty_like(args[0], device="meta", memory_format=form)
@@ -268,7 +268,7 @@ def _template(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Ten
 
 
 def _leave(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Empty, and zeros too: a new file reads as zeros."""
+    """Leave the target as it is, for empty and zeros: a new file reads as zeros."""
 
 
 def _ones(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
@@ -292,7 +292,7 @@ def _copy(target: Tensor, args: tuple[Any, ...], given: Mapping[str, Any]) -> No
 
 
 def _table() -> dict[Any, Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], None]]:
-    """Operation → what fills the tensor that it would have made."""
+    """Return operation → function that fills the result."""
     aten = torch.ops.aten
     kinds = {
         _leave: (

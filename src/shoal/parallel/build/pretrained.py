@@ -1,6 +1,6 @@
-"""Looks at models that transformers made from a checkpoint: its folder, and what its files hold.
+"""Find the checkpoint of a transformers model: its folder, and which tensors its files hold.
 
-Nothing here imports transformers: without it no model was made from a checkpoint that is known.
+Nothing here imports transformers: if it is not imported, no model came from such a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shoal.parallel.build.checkpoint_files import SMAPS, files_as_read
 
 
 def pretrained_class() -> type[Any] | None:
-    """Give the class of transformers' models; None where no such model can exist yet.
+    """Return transformers' PreTrainedModel class; None if that module is not imported.
 
-    The library imports its parts when they are asked for, and this one takes two CPU seconds: a
-    program that has its tokenizer alone does not need them.
+    transformers imports its submodules lazily, and this one takes two CPU seconds. A program that
+    only uses the tokenizer does not need it.
     """
     models = sys.modules.get("transformers.modeling_utils")
     return getattr(models, "PreTrainedModel", None)
 
 
 def checkpoint_of(module: nn.Module) -> Path | None:
-    """The folder whose safetensors a model, or a part of one, was made from."""
+    """Return the folder of the safetensors that a model, or a part of one, was loaded from."""
     kind = pretrained_class()
     if kind is None:
         return None
@@ -40,10 +40,10 @@ def checkpoint_of(module: nn.Module) -> Path | None:
 
 
 def without_cache(module: nn.Module) -> Callable[[], None]:
-    """Turn off the keys and values that models of transformers keep for generating; gives the undo.
+    """Turn off the key-value cache that transformers models keep for generation; return the undo.
 
-    They do so unless told otherwise, in training too: a layer then writes into an object that it is
-    given, and what it computes depends on how often it was called.
+    It is on by default, in training too: a layer then writes into an object that it is passed, and
+    its result depends on the number of calls.
     """
     found = {id(config): config for part in module.modules() for config in _configs(part)}
     for config in found.values():
@@ -68,11 +68,11 @@ def _configs(part: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def pretrained_shapes() -> Iterator[None]:
-    """Inside, transformers' own `from_pretrained` builds a model from its config, without weights.
+    """Let transformers' own `from_pretrained` build models from their config, without weights.
 
-    For the meta device, where it refuses to load: whoever calls it has the weights from elsewhere,
-    and holds names, shapes and formats against them. Nothing happens where transformers was not
-    imported. What was asked for beside the config's own settings stays with the config.
+    A context manager for the meta device, where transformers refuses to load. The caller has the
+    weights already, and checks names, shapes and dtypes against them. Without transformers imported
+    it does nothing. Arguments besides the config's own settings stay with the config.
     """
     if "transformers" not in sys.modules:
         yield
@@ -98,7 +98,7 @@ def pretrained_shapes() -> Iterator[None]:
 
 
 def made_beside(module: nn.Module, folder: Path) -> list[str]:
-    """Names of tensors that do not lie in files of a folder as they are saved there.
+    """Return the names of parameters that are not in a folder's files as they are saved there.
 
     They were converted when they were read, or merged, or are no part of the checkpoint.
     """
@@ -113,7 +113,7 @@ def made_beside(module: nn.Module, folder: Path) -> list[str]:
 
 
 def said_of_files(module: nn.Module, folder: Path | None) -> list[str]:
-    """The line on a checkpoint of which not every process can read its part alone."""
+    """Return a notice on a checkpoint of which not every process can read just its own part."""
     if folder is None or not SMAPS.exists():
         return []
     names = made_beside(module, folder)

@@ -1,25 +1,26 @@
-"""Builds a model once per machine: one rank runs the builder, the others map the weights it made.
+"""Build a model once per machine: one rank runs the builder, the others map the weights it made.
 
-Where ranks will keep parts of a model only, none has to make all of it for itself: eight ranks of a
+If ranks keep only parts of a model, they need not all build it: eight ranks of a
 machine would draw the same numbers eight times, and hold them eight times for a moment.
 
-    local rank 0   runs the builder in mapped files (mmap_init.py), and tells the others of its
-                   machine where each tensor lies; small tensors go into one more file, which it
-                   maps as well
+    local rank 0   runs the builder in mapped files (mmap_init.py), and sends the others of its
+                   machine the position of each tensor; small tensors go into one more file, which
+                   it maps as well
     the others     run the builder on the meta device, which makes the modules without numbers, and
                    put the mapped tensors into the objects that it made: ties and references stay
-    a checkpoint   whose reader maps its files (safetensors does) is not read at all for that: where
-                   a tensor still lies in such a file, the others map it from there
-    every rank     maps the files privately: what it writes is its own, and pages that nobody writes
-                   are there once per machine, in the page cache
+    a checkpoint   whose reader maps its files (safetensors does) is not read for that: the others
+                   map a tensor from the checkpoint's file if it is still a view of it
+    every rank     maps the files privately: its writes are its own, and unwritten pages are in
+                   memory once per machine, in the page cache
 
-A builder that asks a tensor for its value, keeps a tensor that is no parameter and no buffer, keeps
-weak references to parameters, or talks to other ranks cannot be run so: every rank then runs it for
-itself, and a line says why.
+Some builders cannot be run so: one that asks a tensor for its value, keeps a tensor that is no
+parameter and no buffer, keeps weak references to parameters, or communicates with other ranks.
+Every rank then runs the builder for itself, and a notice gives the reason.
 
-Protocol  the files have no names, and lie on no disk where twice as much memory stays free, else
-          where TMPDIR says. They are opened by the descriptors of the process that made them,
-          /proc/PID/fd/N: a killed start leaves nothing. It closes them when all have mapped them
+Protocol  the files have no names, and are in memory (no disk) if twice as much memory stays free,
+          else in TMPDIR. They are opened by the descriptors of the process that made them,
+          /proc/PID/fd/N: a killed start leaves nothing. That process closes them when all have
+          mapped them
 Bits      a plain build's: the builder draws from the same generator in the same order, once
 Limits    Linux; ranks of one machine that do not see each other's processes build for themselves
 """
@@ -42,10 +43,10 @@ from shoal.parallel.build.mmap_init import Opened, mmap_init
 from shoal.trace.isolation.collective_ban import alone
 
 LEAST_BYTES = 64 * 2**20
-"""Smaller models are built by every rank: that takes less time than telling where tensors lie."""
+"""Smaller models are built by every rank: that takes less time than sending tensor positions."""
 
 FILES = Path("/proc/self/fd")
-"""Where Linux shows a process's files."""
+"""Linux's folder of the open files of this process."""
 
 Build = Callable[[], nn.Module]
 Table = dict[str, Any]
@@ -56,7 +57,7 @@ def build_once(
 ) -> tuple[nn.Module, list[str]]:
     """Build a model on one rank of each machine, and map its weights on the others there.
 
-    Every rank calls it, and leaves it when all ranks of its machine have the model.
+    Every rank calls it, and returns when all ranks of its machine have the model.
 
     Args:
         build: runs the builder; on ranks other than local rank 0 under the meta device.
@@ -67,7 +68,7 @@ def build_once(
         (module, lines for the user, the same on all ranks).
 
     Raises:
-        whatever the builder raises.
+        Exception: any error of the builder.
     """
     if world.local_size == 1 or not FILES.exists():
         with mmap_init():
@@ -85,7 +86,7 @@ def build_once(
                 from shoal.parallel.build.weight_tables import table_of
 
                 return table_of(made[0], files)
-            except Exception as failure:  # the builder's own errors come again, on every rank
+            except Exception as failure:  # every rank then runs the builder, and raises its errors
                 made.clear()
                 files.close()
                 return {"why": _line(failure)}
@@ -93,16 +94,16 @@ def build_once(
         try:
             table = world.told_on_machine(first)
             module, why = _made_of(table, made, build)
-        except Exception:  # nobody waits for hours for the rank that a builder failed on
+        except Exception:  # so that no rank waits for hours for the one whose builder failed
             world.machine_barrier()
             raise
         world.machine_barrier()
-    trim_heap()  # small tensors lie in a file now
+    trim_heap()  # small tensors are in a file now
     return module, _said(module, world.gather_json(why), world)
 
 
 def _unread() -> AbstractContextManager[None]:
-    """Inside, files of safetensors are opened unread, where a builder could know any."""
+    """Return `opened_unread` if safetensors is imported, else a null context."""
     if "safetensors" not in sys.modules:
         return nullcontext()
     from shoal.parallel.build.checkpoint_files import opened_unread
@@ -112,11 +113,11 @@ def _unread() -> AbstractContextManager[None]:
 
 @contextmanager
 def _many_files() -> Iterator[Opened]:
-    """Inside, this process may open as many files as the system lets it have: one per tensor.
+    """Raise this process's limit of open files to the hard limit: one file per tensor.
 
-    The files are closed before the old limit holds again. With them open and the old limit, one
-    descriptor was left for all threads: a run's meeting, which asks its store four times a second,
-    and the rank that builds took it from each other, and the other ranks waited in a collective.
+    The files are closed before the old limit holds again. With them open under the old limit one
+    descriptor was left for all threads. The rendezvous, which asks its store four times a second,
+    and the building rank took it from each other, and the other ranks waited in a collective.
     """
     files, before = Opened(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
@@ -128,7 +129,7 @@ def _many_files() -> Iterator[Opened]:
 
 
 def _made_of(table: Table | None, made: list[nn.Module], build: Build) -> tuple[nn.Module, str]:
-    """(the module of a table, or built here where that cannot be; why it cannot)."""
+    """Return (the module of a table, or one built here; the reason if it was built here)."""
     why = "" if table is None else table.get("why", "")
     if table is not None and not why:
         from shoal.parallel.build.weight_tables import put_in, without_data
@@ -146,7 +147,7 @@ def _made_of(table: Table | None, made: list[nn.Module], build: Build) -> tuple[
 
 
 def _said(module: nn.Module, whys: list[str], world: World) -> list[str]:
-    """The line on a large model that ranks have built for themselves."""
+    """Return a notice on a large model that ranks have built for themselves."""
     why = next((why for why in whys if why), "")
     if not why:
         return []
@@ -166,6 +167,6 @@ def _line(failure: Exception) -> str:
 
 
 def _weights_bytes(module: nn.Module) -> int:
-    """Of parameters and buffers, each once."""
+    """Return the bytes of parameters and buffers, each counted once."""
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

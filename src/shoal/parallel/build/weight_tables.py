@@ -1,11 +1,11 @@
-"""Tells where the tensors of a built model lie in files, and puts them into another rank's model.
+"""Table of the file positions of a built model's tensors, and its use in another rank's model.
 
     table_of       on the rank that ran the builder: file and offset of every tensor
     put_in         on the others: the same pages, mapped into a model made without numbers
 
 Small tensors go into files of their own, some dozens of a model: a file leaves the page cache when
-all ranks have let go of what is in it, while other layers are cut still. What lies in a
-checkpoint's file, as it was read, is mapped from there (checkpoint_files.py).
+all ranks have freed its tensors, while other layers are still being cut. A tensor that is still
+a view of a checkpoint's file is mapped from there (checkpoint_files.py).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from shoal.parallel.build.mmap_init import Opened, belongs_to_file, mapped, over
 from shoal.parallel.program import dtype_of
 
 ALIGNED = 64
-"""Bytes at a multiple of which each tensor begins in a file of small ones, as torch's own do."""
+"""Alignment in bytes of each tensor in a file of small ones, as in torch's allocator."""
 
 SMALL_FILES = 64
-"""Of small tensors; between two the memory that they leave is returned, which takes 5 ms."""
+"""Number of files of small tensors; after each the heap is trimmed, which takes 5 ms."""
 
 IN_MEMORY = -1
-"""In the place of a descriptor."""
+"""Stands for a descriptor of a tensor that is in no file."""
 
 Build = Callable[[], nn.Module]
 Table = dict[str, Any]
 
 
 class CannotShare(ShoalError):
-    """Raised where a model cannot be put together from another rank's files; the text says why."""
+    """Error if a model cannot be assembled from another rank's files; the text has the reason."""
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all of their names."""
+    """Return parameters and buffers by all of their names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -55,13 +55,13 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def table_of(module: nn.Module, files: Opened) -> Table:
-    """Find where each tensor of a built module lies.
+    """Return the table of the file position of each tensor of a built module.
 
     Args:
         files: path → descriptor, of those that it was built in.
 
     Raises:
-        CannotShare for tensors that are more than numbers in memory.
+        CannotShare: a tensor is not strided, is a subclass, or is not on the CPU.
     """
     named = _named(module)
     storages: dict[int, Any] = {}
@@ -98,7 +98,7 @@ def table_of(module: nn.Module, files: Opened) -> Table:
         number = numbers[_key(tensor)]
         tensors[name] = [number, tensor.storage_offset(), *_form(tensor)]
         of_storage[number].append(tensor)
-    storages.clear()  # what moves into a file leaves its memory
+    storages.clear()  # so that a storage is freed once it is in a file
     _pack(of_storage, places, files)
     nodes = {d: os.fstat(d).st_ino for d in {p["file"] for p in places if "file" in p}}
     packages = {type(part).__module__.partition(".")[0] for part in module.modules()}
@@ -112,13 +112,13 @@ def table_of(module: nn.Module, files: Opened) -> Table:
 
 
 def _pack(of_storage: list[list[Tensor]], places: list[dict[str, Any]], files: Opened) -> None:
-    """Move the storages that lie in no file into some, and note where as their places.
+    """Move the storages that are in no file into files, and write their positions into `places`.
 
-    Their memory is returned on the way: a model of small tensors would be there twice at the end.
+    The memory is freed on the way: a model of small tensors would otherwise be in memory twice.
 
     Args:
-        of_storage: per storage, the module's tensors that lie in it.
-        places: of the storages, in the same order.
+        of_storage: per storage, the module's tensors in it.
+        places: positions of the storages, in the same order.
     """
     pairs = zip(of_storage, places, strict=True)
     left = [(tensors, place) for tensors, place in pairs if place.get("file") == IN_MEMORY]
@@ -138,7 +138,7 @@ def _pack(of_storage: list[list[Tensor]], places: list[dict[str, Any]], files: O
 def _move(
     together: list[tuple[list[Tensor], dict[str, Any]]], size_bytes: int, files: Opened
 ) -> None:
-    """Move the tensors of some storages to their places in a new file."""
+    """Move the tensors of some storages to their positions in a new file."""
     held = mapped(torch.empty(max(size_bytes, 1), dtype=torch.uint8, device="meta"), files)
     whole = held.untyped_storage()
     descriptor = files[str(whole.filename)]
@@ -148,7 +148,7 @@ def _move(
             continue
         start, stop = place["at"], place["at"] + place["bytes"]
         raw = _raw(tensors[0].untyped_storage(), 0, place["bytes"]).numpy().data
-        # Not through the mapping: the first write to a part of it filled 16 MiB with empty pages.
+        # Not through the mapping: the first write to a part of it fills 16 MiB with empty pages.
         while start < stop:
             start += os.pwrite(descriptor, raw[start - stop :], start)
         del raw
@@ -162,7 +162,7 @@ def _rounded(size_bytes: int) -> int:
 
 
 def _key(tensor: Tensor) -> int:
-    """Where a tensor's storage begins; 0 for one of no bytes."""
+    """Return the address of a tensor's storage; 0 if it has no bytes."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() if storage.nbytes() else 0
 
@@ -175,23 +175,24 @@ def _form(tensor: Tensor) -> list[Any]:
 
 
 def without_data(build: Build, table: Table) -> nn.Module:
-    """Run the builder without numbers, and put those of a table in.
+    """Run the builder on the meta device, and put the tensors of a table into its module.
 
-    Packages of the model's classes are imported before, which the builder may do later: a library
-    may have to build otherwise without numbers, and `build` looks which are there.
+    The packages of the model's classes are imported first, which the builder might do itself: a
+    library may need another import path on the meta device, and `build` checks what is imported.
 
     Raises:
-        CannotShare where it keeps more tensors than parameters and buffers; what it raises.
+        CannotShare: the builder keeps tensors that are neither parameters nor buffers.
+        Exception: any error of the builder.
     """
     for package in table["packages"]:
-        with suppress(Exception):  # the builder says it better
+        with suppress(Exception):  # the builder raises the better error
             importlib.import_module(package)
     before = _alive()
     with torch.device("meta"):
         module = build()
     put_in(module, table)
     if len(_alive()) > len(before):
-        gc.collect()  # what the builder threw away may lie in cycles
+        gc.collect()  # tensors that the builder dropped may be in reference cycles
     known = {id(tensor) for tensor in before}
     if any(id(tensor) not in known for tensor in _alive()):
         raise CannotShare("it keeps tensors that are no parameters and no buffers")
@@ -199,20 +200,20 @@ def without_data(build: Build, table: Table) -> nn.Module:
 
 
 def _alive() -> list[Tensor]:
-    """All tensors on the meta device that anything refers to."""
+    """Return all live tensors on the meta device."""
     found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     return [tensor for tensor in found if tensor.is_meta]
 
 
 def put_in(module: nn.Module, table: Table) -> None:
-    """Put the tensors of a table into a module, in place: parameters stay the objects they are.
+    """Put the tensors of a table into a module, in place: parameters stay the same objects.
 
     Args:
-        module: on the meta device, or the one that the table was made of, whose files are mapped
-            anew.
+        module: on the meta device, or the module that the table was made of, whose files are then
+            mapped again.
 
     Raises:
-        CannotShare where it has other tensors.
+        CannotShare: the module has other tensors.
     """
     named = _named(module)
     forms = {name: row[2:] for name, row in table["tensors"].items()}
@@ -237,10 +238,10 @@ def _storage(place: dict[str, Any], table: Table, known: dict[str, Any]) -> Any:
     """Map a part of a file privately.
 
     Args:
-        known: files that are mapped already: one of a checkpoint, or of small tensors, holds many.
+        known: files that are mapped already: one file holds many storages.
 
     Raises:
-        CannotShare where this process does not see the other one's file.
+        CannotShare: this process does not see the other one's file.
     """
     read = "path" in place
     path = place["path"] if read else f"/proc/{table['process']}/fd/{place['file']}"
@@ -256,17 +257,17 @@ def _storage(place: dict[str, Any], table: Table, known: dict[str, Any]) -> Any:
         if read:
             read_as_used(whole.data_ptr(), whole.data_ptr() + told.st_size)
         known[path] = whole
-    # A storage of its own over the same pages.
+    # A separate storage over the same pages.
     return known[path][place["at"] : place["at"] + place["bytes"]]
 
 
 def _raw(storage: Any, start: int, size_bytes: int) -> Tensor:
-    """Some bytes of a storage, as a tensor over them."""
+    """Return some bytes of a storage, as a tensor over them."""
     return torch.empty(0, dtype=torch.uint8).set_(storage, start, (size_bytes,), (1,))
 
 
 def _swap(tensor: Tensor, value: Tensor) -> None:
-    """Give a meta tensor a value; whoever refers to it sees the value."""
+    """Replace a meta tensor by a value in place, for all references to it."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     else:

@@ -1,13 +1,13 @@
-"""Compile: every block's forward and backward become fused kernels, made by torch.compile.
+"""Compile: torch.compile turns every block's forward and backward into fused kernels.
 
 Element-wise work between matrix products (norms, activations, rotary turns, residual sums, casts)
-is read and written once instead of once per operation. Blocks are compiled one by one: equal ones
-share the code, what a layout hangs on a block (a new key for dropout, FSDP2's gather, recompute)
-stays outside of it as ordinary Python; where one block cannot be compiled, others still are. Of a
-block whose ranks talk to each other inside (tp, cp) what stands between the exchanges is compiled.
+is read and written once instead of once per operation. Blocks are compiled one by one, and equal
+ones share the code. Hooks that a layout adds to a block (a new key for dropout, FSDP2's gather,
+recompute) stay outside of it as ordinary Python. If one block cannot be compiled, others still are.
+In a block whose ranks communicate inside (tp, cp) the code between the collectives is compiled.
 Random operations draw from torch's own generators (`fallback_random`), so that dropout is the same
 as without. The first pass of every new shape takes seconds to a minute. The first block of every
-kind is held against its own code (`compiled_parity.py`).
+kind is compared with its uncompiled code (`compiled_parity.py`).
 
 Sources  torch.compile, regional compilation (PyTorch recipes, 2024)
 """
@@ -40,19 +40,20 @@ from shoal.trace.isolation.replaced_forward import StandIn
 
 
 def check(plan: Plan, device: torch.device) -> None:
-    """Refuse what cannot be compiled here, before anything is cut or traced.
+    """Refuse a plan that cannot be compiled here, before anything is cut or traced.
 
-    Errors: PlanError where nothing here can compile
+    Raises:
+        PlanError: torch.compile has no compiler on this machine.
     """
     if plan.compile != "none":
         check_compiler(device)
 
 
 def apply(program: Program) -> Program:
-    """Compile every block of the program's module; before parameters split and blocks recompute.
+    """Compile every block of the program's module, before parameters split and blocks recompute.
 
     Raises:
-        as `check`. While a step runs, PlanError for a block whose code the compiler refuses.
+        PlanError: as `check`; during a step, for a block that the compiler refuses.
     """
     check(program.plan, program.world.device)
     if program.plan.compile == "none":
@@ -71,7 +72,7 @@ def apply(program: Program) -> Program:
             f"train.compile = blocks: removed what a killed compiler left "
             f"half written in {folder}: {len(removed)} of its libraries"
         )
-    # The halves of a split backward are two passes through one graph.
+    # A split backward (zero bubble) passes through one graph twice.
     halves = program.plan.layout.schedule in SPLIT_BACKWARD
     undo_saved = keep_saved_tensors() if halves else lambda: None
     checked: set[Hashable] = set()
@@ -91,7 +92,7 @@ def apply(program: Program) -> Program:
 
 
 def _is_hooked(name: str, block: nn.Module, notices: list[str]) -> bool:
-    """Whether a block runs as it is: code of its class would be run without its hooks."""
+    """Return whether a block stays uncompiled because compiled code would skip its inner hooks."""
     hooks = hooked_inside(block)
     if hooks:
         notices.append(f"train.compile = blocks: {name} has a hook inside ({hooks[0]}): as it is")
@@ -99,7 +100,11 @@ def _is_hooked(name: str, block: nn.Module, notices: list[str]) -> bool:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Errors: PlanError where torch.compile has nothing to compile with."""
+    """Raise an error if torch.compile has no compiler on this machine.
+
+    Raises:
+        PlanError: Triton is missing on a GPU, or a C++ compiler on a CPU.
+    """
     if is_accelerator(device) and importlib.util.find_spec("triton") is None:
         raise PlanError(
             "train.compile = blocks: on a GPU torch.compile needs Triton, which is not installed "
@@ -116,10 +121,10 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _compiles_inside(name: str, block: nn.Module, notices: list[str]) -> bool:
-    """Whether something stands in for the block, or for a part of it, that compiles by itself.
+    """Return whether a replaced forward of the block, or of a part of it, compiles by itself.
 
     Args:
-        notices: takes a line where nothing is compiled after all.
+        notices: receives a line if nothing is compiled after all.
     """
     plain = (
         "train.compile = blocks: fp16 is imitated here by rounding around every function, so "
@@ -131,7 +136,7 @@ def _compiles_inside(name: str, block: nn.Module, notices: list[str]) -> bool:
         fast = _compile(function)
 
         def run(*args: Any) -> Any:
-            if function_modes():  # which the compiler would follow through every exchange
+            if function_modes():  # the compiler would trace them through every collective
                 if plain not in notices:
                     notices.append(plain)
                 return function(*args)
@@ -151,7 +156,11 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _in_one_line(name: str) -> Iterator[None]:
-    """Errors: PlanError for code that the compiler refuses."""
+    """Turn a compiler failure into one line.
+
+    Raises:
+        PlanError: the compiler refuses the code.
+    """
     try:
         yield
     except torch._dynamo.exc.BackendCompilerFailed as failure:
@@ -162,10 +171,10 @@ def _in_one_line(name: str) -> Iterator[None]:
 
 
 class _Compiled(StandIn):
-    """A block's `forward` as compiled code; a copy compiles anew, which a cache makes short.
+    """A block's `forward` as compiled code; a copy compiles again, fast thanks to the cache.
 
     Args:
-        checked: kinds of blocks whose code was held against the block, shared by all of them.
+        checked: kinds of blocks whose code was compared with the block, shared by all of them.
     """
 
     def __init__(self, name: str, block: nn.Module, checked: set[Hashable]) -> None:
@@ -174,20 +183,24 @@ class _Compiled(StandIn):
         super().__init__(name, block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward pass. Shapes without data (counting) need no code."""
+        """Run the block's forward pass; meta tensors (counting) run uncompiled."""
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
             return self.forward(*args, **kwargs)
         if self.fast is None:
             self.fast = _compile(self.forward)
         with _in_one_line(self.name):
-            # fp16 that is imitated rounds around functions, of which compiled code has others.
+            # Emulated fp16 rounds around torch functions, and compiled code has other functions.
             if torch.is_grad_enabled() and not function_modes():
                 self._check(args, kwargs)
             return self.fast(*args, **kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Errors: PlanError where the first block of its kind computes something else compiled."""
+        """Compare the first block of its kind with its compiled code.
+
+        Raises:
+            PlanError: the compiled code computes something else.
+        """
         block, fast = self.block, self.fast
         held = [p for p in block.parameters() if not p.is_meta]
         kind = (type(block), tuple((p.shape, p.dtype) for p in held), block.training)
@@ -196,11 +209,11 @@ class _Compiled(StandIn):
         self.checked.add(kind)
         from torch.distributed.fsdp import FSDPModule  # half a second of imports
 
-        # A part that ranks compute together, or that gathers by itself, would send once more.
+        # A part that communicates (tp, cp, fsdp) would send once more.
         inside = [part for part in block.modules() if part is not block]
         if not any("forward" in p.__dict__ or isinstance(p, FSDPModule) for p in inside):
             refuse_wrong_code(self.name, block, self.forward, fast, args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the compiled code, which belongs to this block."""
+        """Return the state without the compiled code, which belongs to this block."""
         return {**self.__dict__, "fast": None}

@@ -1,10 +1,10 @@
-"""Removes what a killed compiler left half written in torch.compile's cache.
+"""Remove libraries that a killed compiler left half written in torch.compile's cache.
 
-Everything there is written in one move but shared libraries, which the linker writes where they
-will lie. A process that is killed meanwhile (its sibling died; memory ran out) leaves a part of
-one, and every later start, each restart of the run included, loads it and fails: "file too short",
-or errors of C++ where it was the probe for vector instructions. A library ends with the table that
-its first 64 bytes announce, so a part shows without loading it.
+Every file there is written atomically except shared libraries, which the linker writes in place. A
+process that is killed meanwhile (its sibling died; memory ran out) leaves a truncated
+one. Every later start, each restart of the run included, loads it and fails: "file too short",
+or C++ errors if it was the probe for vector instructions. A library ends with the table that
+its first 64 bytes announce, so a truncated one is recognised without loading it.
 
 Source: ELF-64 object file format, "File header"; torch/_inductor/codecache.py (FileLock per key)
 """
@@ -19,9 +19,9 @@ ELF64 = b"\x7fELF\x02"
 
 
 def remove_half_written(folder: Path) -> list[Path]:
-    """Delete incomplete libraries below a cache folder of Inductor; returns which.
+    """Delete incomplete libraries below a cache folder of Inductor, and return their paths.
 
-    Those that a living process writes at this moment, whose lock it holds, are left to it.
+    Libraries that a living process is writing, under its lock, are left alone.
     """
     removed = []
     for path in folder.glob("*/*.so"):
@@ -46,7 +46,7 @@ def _unlink(path: Path, lock: Path) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file is as long as its header says; True of what is no ELF-64, as on macOS."""
+    """Return whether a file is as long as its ELF-64 header says; True for other formats."""
     try:
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)

@@ -1,12 +1,12 @@
-"""Checks compiled code against the block it was made of, on the first inputs that train it.
+"""Check compiled code against the block it was made of, on the first training inputs.
 
     the block's own forward and backward  ┐ same inputs, same random numbers, same gradient of the
     the compiled ones                     ┘ outputs → outputs, gradients of inputs and parameters
 
-torch.compile has given wrong gradients without a word more than once: a reduction that is rebound
-instead of written (pytorch #193061, since 2.10); what an autograd.Function saves after in-place
-operations, on a CPU (2.11, seen here: gradients of norms off by their own size, the loss of the
-first step equal to the last bit). It costs one block's step per kind of block, once.
+torch.compile has computed wrong gradients silently more than once: a reduction that is rebound
+instead of written (pytorch #193061, since 2.10); tensors that an autograd.Function saves after
+in-place operations, on a CPU (2.11, seen here: gradients of norms off by their own size, the loss
+of the first step equal to the last bit). The check costs one block's step per kind of block, once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from shoal.parallel._torch import UncompiledMode, pytree
 from shoal.trace.isolation.preserve_state import without_trace
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Largest difference that rounding and another order of sums explain, of a tensor's norm, by the
-narrowest format that the block computes in: many models compute norms in float32 inside float64."""
+"""Largest difference, relative to a tensor's norm, that rounding and another order of sums explain,
+by the narrowest dtype of the block: many models compute norms in float32 inside float64."""
 
 NARROW_BOUND = 0.1
-"""In bf16 and fp16: compiled code keeps more digits between operations than the block does."""
+"""The same bound for bf16 and fp16: compiled code keeps more digits between operations."""
 
 SMALL = 1e-2
-"""Of all gradients' norm: a smaller gradient is compared with this, as it may be mere rounding."""
+"""Share of all gradients' norm; a smaller gradient, maybe mere rounding, is compared with this."""
 
 PLAIN = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
-"""What no pass changes, or what each pass here gets a copy of."""
+"""Types of inputs that no pass changes, or of which each pass gets a copy."""
 
 Forward = Callable[..., Any]
 
@@ -46,19 +46,19 @@ def refuse_wrong_code(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Run a block as it is and compiled, and hold outputs and gradients against each other.
+    """Run a block uncompiled and compiled, and compare outputs and gradients.
 
     Args:
-        name: of the block, whose own forward is `plain` and whose code is `fast`; buffers,
-            attributes and random generators are as before afterwards.
+        name: of the block, whose own forward is `plain` and whose code is `fast`; its buffers,
+            attributes and random generators are unchanged afterwards.
 
     Raises:
-        PlanError: where they differ by more than rounding explains.
+        PlanError: they differ by more than rounding explains.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     if not all(isinstance(leaf, PLAIN) for leaf in leaves):
-        return  # an object that a second pass would change once more, say a cache
-    # Leaves of their own: no hook and no graph behind the real inputs sees these passes.
+        return  # an object that a second pass would change again, say a cache
+    # New leaves: no hook and no graph of the real inputs sees these passes.
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (args, dict(kwargs))
     )
@@ -69,7 +69,7 @@ def refuse_wrong_code(
         return
     runs = []
     formats = _Formats()
-    # Whatever waits for saved tensors (recompute, offload) has no part in this.
+    # Saved-tensor hooks of others (recompute, offload) are switched off.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         for forward, watching in ((plain, formats), (fast, nullcontext())):
             with without_trace(block), watching:  # both draw the same random numbers
@@ -93,7 +93,7 @@ def refuse_wrong_code(
 def _results(
     forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, gradients of `wanted`), zeros where nothing arrives."""
+    """Return (outputs, gradients of `wanted`), with zeros for missing gradients."""
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))
     leaves = pytree.tree_leaves(forward(*args, **kwargs))
     outputs = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
@@ -107,7 +107,7 @@ def _results(
 
 
 class _Formats(UncompiledMode):
-    """Notes in which floating formats operations give their results."""
+    """Dispatch mode that records the floating dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()

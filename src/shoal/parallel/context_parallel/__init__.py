@@ -1,17 +1,17 @@
 """Context parallelism: ranks share a sequence, each with a part of its tokens, and all weights.
 
-For sequences whose activations no rank could hold. Which tensor has tokens along which dim is
+It serves sequences whose activations do not fit on one rank. The token dim of each tensor is
 derived from the layers (`spmd/`, with all parameters whole), so positions, tables and masks mean
-what they mean on one device. Layers hand each other their own tokens (`token_shard.py`); only
-attention looks at others' tokens:
+what they mean on one device. Layers pass each other their own tokens (`token_shard.py`); only
+attention reads the tokens of other ranks:
 
     ring       keys and values travel around the ranks (ring.py)
     ulysses    ranks split the heads for its time (ulysses.py)
-    gather     every rank gathers keys and values: what is done where attention is written by hand,
-               has a mask of its own or drops out weights
+    gather     every rank gathers keys and values: used where attention is written by hand, has a
+               mask of its own or drops out weights
 
 All ranks of a group see the same micro-batches. A rank's gradient of a parameter is a summand, from
-its own tokens: summed over the group once a step, with the sum over data-parallel ranks.
+its own tokens. It is summed over the group once a step, with the sum over data-parallel ranks.
 
 Source: Liu et al. 2023 (2310.01889), Jacobs et al. 2023 (2309.14509)
 """
@@ -43,10 +43,10 @@ from shoal.trace.isolation.replaced_forward import StandIn
 
 
 def attention_of(context: str) -> Shared | None:
-    """Tell how ranks compute attention together; None: they gather keys and values.
+    """Return the function with which ranks compute attention; None: they gather keys and values.
 
     Args:
-        context: what `layout.context` says; auto: ring.
+        context: value of `layout.context`; auto: ring.
     """
     if context == "gather":
         return None
@@ -60,16 +60,16 @@ def attention_of(context: str) -> Shared | None:
 
 
 def plan(program: Program, record: Record, tensor: ModelSplit | None = None) -> Units | None:
-    """What works on a part of the sequence, found out and checked at every start (decision 12).
+    """Plan and check which layers work on a part of the sequence, at every start (decision 12).
 
     Args:
-        tensor: how tp divides the layers, found before.
+        tensor: how tp divides the layers, planned before.
 
     Returns:
         None without context parallelism.
 
     Raises:
-        PlanError: where no layer can, or one cannot and the plan is strict.
+        PlanError: no layer can work on a part, or one cannot and the plan is strict.
     """
     world, policy = program.context, program.plan
     if world.size == 1:
@@ -90,7 +90,7 @@ def plan(program: Program, record: Record, tensor: ModelSplit | None = None) -> 
 
 
 def apply(program: Program, units: Units | None) -> Program:
-    """Let the module's layers work on this rank's tokens; parameters stay as they are."""
+    """Let the module's layers work on this rank's tokens; parameters stay whole."""
     if units is None or units.ring is None:
         return program
     ring = units.ring
@@ -114,12 +114,12 @@ def apply(program: Program, units: Units | None) -> Program:
 
 
 def kinds(units: Units | None) -> list[Kind]:
-    """What may cross between stages in parts on the ranks that share a sequence."""
+    """Return the kinds of shards on the ranks of cp that may cross between stages."""
     return [] if units is None or units.ring is None else [(units.ring, ContextShard)]
 
 
 def _checked(program: Program, units: Units, ring: Ring) -> tuple[list[BlockClass], dict[str, str]]:
-    """The classes that compute what the layer alone computes, and why not for the others."""
+    """Return the classes that pass the check, and per failed class the reason."""
     kept, failed = [], {}
     for one in units.classes:
         axes = (ring,) if one.split.inner is None else (ring, program.tensor)
@@ -132,7 +132,7 @@ def _checked(program: Program, units: Units, ring: Ring) -> tuple[list[BlockClas
 
 
 def _nothing(program: Program, units: Units, whole: dict[str, str]) -> str:
-    """The line for a model of which no layer can work on a part of a sequence."""
+    """Return the error text for a model without a layer that works on a sequence part."""
     degree, length = program.context.size, units.length
     kind = type(program.module).__name__
     if length and length % degree:
@@ -148,7 +148,7 @@ def _nothing(program: Program, units: Units, whole: dict[str, str]) -> str:
 
 
 def _told(degree: int, classes: Sequence[BlockClass], whole: dict[str, str]) -> list[str]:
-    """How attention is computed, what is gathered, and what runs whole."""
+    """Return notices: how attention is computed, what is gathered, and what runs whole."""
     lines = []
     for one in classes:
         like = f" (and {len(one.names) - 1} like it)" if len(one.names) > 1 else ""

@@ -1,4 +1,4 @@
-"""What attention over parts of a sequence asks of the ranks that share it."""
+"""Interface of the ranks that share a sequence, as attention over sequence parts uses it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shoal.parallel.spmd.autograd_collectives import Axis
 
 
 class Turn(Protocol):
-    """A turn of the ring under way."""
+    """Handle of a pending transfer around the ring."""
 
     def result(self) -> list[Tensor]:
-        """Wait, then give what came from the rank before."""
+        """Wait for the transfer and return the tensors of the rank before."""
 
 
 class ContextAxis(Axis, Protocol):
-    """The ranks that share a sequence: a `fabric.ring.Ring`, or a stand-in for it."""
+    """Ranks that share a sequence: a `fabric.ring.Ring`, or a stand-in for it."""
 
     def pass_on(self, tensors: Sequence[Tensor]) -> Turn:
-        """Begin to hand tensors on to the next rank and to get the like from the one before."""
+        """Start to send tensors to the next rank and to receive those of the rank before."""
 
     def to_each(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send `sent[r]` rows to each rank r; gives what came, by rank."""
+        """Send `sent[r]` rows to each rank r; return the received rows, by rank."""

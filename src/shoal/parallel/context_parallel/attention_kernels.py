@@ -1,12 +1,12 @@
-"""Attention of some queries to some keys, told so that it can be added to attention to other keys.
+"""Attention of some queries to some keys, with the log-sum-exp that merges it with other keys.
 
 Formula   s = scale · q kᵀ        lse = log Σ_j exp s_j        out = Σ_j exp(s_j − lse) · v_j
           two sets of keys:      lse = log(exp lse₁ + exp lse₂)
                                  out = exp(lse₁ − lse) · out₁ + exp(lse₂ − lse) · out₂
           backward, with lse and out of all keys:  p = exp(s − lse)     dv = pᵀ g
                                  ds = p · (g vᵀ − Σ g · out) · scale   dq = ds k    dk = dsᵀ q
-Protocol  a backward kernel that is given `lse` and `out` of all keys gives for any set of them
-          exactly that set's share of the gradients: nothing of [queries, keys] is ever kept
+Protocol  a backward kernel that receives `lse` and `out` of all keys returns, for any set of keys,
+          exactly that set's share of the gradients: no [queries, keys] tensor is ever kept
 Kernels   CPU: torch's flash kernel. CUDA in fp16 and bf16, head_dim a multiple of 8: torch's flash
           kernel (not tested: no device was at hand). Elsewhere: matrix products, rows by rows
 Source    online softmax: Milakov and Gimelshein 2018 (1805.02867); flash: Dao et al. 2022
@@ -29,11 +29,11 @@ from shoal.parallel._torch import (
 )
 
 ROWS = 256
-"""Query rows whose scores exist at once, where no kernel is at hand."""
+"""Query rows whose scores exist at once, where no flash kernel is available."""
 
 
 class Attended(NamedTuple):
-    """out [batch, heads, rows, head_dim] · lse [batch, heads, rows], at least fp32."""
+    """Result: out [batch, heads, rows, head_dim] and lse [batch, heads, rows], at least fp32."""
 
     out: Tensor
     lse: Tensor
@@ -42,12 +42,13 @@ class Attended(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None
 ) -> Attended:
-    """Attention to these keys alone; a row that sees none of them gives 0, and lse −∞.
+    """Compute attention to these keys alone; a row that sees none of them has out 0 and lse −∞.
 
     q [batch, heads, rows, head_dim] · k, v [batch, kv_heads, keys, head_dim]; heads is a multiple
-    of kv_heads. causal: query i sees keys up to i, and there are as many of both
+    of kv_heads.
 
     Args:
+        causal: query i sees keys up to i; there are as many queries as keys.
         mask: [batch or 1, heads or 1, rows or 1, keys], boolean or added to the scores.
     """
     kind = _kind(q, v) if mask is None else "written"
@@ -76,11 +77,11 @@ def attend_backward(
     scale: float,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """These keys' share of the gradients of q, k and v.
+    """Return these keys' share of the gradients of q, k and v.
 
     Args:
-        gradient: of the output.
-        all_keys: what attention to all keys gave for these queries.
+        gradient: gradient of the output.
+        all_keys: result of attention to all keys for these queries.
     """
     out, lse = (one.contiguous() for one in all_keys)
     kind = _kind(q, v) if mask is None else "written"
@@ -89,7 +90,7 @@ def attend_backward(
         dq, dk, dv = flash_cpu_backward(*known, 0.0, causal, scale=scale)
         return dq, dk, dv
     if kind == "device":
-        draws = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is none
+        draws = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout, which is off
         sizes = (None, None, q.shape[2], k.shape[2])
         known = (gradient, q, k, v, out, lse)
         dq, dk, dv = flash_device_backward(*known, *sizes, 0.0, causal, draws, draws, scale=scale)
@@ -109,7 +110,7 @@ def attend_backward(
 
 
 def merge(total: Attended, more: Attended) -> None:
-    """Add attention to further keys, in place; `total.out` is in the format of `total.lse`."""
+    """Add attention to further keys, in place; `total.out` has the dtype of `total.lse`."""
     lse = torch.logaddexp(total.lse, more.lse)
     total.out.mul_(_apart(total.lse, lse).unsqueeze(-1))
     total.out.addcmul_(more.out.to(lse.dtype), _apart(more.lse, lse).unsqueeze(-1))
@@ -117,7 +118,7 @@ def merge(total: Attended, more: Attended) -> None:
 
 
 def _apart(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores − lse), 0 in rows that see nothing, of which both are −∞."""
+    """Return exp(scores − lse), and 0 in rows that see no keys, where both are −∞."""
     return (scores - lse.masked_fill(lse == -torch.inf, 0)).exp_()
 
 
@@ -132,7 +133,7 @@ def _kind(q: Tensor, v: Tensor) -> str:
 def _scores(
     q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their scores [batch, heads, rows, keys])."""
+    """Yield (rows, their scores [batch, heads, rows, keys])."""
     keys = k.to(_wide(q)).transpose(-1, -2)
     for start in range(0, q.shape[2], ROWS):
         rows = slice(start, min(start + ROWS, q.shape[2]))
@@ -150,7 +151,7 @@ def _scores(
 
 
 def _heads(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, where `right` has fewer heads and each serves a group of neighbours."""
+    """Return left @ right, where each head of `right` serves a group of neighbouring heads."""
     batch, heads, rows, width = left.shape
     groups = heads // right.shape[1]  # in one product with its rows: `right` is not repeated
     product = left.reshape(batch, right.shape[1], groups * rows, width) @ right
@@ -158,7 +159,7 @@ def _heads(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _to_heads(of_queries: Tensor, like: Tensor) -> Tensor:
-    """Summed over the query heads that share a head of `like`."""
+    """Sum over the query heads that share a head of `like`."""
     groups = of_queries.shape[1] // like.shape[1]
     return of_queries.unflatten(1, (like.shape[1], groups)).sum(2)
 

@@ -1,20 +1,20 @@
-"""Ring attention: queries stay where they are, keys and values travel once around the ranks.
+"""Ring attention: queries stay on their rank, keys and values travel once around the ranks.
 
-Every rank holds 1/n of the tokens. In n turns it meets the keys and values of every rank, adds what
-its queries see of them (online softmax, `merge`) and hands them on, which happens while it
-computes. In the backward pass they travel again, and their gradients with them, one turn longer:
-home. Nothing is approximated, and no more than two ranks' keys and values are on their way through
-a rank; with a mask they go in groups, so that its own are among the two.
+Every rank holds 1/n of the tokens. In n turns it receives the keys and values of every rank, adds
+the attention of its queries to them (online softmax, `merge`) and sends them on while it computes.
+In the backward pass keys and values travel again, with their gradients, one turn longer: back to
+their rank. Nothing is approximated. At most two ranks' keys and values are in transit through a
+rank; with a mask they travel in groups, so that the rank's own are among the two.
 
-Causal    neighbouring tokens would give the last rank n times the work of the first. Where the
-          tokens of a rank are an even number they are dealt anew (`zigzag`), an early and a late
+Causal    neighbouring tokens would give the last rank n times the work of the first. If each rank
+          has an even number of tokens, they are redistributed (`zigzag`), an early and a late
           half each. Then a turn is half the work, on every rank:
               own keys       causal, early and late half in one
               of a rank before    all queries, its early keys
               of a rank after     late queries, all its keys
-Masks     a window or padding: the ring ends with the last turn in which a rank sees anything
-          (`visible_keys.py`), and gradients go straight home from there. Tokens stay neighbours: a
-          window gives every rank as much work, padding and causal masks do not
+Masks     a window or padding: the ring ends with the last turn in which a rank sees any key
+          (`visible_keys.py`), and gradients go straight to their rank from there. Tokens stay
+          neighbours: a window gives every rank as much work, padding and causal masks do not
 Bytes     a turn: keys and values of a rank; forward n − 1 turns; backward n − 1, and n of gradients
 Source    Liu, Zaharia, Abbeel 2023 (2310.01889); the backward pass by the log-sum-exp of all keys:
           torch.distributed.tensor.experimental (context_parallel)
@@ -56,15 +56,15 @@ def ring_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks.
+    """Compute attention of this rank's queries to the keys of all ranks.
 
     q [batch, heads, own tokens, head_dim] · k, v [batch, kv_heads, own tokens, head_dim], or
     without the dim of heads; tokens of rank r come after those of rank r − 1
 
     Args:
-        mask: [..., own tokens or 1, tokens of all ranks], boolean or added to the scores; takes no
-            gradient, and goes without `causal`.
-        scale: of the scores; default 1 / √head_dim.
+        mask: [..., own tokens or 1, tokens of all ranks], boolean or added to the scores; it has no
+            gradient and excludes `causal`.
+        scale: factor of the scores; default 1 / √head_dim.
     """
     q, k, v = as_products(q, k, v)
     headless = q.dim() == 3
@@ -81,7 +81,7 @@ def ring_attention(
 
 
 def as_products(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the format of matrix products: autocast's if it is on, as torch's own attention does."""
+    """Cast to autocast's dtype if it is on, as torch's own attention does."""
     kind = tensors[0].device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
@@ -133,7 +133,7 @@ class _Ring(torch.autograd.Function):
 def _around(
     q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis, visible: Visible, scale: float
 ) -> Attended:
-    """Own queries' attention to all keys; `out` in the format of `lse`."""
+    """Attend from the rank's queries to all keys; `out` has the dtype of `lse`."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     total = Attended(
         q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide),
@@ -166,7 +166,7 @@ def _around_again(
     visible: Visible,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v, in a second journey around the ring."""
     wide = total.lse.dtype
     dq = torch.zeros_like(q, dtype=wide)
     held, sums = [k, v], None
@@ -187,7 +187,7 @@ def _around_again(
             dq[:, :, rows] += for_q
             own[0][:, :, keys] += for_k
             own[1][:, :, keys] += for_v
-        if sums is not None:  # what the ranks before found for the keys that are here now
+        if sums is not None:  # from the ranks before, for the keys that are on this rank now
             for mine, theirs in zip(own, sums.result(), strict=True):
                 mine += theirs
         sums = axis.pass_on(own) if turn < visible.turns - 1 else None
@@ -197,12 +197,12 @@ def _around_again(
 
 
 def _rows(tensors: list[Tensor]) -> list[Tensor]:
-    """As they can be sent."""
+    """Make tensors contiguous, so that they can be sent."""
     return [one.contiguous() for one in tensors]
 
 
 def _home(sums: list[Tensor], axis: ContextAxis, turns: int) -> list[Tensor]:
-    """Gradients of keys that have gone `turns` − 1 ranks on, on the rank that holds the keys."""
+    """Send the gradients of keys, now `turns` − 1 ranks ahead, to the rank that holds the keys."""
     if turns == axis.size:
         return axis.pass_on(sums).result()
     if turns == 1:

@@ -1,16 +1,17 @@
-"""Runs a layer on this rank's tokens, in the place of its own forward.
+"""Run a layer on this rank's tokens, instead of its own forward.
 
     layer       its split graph: parameters whole, tokens in parts, attention by all ranks together
     embedding   looks up this rank's part of the ids
-    head        of which tp has dealt the vocabulary: runs as it does there, on this rank's tokens
-Where tokens do not divide for a call, the layer runs whole, on every rank alike.
+    head        with a vocabulary split by tp: runs as under tp, on this rank's tokens
+If the tokens of a call do not divide, the layer runs whole, on every rank alike.
 
-Under tp too, cp is outside: a rank's tokens are a whole to the ranks of tp, which divide the
-layer's weights and, between layers, these tokens once more. The graph has the collectives of both.
+Under tp too, cp is outside. The tokens of one rank are a whole for the ranks of tp, which divide
+the layer's weights and, between layers, these tokens once more. The graph has the collectives of
+both.
 
-What a graph takes or gives whole has a whole gradient there (`spmd/autograd_collectives.py`) and
-summands of one outside (`token_shard.py`): `counted_once` stands on the way in, `enter` on the way
-out.
+A value that a graph takes or returns whole has a whole gradient inside
+(`spmd/autograd_collectives.py`) and summands of one outside (`token_shard.py`). So inputs go
+through `counted_once`, and outputs through `enter`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from shoal.trace.isolation.replaced_forward import StandIn
 
 
 class ContextPrograms(Programs):
-    """The graphs of a class of equal layers; None for a kind of input whose tokens do not divide.
+    """Graphs of a class of equal layers; no graph for inputs whose tokens do not divide.
 
     Args:
-        notices: takes a line when a call could not be divided.
+        notices: receives a line if a call could not be divided.
     """
 
     def __init__(self, split: BlockSplit, bare: nn.Module, notices: list[str]) -> None:
@@ -48,7 +49,7 @@ class ContextPrograms(Programs):
     def find(
         self, kind: Hashable, name: str, block: nn.Module, leaves: list[Any], structure: Any
     ) -> BlockSplit | None:
-        """The graph for a kind of input."""
+        """Return the graph for a kind of input, or None if its tokens do not divide."""
         if kind in self.whole:
             return None
         if kind not in self.known:
@@ -66,11 +67,10 @@ class ContextPrograms(Programs):
 
 
 class ContextForward(SplitForward):
-    """A layer's forward as its split graph.
+    """Replacement of a layer's forward that runs its split graph on this rank's tokens.
 
     Args:
-        tensor: the ranks among which tp divides what each rank of `axis` has; None: nobody divides
-            it.
+        tensor: the ranks over which tp divides the part of each rank of `axis`; None without tp.
     """
 
     programs: ContextPrograms
@@ -87,7 +87,7 @@ class ContextForward(SplitForward):
         super().__init__(name, block, programs, axis)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """What the layer's own forward gives, its tokens in parts."""
+        """Return the results of the layer's own forward, with tokens in shards."""
         leaves, structure = pytree.tree_flatten((inputs, named), is_leaf=is_shard)
         kind = self.insides.kind(leaves, structure)
         split = self.programs.find(kind, self.name, self.block, leaves, structure)
@@ -107,7 +107,7 @@ class ContextForward(SplitForward):
         return split.rebuild([self._leaves(value, label) for value, label in labelled])
 
     def _run(self, split: BlockSplit, given: list[Tensor]) -> Sequence[Tensor]:
-        """The graph's results, as a rank of `axis` has them."""
+        """Return the graph's results, as a rank of `axis` has them."""
         code = self.programs.code(split)
         if split.inner is None or self.tensor is None:
             parts: Sequence[Tensor] = code(self.axis, *given)
@@ -117,7 +117,7 @@ class ContextForward(SplitForward):
         return [handed_on(value, label, self.tensor) for value, label in labelled]
 
     def _held(self, name: str, split: BlockSplit) -> Tensor:
-        """A parameter, whose gradient here will be a summand of it over the ranks."""
+        """Return a parameter whose gradient on this rank is a summand over the ranks."""
         value = self.insides.tensor(name)
         if split.inner is not None and self.tensor is not None:
             value = summand(name, value, split.inner, self.tensor)
@@ -141,20 +141,20 @@ class ContextForward(SplitForward):
         return autograd_collectives.enter(value, self.axis) if value.is_floating_point() else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of the model talks to the same ranks and shares the graphs."""
+        """Copy with the model; the copy uses the same ranks and shares the graphs."""
         memo[id(self.tensor)] = self.tensor
         return super().__deepcopy__(memo)
 
 
 class _OnOwnTokens(StandIn):
-    """Calls the layer's own forward, or another stand-in's, with this rank's tokens."""
+    """Replaced forward that calls the forward before it with this rank's tokens."""
 
     def __init__(self, name: str, block: nn.Module, axis: Axis) -> None:
         self.axis = axis
         super().__init__(name, block)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of the model talks to the same ranks."""
+        """Copy with the model; the copy uses the same ranks."""
         memo[id(self.axis)] = self.axis
         twin = object.__new__(type(self))
         memo[id(self)] = twin
@@ -163,10 +163,10 @@ class _OnOwnTokens(StandIn):
 
 
 class ContextHead(_OnOwnTokens):
-    """A head as it is, on this rank's tokens: [batch, tokens, dim] to [batch, tokens, classes]."""
+    """Output head on this rank's tokens: [batch, tokens, dim] to [batch, tokens, classes]."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """As nn.Linear."""
+        """Map this rank's hidden states as nn.Linear does."""
         dim = hidden.dim() - 2
         if dim < 1 or hidden.shape[dim] % self.axis.size:
             whole: Tensor = self.forward(whole_of(hidden))
@@ -176,14 +176,14 @@ class ContextHead(_OnOwnTokens):
 
 
 class ContextLookup(_OnOwnTokens):
-    """An nn.Embedding that looks up this rank's part of the ids, cut along their last dim."""
+    """Embedding lookup of this rank's part of the ids, cut along their last dim."""
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """[..., tokens] to [..., tokens, dim]."""
+        """Look up ids [..., tokens] as [..., tokens, dim]."""
         length = ids.shape[-1] if ids.dim() else 0
         if length < self.axis.size:
             whole: Tensor = self.forward(ids)
             return whole
         deal = Deal.even(self.axis, ids.dim() - 1, length, summands=True)
-        rows = self.forward(local_of(ids, deal))  # all of it, or what tp makes of it
+        rows = self.forward(local_of(ids, deal))  # the whole table, or tp's split lookup
         return shown(rows, self.axis, deal.dim, length)

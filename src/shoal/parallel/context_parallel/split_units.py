@@ -1,11 +1,11 @@
-"""Finds what of a model can work on parts of a sequence: its blocks, and the layers beside them.
+"""Find the layers that can work on parts of a sequence: the blocks, and the layers beside them.
 
     blocks         the trunk's, one of each class is solved and equal ones share the result
     beside them    the outermost layers with parameters (a final norm, a head), each by itself
     embeddings     look up their part of the ids
 
-A layer that cannot work on parts is tried child by child; what is left runs whole on every rank,
-which is right and takes the memory of one process, and is named.
+A layer that cannot work on parts is tried child by child. The rest runs whole on every rank, which
+is correct and needs the memory of one process; a notice names it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from shoal.trace.isolation.layer_calls import Call, bare
 from shoal.trace.isolation.random_draws import keyed_inside
 
 SEQUENCE_DIM = 1
-"""Of hidden states [batch, tokens, dim]."""
+"""Token dim of hidden states [batch, tokens, dim]."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """What works on parts of the sequence.
+    """Layers that work on parts of the sequence.
 
     Attributes:
-        classes: equal layers, split alike.
-        lookups: embeddings.
-        heads: that tp has dealt.
-        whole: name of a block → that it runs whole, all of it or most, and why.
-        length: tokens of the sample, as blocks see them; 0: none takes [batch, tokens, dim].
+        classes: classes of equal layers that are split in the same way.
+        lookups: names of embeddings.
+        heads: names of heads whose vocabulary tp has split.
+        whole: name of a block that runs whole, in full or mostly → the reason.
+        length: tokens of the sample in the blocks' inputs; 0: no block takes [batch, tokens, dim].
         ring: the ranks, once the classes are checked on them.
     """
 
@@ -52,7 +52,7 @@ class Units:
 def find_units(
     record: Record, degree: int, attention: Shared | None, tensor: ModelSplit | None = None
 ) -> Units:
-    """What of a model can work on parts of the sequence, over `degree` ranks.
+    """Find the layers of a model that can work on parts of the sequence, over `degree` ranks.
 
     Args:
         attention: how ranks compute attention together; None: they gather keys and values.
@@ -62,7 +62,7 @@ def find_units(
 
 
 class _Finder:
-    """One search under way."""
+    """Search for the layers of one model, with its results so far."""
 
     def __init__(
         self, record: Record, degree: int, attention: Shared | None, tensor: ModelSplit | None
@@ -108,12 +108,12 @@ class _Finder:
         )
 
     def blocks(self) -> tuple[str, ...]:
-        """The trunk's; where only single layers repeat, all layers count as beside."""
+        """Return the trunk's blocks; if only single layers repeat, all layers count as beside."""
         trunk = self.record.trunk
         return () if trunk.leaf else trunk.blocks
 
     def groups(self, names: list[str]) -> list[list[str]]:
-        """Equal layers, of those that were called, and that tp divides alike."""
+        """Group equal layers that were called and that tp divides in the same way."""
         alike = self.likeness.groups([n for n in names if n in self.calls], self.calls)
         found = []
         for group in alike:
@@ -124,7 +124,7 @@ class _Finder:
         return found
 
     def solve(self, names: list[str]) -> str:
-        """Split equal layers, as one or by their children; gives why it is not as one."""
+        """Split equal layers, as a unit or by children; return why not as a unit, or ""."""
         why = self.try_to_split(names)
         if not why:
             return ""
@@ -135,14 +135,14 @@ class _Finder:
         ]
         self.calls |= self.record.calls(alike[0] for alike in below)
         for alike in below:
-            if alike[0] in self.calls:  # what holds them is alike and is called alike
+            if alike[0] in self.calls:  # the layers around them are equal and so are their calls
                 self.calls |= dict.fromkeys(alike, self.calls[alike[0]])
             for group in self.groups(alike):
                 self.solve(group)
         return why
 
     def try_to_split(self, names: list[str]) -> str:
-        """Split equal layers as one; gives the reason where that fails."""
+        """Split equal layers as a unit; return the reason if that fails, else ""."""
         call = self.calls[names[0]]
         if not _length(call):
             return "it takes no hidden states [batch, tokens, dim]"
@@ -158,7 +158,7 @@ class _Finder:
         twin = bare(self.module.get_submodule(names[0]))
         try:
             split = self.split(twin, call, self.inner.get(names[0]))
-        except Exception as failure:  # whatever it is, a layer can always run whole, by name
+        except Exception as failure:  # on any failure a layer can run whole; a notice names it
             return (str(failure).splitlines() or [type(failure).__name__])[0]
         if not any(isinstance(label, Split) for label in split.outputs):
             return "it needs the whole sequence on every rank"
@@ -179,19 +179,19 @@ class _Finder:
 
 
 def _within(name: str, parts: tuple[str, ...] | set[str]) -> bool:
-    """Whether a module is one of some, or lies in one."""
+    """Return whether a module is one of `parts` or lies in one."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def _is_plain_embedding(part: nn.Module) -> bool:
-    """An embedding whose forward is torch's own and reads single rows only."""
+    """Return whether a module is an embedding with torch's forward that reads single rows."""
     if not isinstance(part, nn.Embedding) or type(part).forward is not nn.Embedding.forward:
         return False
     return part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
 
 
 def _length(call: Call) -> int:
-    """Tokens of the first floating input, if that is [batch, tokens, dim]; else 0."""
+    """Return the tokens of the first floating input if it is [batch, tokens, dim]; else 0."""
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     hidden = next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()), None)
     return 0 if hidden is None or hidden.dim() != 3 else hidden.shape[SEQUENCE_DIM]

@@ -1,18 +1,18 @@
-"""A tensor whose tokens lie on the ranks of a context-parallel group, between a model's layers.
+"""Tensor of one context-parallel rank's tokens that looks whole between a model's layers.
 
-A `SequenceShard` gathers for whatever the user's code does with it. Here the most frequent things
-are done on the parts, since with long sequences a whole is what must not be there:
+A `SequenceShard` gathers for any operation of the user's code. This class runs the most frequent
+operations on the parts, because whole tensors of long sequences must be avoided:
 
-    arithmetic and activations, with other parts of the same tokens or with what has none
-    changes of format, indexing that leaves the tokens alone, dropout (with the whole's own mask)
+    arithmetic and activations, with parts of the same tokens or with tensors without tokens
+    changes of dtype, indexing that keeps all tokens, dropout (with the whole tensor's mask)
     the default loss, of this rank's tokens (`sharing`)
 
-Gradients   Every rank runs the whole of the user's code, so what it computes alike on every rank
-            would count n times. Only the first rank's loss is differentiated, and every exchange
-            passes gradients on as what it is, a linear map: gather ↔ sum of parts, part ↔ zeros
-            around it, sum ↔ sum. A rank's gradient of anything whole, every parameter included, is
-            then a summand, however often and wherever it is used; parameters are summed over the
-            ranks once a step. Tokens' own gradients are whole where they are.
+Gradients   Every rank runs the whole of the user's code, so work that is equal on every rank
+            would count n times. Only the first rank's loss is differentiated, and every collective
+            passes gradients on as the transpose of a linear map: gather ↔ sum of parts, part ↔
+            zeros around it, sum ↔ sum. So a rank's gradient of anything whole, every parameter
+            included, is a summand, however often it is used; parameters are summed over the
+            ranks once a step. The gradients of a rank's own tokens are whole on that rank.
 Source      the transpose rules of SPMD programs, as in JAX's shard_map (psum ↔ psum)
 """
 
@@ -47,21 +47,21 @@ POINTWISE = (
     | _named(tuple(f"__{name}__" for name in OPERATORS), Tensor)
     | _named(FORMATS, Tensor)
 )
-"""Functions that act on every element alone, with broadcasting."""
+"""Element-wise functions, with broadcasting."""
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a loss asks of a shard, see `models.loss.Sharing`."""
+    """Interface of a shard for the default loss, see `models.loss.Sharing`."""
 
     deal: Deal
 
     def own(self, targets: Tensor) -> Tensor:
-        """This rank's part of a tensor that is dealt by its tokens alike."""
+        """Return this rank's part of a tensor whose tokens are distributed in the same way."""
         return self.deal.part(targets)
 
     def sum(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Over the ranks; the total is differentiable."""
+        """Sum a total and a count over the ranks; the total is differentiable."""
         whole: Tensor = _Sum.apply(total, self.deal.axis)
         counted = count.clone()
         self.deal.axis.all_reduce(counted)
@@ -69,22 +69,22 @@ class Sharing:
 
 
 class ContextShard(SequenceShard):
-    """This rank's tokens of a tensor; shown as the whole."""
+    """Tensor that holds this rank's tokens and has the shape of the whole."""
 
     @property
     def sharing(self) -> Sharing | None:
-        """For a loss that adds up over tokens; None where no tokens are dealt but features."""
+        """Return the loss's view of the tokens; None if a feature dim is distributed."""
         return Sharing(self.deal) if self.deal.dim < self._local.dim() - 1 else None
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """On the parts where that is the same, else on the whole."""
+        """Run an operation on the parts if that is equivalent, else on the whole."""
         kwargs = kwargs or {}
         done = None
         if in_backward() and not torch.is_grad_enabled():
-            pass  # a user's own backward: what it has of gradients is a summand, other on each rank
+            pass  # a user's own backward: its gradients are summands that differ on each rank
         elif func in POINTWISE:
             done = _pointwise(func, args, kwargs)
         elif func is Tensor.__getitem__:
@@ -100,7 +100,7 @@ pytree.register_pytree_node(
 
 
 def shown(local: Tensor, axis: Axis, dim: int, length: int) -> SequenceShard:
-    """This rank's tokens as the whole, of which dim `dim` has `length`."""
+    """Wrap this rank's tokens as the whole tensor, of which dim `dim` has `length`."""
     return show(local, Deal.even(axis, dim, length, summands=True), ContextShard)
 
 
@@ -133,7 +133,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _indexed(value: Any, index: Any) -> Any:
-    """`h[:, :, 4:]` and the like: all tokens, some of the rest; None for anything else."""
+    """Index as in `h[:, :, 4:]`, with all tokens and some of the rest; None for anything else."""
     places = index if isinstance(index, tuple) else (index,)
     if not isinstance(value, ContextShard) or not all(isinstance(one, slice) for one in places):
         return None
@@ -148,7 +148,7 @@ def _indexed(value: Any, index: Any) -> Any:
 
 
 def _dropped(value: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Dropout with this rank's part of the mask that one process draws."""
+    """Apply dropout with this rank's part of the mask that one process draws."""
     if not isinstance(value, ContextShard) or inplace or not training or not p:
         return None
     deal = value.deal

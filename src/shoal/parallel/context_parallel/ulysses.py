@@ -1,9 +1,9 @@
-"""Ulysses attention: for the time of attention ranks split the heads instead of the sequence.
+"""Ulysses attention: during attention the ranks split the heads instead of the sequence.
 
 Everywhere else a rank holds all heads of 1/n of the tokens. One all-to-all turns q, k and v into
 1/n of the heads of all tokens, attention runs as on one device, and one more all-to-all turns the
-result back. Needs as many query heads as a multiple of n; key/value heads that do not divide are
-repeated until they do.
+result back. The number of query heads must be a multiple of n; key/value heads that do not divide
+are repeated until they do.
 
 Bytes     4/n of what gathered q, k, v and out would be, n times less than gathering keys and values
           where those have as many heads
@@ -35,7 +35,7 @@ def ulysses_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """As `ring_attention`, by heads; with a mask, or where heads do not divide, by the ring."""
+    """Attend by heads; with a mask or heads that do not divide, run `ring_attention`."""
     if mask is not None or q.dim() != 4 or not deals_heads(q.shape[1], axis.size):
         return ring_attention(q, axis, k, v, mask, causal=causal, scale=scale)
     q, k, v = as_products(q, k, v)
@@ -53,7 +53,7 @@ def ulysses_attention(
 
 
 def deals_heads(heads: int, degree: int) -> bool:
-    """Whether so many query heads can be dealt.
+    """Return whether the query heads divide evenly over the ranks.
 
     >>> deals_heads(6, 4)
     False
@@ -62,14 +62,14 @@ def deals_heads(heads: int, degree: int) -> bool:
 
 
 def _to_heads(tokens: Tensor, axis: ContextAxis) -> Tensor:
-    """[batch, heads, own tokens, dim] to [batch, own heads, tokens, dim]."""
+    """All-to-all from [batch, heads, own tokens, dim] to [batch, own heads, tokens, dim]."""
     rows = torch.stack(tokens.chunk(axis.size, 1))
     came = axis.to_each(rows, [1] * axis.size, [1] * axis.size)
     return torch.cat(came.unbind(0), 2)
 
 
 def _to_tokens(heads: Tensor, axis: ContextAxis) -> Tensor:
-    """The way back."""
+    """All-to-all from [batch, own heads, tokens, dim] to [batch, heads, own tokens, dim]."""
     rows = torch.stack(heads.chunk(axis.size, 2))
     came = axis.to_each(rows, [1] * axis.size, [1] * axis.size)
     return torch.cat(came.unbind(0), 1)

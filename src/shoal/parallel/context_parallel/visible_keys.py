@@ -1,10 +1,10 @@
-"""What of every rank's keys a rank's queries see, in attention over parts of a sequence.
+"""Visible keys: the part of every rank's keys that a rank's queries attend to.
 
     causal            own keys up to a query's own; all keys of ranks before
     causal, zigzag    see `zigzag.py`: half the work of a turn on every rank
     a mask            a sliding window, padding, both, a bias on the scores: of the own rows, the
-                      columns of a rank's keys. Where they hide everything that rank is passed over,
-                      and the ring ends with the last turn in which anybody sees anything
+                      columns of a rank's keys. If they hide everything, that rank is skipped,
+                      and the ring ends with the last turn in which any rank sees a key
 
 Protocol  with a mask one all-reduce of as many numbers as ranks: who sees anything in which turn
 """
@@ -26,9 +26,10 @@ NOTHING, SOME, EVERYTHING = range(3)
 
 
 class Seen(NamedTuple):
-    """Queries, keys, whether a query sees only keys up to its own place, and what it sees else.
+    """Block of visible scores: queries, keys, whether it is causal, and its mask.
 
     Attributes:
+        diagonal: each query sees only keys up to its own position.
         mask: [batch or 1, heads or 1, queries or 1, keys], boolean or added to the scores.
     """
 
@@ -39,19 +40,19 @@ class Seen(NamedTuple):
 
 
 class Visible(Protocol):
-    """What one rank sees. turns: after so many of the ring nobody sees any more."""
+    """Keys that one rank sees; after `turns` turns of the ring no rank sees any more."""
 
     @property
     def turns(self) -> int:
-        """At least 1: the keys that a rank holds itself."""
+        """Return the number of turns, at least 1: for the rank's own keys."""
 
     def of(self, source: int) -> Iterator[Seen]:
-        """What is seen of the keys of rank `source`."""
+        """Yield the visible blocks of the keys of rank `source`."""
 
 
 @dataclass(frozen=True)
 class Unmasked:
-    """Without a mask: rank of size, each with `tokens`; `dealt`: in a zigzag."""
+    """Visible keys without a mask, with `tokens` per rank; `dealt`: in a zigzag."""
 
     rank: int
     turns: int
@@ -60,7 +61,7 @@ class Unmasked:
     dealt: bool
 
     def of(self, source: int) -> Iterator[Seen]:
-        """All of it, what is on the diagonal and before it, or a half."""
+        """Yield the block of all keys, of the diagonal and before it, or a half."""
         every, half = slice(None), self.tokens // 2
         if not self.causal or source == self.rank:
             yield Seen(every, every, self.causal)
@@ -73,7 +74,7 @@ class Unmasked:
 
 @dataclass(frozen=True)
 class Masked:
-    """With a mask: the own rows of it, and what each rank's columns of them show."""
+    """Visible keys with a mask: the rank's rows of it, and the kind of each rank's columns."""
 
     mask: Tensor
     kinds: Sequence[int]
@@ -81,7 +82,11 @@ class Masked:
 
     @staticmethod
     def by(mask: Tensor, axis: ContextAxis) -> Masked:
-        """Look at the own rows [..., own queries or 1, keys of all ranks]; every rank must call."""
+        """Classify the rank's mask rows by the source rank of the keys; every rank must call.
+
+        Args:
+            mask: [..., own queries or 1, keys of all ranks].
+        """
         hidden = ~mask if mask.dtype == torch.bool else mask == -torch.inf
         open_to_all = ~hidden if mask.dtype == torch.bool else mask == 0
         parts = [
@@ -90,7 +95,7 @@ class Masked:
                 hidden.chunk(axis.size, -1), open_to_all.chunk(axis.size, -1), strict=True
             )
         ]
-        told = torch.stack(parts).tolist()  # one look at the device
+        told = torch.stack(parts).tolist()  # one device synchronization
         kinds = [EVERYTHING if all_of_it else int(any_of_it) for any_of_it, all_of_it in told]
         by_turn = [kinds[(axis.rank - turn) % axis.size] != NOTHING for turn in range(axis.size)]
         needed = torch.tensor(by_turn, dtype=torch.int64, device=mask.device)
@@ -98,7 +103,7 @@ class Masked:
         return Masked(mask, kinds, max([0, *needed.nonzero().flatten().tolist()]) + 1)
 
     def of(self, source: int) -> Iterator[Seen]:
-        """Nothing, everything, or what the columns of this rank's keys say."""
+        """Yield nothing, everything, or the block under the mask columns of `source`'s keys."""
         every, kind = slice(None), self.kinds[source]
         if kind == EVERYTHING:
             yield Seen(every, every)
@@ -110,10 +115,10 @@ class Masked:
 def in_small_groups(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 ) -> tuple[int, list[tuple[Tensor, ...]]]:
-    """Attention in parts that know nothing of each other: (dim of samples or heads, its parts).
+    """Split attention in independent parts: (dim of samples or heads, its parts).
 
-    While a group travels, a rank holds its own keys and values, what it hands on and what comes:
-    for a half or less of them at a time that is no more than two ranks' share.
+    While a group travels, a rank holds its own keys and values, those it sends and those it
+    receives. With groups of half of them or less, that is no more than two ranks' share.
     """
     for dim in (0, 1):
         groups = next((n for n in range(2, k.shape[dim] + 1) if k.shape[dim] % n == 0), 0)

@@ -1,14 +1,14 @@
-"""Deals a causal sequence so that every rank has equal work in attention.
+"""Zigzag distribution of a causal sequence, so that every rank has equal work in attention.
 
 A rank holds neighbouring tokens everywhere else. With causal attention the first rank would then
-have almost nothing to look at and the last one everything, so that all wait for the last. Cut the
-sequence into 2n chunks and give rank r the chunks r and 2n − 1 − r: an early and a late one, which
-together see as much on every rank.
+see almost no keys and the last one all, so that all ranks wait for the last. Zigzag cuts the
+sequence into 2n chunks and gives rank r the chunks r and 2n − 1 − r: an early and a late one, which
+together see as many keys on every rank.
 
     n = 4      chunk     0  1  2  3  4  5  6  7
                rank      0  1  2  3  3  2  1  0
 
-Protocol  one all-to-all before attention (q, k and v together) and one after it (what came out);
+Protocol  one all-to-all before attention (q, k and v together) and one after it (the result);
           the backward pass has one of each as well
 Source    2n chunks: Llama 3 (2407.21783, §3.3.2), zigzag ring attention (Zhu 2024,
           ring-flash-attention); the imbalance: Brandon et al. 2023 (2311.09431)
@@ -29,7 +29,7 @@ Deal = Callable[[int, int], tuple[int, int]]
 
 
 def neighbours(rank: int, size: int) -> tuple[int, int]:
-    """Chunks of a rank that holds neighbouring tokens.
+    """Return the chunks of a rank that holds neighbouring tokens.
 
     >>> neighbours(1, 4)
     (2, 3)
@@ -38,7 +38,7 @@ def neighbours(rank: int, size: int) -> tuple[int, int]:
 
 
 def zigzag(rank: int, size: int) -> tuple[int, int]:
-    """Chunks of a rank with equal work.
+    """Return the chunks of a rank with equal work.
 
     >>> zigzag(1, 4)
     (1, 6)
@@ -47,10 +47,10 @@ def zigzag(rank: int, size: int) -> tuple[int, int]:
 
 
 def moved(tensors: Sequence[Tensor], axis: ContextAxis, start: Deal, goal: Deal) -> list[Tensor]:
-    """Tensors that lie as `start` says, moved to where `goal` says.
+    """Move tensors from the distribution `start` to the distribution `goal`.
 
     Args:
-        tensors: [..., own tokens, dim] of one format, an even number of tokens each.
+        tensors: [..., own tokens, dim] of one dtype, an even number of tokens each.
     """
     size, rank = axis.size, axis.rank
     at = {chunk: one for one in range(size) for chunk in start(one, size)}

@@ -1,1 +1,1 @@
-"""Data parallelism: ranks see other samples and sum their gradients."""
+"""Data parallelism: ranks run different samples and sum their gradients."""

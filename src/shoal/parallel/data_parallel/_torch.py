@@ -1,4 +1,4 @@
-"""What torch's fully sharded units keep in private names, for codes of gradients; 2.11 and 2.13."""
+"""Private names of torch's `fully_shard` that gradient compression needs; 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def scattered_sizes(unit: Any) -> list[int]:
-    """Give the sizes of the tensors that a rank's part of a unit's gradients consists of, in order.
+    """Return the sizes of the tensors that make up a rank's part of a unit's gradients, in order.
 
     Args:
-        unit: one FSDPModule; its part is padded rows of every parameter that trains.
+        unit: one FSDPModule; its part is the padded rows of every trainable parameter.
     """
     state = unit._get_fsdp_state()  # 2.13 has several groups of parameters, earlier ones one
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

@@ -2,16 +2,16 @@
 
 Each bucket of the plan is one flat buffer, and every `parameter.grad` is a view into it, so
 gradients exist once in memory and accumulation happens in place. In the step's last backward pass
-a post-accumulate hook counts the gradients that are ready; a full bucket is sent at once, always in
+a post-accumulate hook counts the gradients that are ready. A full bucket is sent at once, always in
 the plan's order, which is the same on every rank and cannot deadlock. Earlier micro-batches send
 nothing. The sum is not divided: the step divides by the global count of targets.
 
     ddp     all-reduce: every rank gets the whole sum, in place
     zero1   reduce-scatter: a rank gets the sum of its own part only, in place
 
-Where forward passes read narrow copies of the weights, a parameter's gradient is narrow too: the
-hook adds it to its view of the fp32 buffer and drops it. `precision.reduce` may make what travels
-narrower than what is kept.
+If forward passes read narrow copies of the weights, a parameter's gradient is narrow too: the
+hook adds it to its view of the fp32 buffer and drops it. `precision.reduce` may make the sent
+gradients narrower than the buffer.
 
 Source: Li et al. 2020 (PyTorch Distributed); differs from torch's DDP in fixed buckets (DDP
 rebuilds them after step 1, which changes the rounding of sums on resume) and in never averaging.
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     Pending = dist.Work | PendingSum | None
 
 REDUCE = {"fp32": "float32", "bf16": "bfloat16"}
-"""Formats in which sums may travel."""
+"""`precision.reduce` → torch dtype in which gradients may be sent."""
 
 
 def places(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
-    """Where each of a bucket's parameters begins and ends in its buffer."""
+    """Return the start and end of each of a bucket's parameters in its buffer."""
     found, place = {}, 0
     for name in bucket.names:
         found[name] = (place, place + parameters[name].numel())
@@ -50,25 +50,26 @@ def places(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> dict[str, 
 
 
 def summed_over(program: Program) -> list[World]:
-    """For every bucket the data-parallel ranks over which it is summed."""
+    """Return for every bucket the data-parallel ranks over which it is summed."""
     return [program.sums[bucket.names[0]][0] for bucket in program.plan.buckets]
 
 
 def dealt_out(program: Program) -> frozenset[str]:
-    """Return the names of experts, whose gradients come from other ranks' tokens.
+    """Return the names of expert parameters, whose gradients come from other ranks' tokens.
 
-    They count in a pass that only joins the others' too: on this rank alone they get a gradient.
+    They count also in a pass that only joins the collectives of other ranks: they may get a
+    gradient on this rank alone.
     """
     return frozenset(name for name in program.parameters if program.is_expert(name))
 
 
 def reduced_format(plan: Plan) -> torch.dtype | None:
-    """The format in which gradients travel; None: as they are kept."""
+    """Return the dtype in which gradients are sent; None: the dtype of the buffer."""
     return getattr(torch, REDUCE[plan.sums]) if plan.sums else None
 
 
 class BucketReducer:
-    """The reducer of `ddp` and, where buckets have cuts, of `zero1`; see `program.Reducer`."""
+    """The reducer of `ddp` and, if buckets have cuts, of `zero1`; see `program.Reducer`."""
 
     def __init__(self, program: Program, local: Mapping[str, Local]) -> None:
         parameters, buckets, device = program.parameters, program.plan.buckets, program.world.device
@@ -89,7 +90,7 @@ class BucketReducer:
             self.flats.append(flat)
             for name, (start, stop) in places(bucket, parameters).items():
                 part, parameter = flat[start:stop], parameters[name]
-                # Slices are counted row by row, so what is cut lies row by row.
+                # Slices are counted in row order, so sharded buckets are in row order.
                 own = part.view_as(parameter) if bucket.cuts else laid_out_like(parameter, part)
                 self.views[name] = own
                 self.bucket_of[name] = number
@@ -118,18 +119,18 @@ class BucketReducer:
         self.pending, self.norms = [], []
 
     def arm(self, last: bool, once: bool = True) -> None:
-        """Before the last pass: count ready gradients from here on and send full buckets."""
+        """Before the last pass: start to count ready gradients and send full buckets."""
         if last:
             self.armed = True
             self.missing = [len(bucket.names) for bucket in self.plan]
 
     def passed(self, counted: bool) -> None:
-        """What is not full yet is sent by `finish`."""
+        """End a backward pass; `finish` sends the buckets that are not full yet."""
         self.seen |= self.fresh if counted else self.fresh & self.dealt
         self.fresh = set()
 
     def finish(self) -> None:
-        """Send what is left, in order, and wait for everything; the wait counts as exposed."""
+        """Send the remaining buckets in order and wait for all; the wait counts as exposed."""
         self.armed = False
         while len(self.pending) < len(self.flats):
             self._send()
@@ -141,11 +142,11 @@ class BucketReducer:
                     cast(dist.Work, work).wait()
                     if sent is not self.flats[number]:
                         self.flats[number].copy_(sent)
-        # A work that is kept would keep its process group alive beyond `destroy`.
+        # A reference to a work would keep its process group alive beyond `destroy`.
         self.pending = [(None, flat) for flat in self.flats]
         self.active = False
         for name, parameter in self.parameters.items():
-            # A tensor that is not the view was never summed: some code replaced it.
+            # A gradient that is not the view was never summed: some code replaced it.
             kept = None if name in self.copied else self.views[name]
             if parameter.grad is not kept:
                 raise PlanError(
@@ -153,7 +154,7 @@ class BucketReducer:
                     f"model): its gradient is not in the buffer that ranks sum; leave .grad alone"
                 )
             if name in self.parts:
-                parameter.grad = None  # outside of its own part it is this rank's, not the sum
+                parameter.grad = None  # outside of this rank's part the buffer is no sum
         for name, local in self.local.items():
             if name in self.parts:
                 local.parameter.grad = self.parts[name].view(local.parameter.shape)
@@ -161,7 +162,7 @@ class BucketReducer:
                 local.parameter.grad = self.views[name]
 
     def publish(self) -> None:
-        """The parameters themselves were stepped."""
+        """Do nothing: the optimizer stepped the module's own parameters."""
 
     def close(self) -> None:
         """Leave the parameters as plain PyTorch has them: no hooks, no views into buffers."""
@@ -174,19 +175,19 @@ class BucketReducer:
             local.parameter.grad = None
 
     def used(self) -> list[bool]:
-        """Which parameters got a gradient on this rank."""
+        """Return per parameter whether it got a gradient on this rank."""
         return [name in self.seen for name in self.parameters]
 
     def local_norms(self) -> list[torch.Tensor]:
-        """Norm of each bucket as this rank computed it."""
+        """Return the norm of each bucket as this rank computed it."""
         return self.norms
 
     def sums(self) -> list[torch.Tensor]:
-        """The flat buffers, or this rank's parts of them."""
+        """Return the flat buffers, or this rank's parts of them."""
         return [self._own(number) for number in range(len(self.flats))]
 
     def summed(self) -> list[str]:
-        """The first parameter of every buffer."""
+        """Return the first parameter of every buffer."""
         return [bucket.names[0] for bucket in self.plan]
 
     def _own(self, number: int) -> torch.Tensor:
@@ -217,7 +218,7 @@ class BucketReducer:
     def _send(self) -> None:
         number = len(self.pending)
         flat, cuts = self.flats[number], self.plan[number].cuts
-        # Read before the sum mixes ranks: it tells whose numbers broke.
+        # Taken before the sum mixes ranks, so that a bad norm points to its rank.
         self.norms.append(torch.linalg.vector_norm(flat))
         sent = flat if self.reduce is None else flat.to(self.reduce)
         world = self.worlds[number]
@@ -228,7 +229,7 @@ class BucketReducer:
 
 
 def second_gradient(name: str) -> PlanError:
-    """What to say when a parameter's gradient changes after it was sent."""
+    """Return the error for a gradient that changes after its bucket was sent."""
     return PlanError(
         f"{name}: a second gradient arrived after its bucket was sent; the model runs "
         f"backward twice within one micro-batch (checkpointing with use_reentrant=True "

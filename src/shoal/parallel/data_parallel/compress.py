@@ -1,33 +1,33 @@
-"""Gradients that travel small: int8, low rank, or only the largest; what is left out comes later.
+"""Compressed gradients with error feedback: int8, one bit, low rank (PowerSGD) or top-k.
 
-Every rank adds to its gradient g what it left out before, e, sends a short code of the sum, and
-keeps the rest: e' = (g + e) − decoded. So over a run the decoded sums add up to the true sums but
-for the last e: nothing is lost, only late. Per bucket, with n ranks and M elements:
+Every rank adds to its gradient g the rest of the step before, e, sends a short code of the sum, and
+keeps the new rest: e' = (g + e) − decoded. So over a run the decoded sums add up to the true sums
+but for the last e: nothing is lost, only late. Per bucket, with n ranks and M elements:
 
-    int8       each rank gets everybody's codes of its part, adds them up decoded, and gives all
+    int8       each rank gets all ranks' codes of its part, adds them up decoded, and sends all
                others a code of the sum, whose own error it keeps as well: 2(n−1)/n · M bytes
                (zero1, zero2, and fsdp unit by unit: the first half only)
     one-bit    the same with signs, and the mean magnitude of every 64: 0.19 M instead of M. The
-               first steps of a run, when gradients change most, travel in int8: one-bit:STEPS of
-               them, a third of the run's where nobody says
+               first steps of a run, when gradients change most, use int8: one-bit:STEPS of
+               them, by default a third of the run's
     powersgd   a matrix [m, k] is summed as two thin ones: 2(n−1)/n · r(m + k) numbers instead of
-               m · k. Vectors, and matrices that this would not make smaller, travel as they are
-    topk       each rank's largest numbers with their places go to all: (n−1) · 8 bytes for each
+               m · k. Vectors, and matrices that this would not make smaller, are sent uncompressed
+    topk       each rank's largest numbers with their positions go to all: (n−1) · 8 bytes for each
 
-All ranks decode the same bytes in the same order, so their sums are equal bit for bit. A step that
-is skipped leaves no trace: what is kept becomes valid with the update. Numbers that are not finite
-are told by the reducer's norms, taken before anything is encoded. What is kept lies in checkpoints,
-rank by rank: the same layout goes on with it, bit for bit; another cuts other parts, and is told
-that it is lost.
+All ranks decode the same bytes in the same order, so their sums are equal bit for bit. A skipped
+step leaves no trace: the rest becomes valid with the update. The reducer's norms, taken before the
+encoding, detect numbers that are not finite. The rest is in checkpoints, rank by rank. The same
+layout resumes with it, bit for bit; another layout cuts other parts, and a notice says that it is
+lost.
 
 Source: Seide et al. 2014 (one bit, error feedback); Tang et al. 2021 and DeepSpeed's compressed
 all-reduce (both ends keep their error); Wang et al. 2023 (ZeRO++, all-to-all of codes); Lin et al.
 2018 (top-k); Vogels et al. 2019 (PowerSGD), where a rank keeps its distance from the MEAN of all
-ranks: ours keeps what of its own the two matrices do not hold, which has the same sum over ranks
-and does not grow with how much ranks differ
-Limits: what is kept takes 8 bytes per element of the model on every rank, under fsdp too, and 4
-        in checkpoints. It is dropped with the gradient of a parameter that no rank used in the step
-        that would have brought it.
+ranks. Shoal keeps the part of a rank's own gradient that the two matrices do not hold: it has the
+same sum over ranks and does not grow with how much ranks differ
+Limits: the rest takes 8 bytes per element of the model on every rank, under fsdp too, and 4
+        in checkpoints. It is dropped with the gradient of a parameter that no rank used in the next
+        step.
         powersgd: equal bits need ranks of one machine type and number of threads
 """
 
@@ -66,7 +66,7 @@ FEEDBACK = "feedback"
 
 
 def apply(program: Program) -> Program:
-    """Put codes between the program's reducer and its world, as the plan says."""
+    """Put compression between the program's reducer and its world, as the plan says."""
     compress = program.plan.compress
     policy = Compression.parse(compress)
     if policy.method == "none":
@@ -105,12 +105,12 @@ def apply(program: Program) -> Program:
 
 
 class CompressedSums:
-    """Stands before the world where a reducer sums buckets: the same calls, fewer bytes.
+    """Replacement of the world for a reducer's sums of buckets: the same calls, fewer bytes.
 
     Attributes:
-        policy: how, and in which steps at the start of a run in another code.
-        step: that comes.
-        length: of the run, as `start_run` gives it: `total_steps`, 0 where nobody said.
+        policy: the method, and the number of first steps in another code.
+        step: number of the next step.
+        length: of the run, as `start_run` gives it: `total_steps`, 0 if the user set none.
     """
 
     length: Any = None
@@ -124,12 +124,12 @@ class CompressedSums:
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """Return this rank's number."""
         return self.world.rank
 
     @property
     def traffic(self) -> Traffic:
-        """The world's own counters."""
+        """Return the traffic counters of the world."""
         return self.world.traffic
 
     def all_reduce(self, tensor: torch.Tensor, *, wait: Literal[False]) -> Arriving:
@@ -137,12 +137,12 @@ class CompressedSums:
         return Arriving(self._send(tensor), tensor, self._turn)
 
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
-        """Sum the next bucket; this rank gets the elements from cuts[rank] to cuts[rank + 1]."""
+        """Sum the next bucket; this rank gets elements cuts[rank] to cuts[rank + 1]."""
         own = tensor[cuts[self.rank] : cuts[self.rank + 1]]
         return Arriving(self._send(tensor), own, self._turn)
 
     def begin(self) -> None:
-        """A step begins with the first bucket."""
+        """Start a step, with the first bucket."""
         self.sent, self.flying = 0, []
         self.step += 1
         total = self.length.total_steps if self.length else 0
@@ -153,7 +153,7 @@ class CompressedSums:
                 sender.by("int8" if self.step <= early else self.policy.method)
 
     def commit(self, uneven: bool) -> None:
-        """The step moved the weights: what codes left out of it is valid."""
+        """Make the step's rest valid, since the step moved the weights."""
         for sender in self.senders:
             sender.commit()
 
@@ -164,7 +164,7 @@ class CompressedSums:
         return flight
 
     def _turn(self) -> None:
-        # Where there is a second half, nobody waits before all buckets were sent: so every rank
+        # If there is a second half, no rank waits before all buckets were sent. So every rank
         # begins the second halves in the same order.
         flying, self.flying = self.flying, []
         for flight in flying:
@@ -172,25 +172,24 @@ class CompressedSums:
 
 
 class Owed:
-    """What codes left out until now, on its way to checkpoints and back; `Owed(sums, program)`.
+    """Error feedback of gradient compression, for checkpoints.
 
     Attributes:
-        dropped: a line where a checkpoint held some that belongs to another layout or code, else
-            "".
+        dropped: a line if a checkpoint held error feedback of another layout or code, else "".
     """
 
     def __init__(self, sums: CompressedSums, program: Program) -> None:
         self.sums, self.senders, self.dropped = sums, sums.senders, ""
         self.own = f"{FEEDBACK}.{program.world.rank}."
         plan = program.plan
-        # Buckets are a stage's own, and the record is one for all: their sizes are compared below.
-        # What is left fits whenever one bit begins.
+        # Buckets differ by stage, and all ranks share one record: `load` compares their sizes.
+        # Error feedback of one-bit does not depend on the number of first steps in int8.
         method = sums.policy.method
         code = method if method == "one-bit" else plan.compress
         self.whose = {"layout": plan.layout.text(), "compress": code}
 
     def parts(self) -> dict[str, Part]:
-        """What is left, by its name in a checkpoint, each tensor whole on this rank."""
+        """Return the error feedback by its name in a checkpoint, each tensor whole on this rank."""
         found = {}
         for place, sender in enumerate(self.senders):
             for key, tensor in sender.kept().items():
@@ -199,11 +198,11 @@ class Owed:
         return found
 
     def record(self) -> dict[str, Any]:
-        """Whose it is: the same on every rank."""
+        """Return the layout and code that the error feedback belongs to, the same on every rank."""
         return {FEEDBACK: self.whose}
 
     def wanted(self, manifest: Any) -> list[Shard]:
-        """This rank's of a checkpoint's, if they fit."""
+        """Return the shards of a checkpoint that hold this rank's error feedback, if they fit."""
         if manifest.record.get(FEEDBACK) != self.whose:
             return []
         return [
@@ -213,7 +212,7 @@ class Owed:
         ]
 
     def load(self, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:
-        """Take it back; where it does not fit, nothing is owed, and `dropped` says so."""
+        """Load the error feedback; if it does not fit, reset it to zero and set `dropped`."""
         self.sums.step, fits = int(record.get("step", 0)), True
         for place, sender in enumerate(self.senders):
             begins = f"{self.own}{place}."
@@ -240,25 +239,25 @@ class Owed:
 
 @runtime_checkable
 class Sends(Protocol):
-    """A reducer that hands whole buckets to their worlds, always in the plan's order."""
+    """Protocol of a reducer that passes whole buckets to their worlds, in the plan's order."""
 
     worlds: Sequence[World | CompressedSums]
 
 
 @runtime_checkable
 class Scatters(Protocol):
-    """A reducer whose units reduce-scatter by themselves, each by what `make` gives for it."""
+    """Protocol of a reducer whose units reduce-scatter by themselves, each by its own callable."""
 
     def scatter_by(self, make: Callable[[Any, nn.Module], Any]) -> list[Any]:
-        """Give every unit one of its own, of the plain one and the unit; all, in units' order."""
+        """Replace each unit's reduce-scatter by `make(plain, unit)`; return all in order."""
 
 
 @dataclass
 class Arriving:
-    """A sum under way, as reducers wait for it.
+    """A pending compressed sum, with the interface that reducers wait on.
 
     Attributes:
-        target: where the sum belongs.
+        target: the tensor that receives the sum.
         turn: sends the second half of every bucket.
     """
 
@@ -267,11 +266,11 @@ class Arriving:
     turn: Callable[[], None]
 
     def wait(self) -> None:
-        """Until `target` holds the sum."""
+        """Wait until `target` holds the sum."""
         self.result(self.target)
 
     def result(self, out: torch.Tensor) -> torch.Tensor:
-        """Until `out` holds the sum."""
+        """Wait until `out` holds the sum, and return it."""
         self.turn()
         self.flight.result(out)
         return out
@@ -298,9 +297,9 @@ def _sender(
 def _starts(
     bucket: Bucket, cuts: Sequence[int], parameters: Mapping[str, nn.Parameter]
 ) -> list[list[int]]:
-    """Of every part of a bucket the places where blocks begin anew, so that they stay in one row.
+    """Return the positions in every part of a bucket where code blocks begin, so none spans rows.
 
-    Blocks are counted from where a parameter begins, also one of which a part holds the end.
+    Blocks are counted from the start of a parameter, also if a part holds only its end.
     """
     found = []
     for begin, end in pairwise(cuts):
@@ -316,7 +315,7 @@ def _starts(
 
 
 def _matrices(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> list[Matrix]:
-    """Every parameter of two dims or more: its first dim against all others."""
+    """Return every parameter of two dims or more as a matrix: its first dim by all others."""
     found = []
     for name, (start, stop) in places(bucket, parameters).items():
         parameter = parameters[name]
@@ -325,7 +324,7 @@ def _matrices(bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> list[Ma
         rows = parameter.shape[0]
         columns = parameter.numel() // rows
         stride = (columns, 1)
-        # As the reducer's buffers have it: in the parameter's own order if that has no gaps.
+        # As in the reducer's buffers: the parameter's own order if that has no gaps.
         if parameter.ndim == 2 and parameter.stride() == (1, rows):
             stride = (1, rows)
         found.append(Matrix(start, stop, rows, columns, stride))

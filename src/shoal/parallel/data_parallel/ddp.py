@@ -1,7 +1,7 @@
 """Data parallel: every rank holds the whole model and gets the whole sum of the gradients.
 
-Where the plan says that forward passes read narrow copies (bf16, fp16), the optimizer steps fp32
-masters, and the module's own parameters are the copies, renewed once per step.
+If the plan lets forward passes read narrow copies (bf16, fp16), the optimizer steps fp32 masters.
+The module's own parameters are then the copies, renewed once per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def apply(program: Program, make: Callable[..., SumReducer] | None = None) -> Pr
     """Give the program a reducer that sums over all ranks in the plan's buckets.
 
     Args:
-        make: makes the reducer, where it does more than that.
+        make: factory of the reducer; None: `SumReducer`.
     """
     masters = _masters(program)
     local = {**whole_locals(program), **masters}
@@ -35,7 +35,7 @@ def apply(program: Program, make: Callable[..., SumReducer] | None = None) -> Pr
 
 
 def _masters(program: Program) -> dict[str, Local]:
-    """fp32 masters of the parameters that become narrow copies, which they are from here on."""
+    """Make fp32 masters of parameters that forward passes read narrow; cast these in place."""
     found = {}
     for bucket in program.plan.buckets:
         for name in bucket.names if bucket.compute else ():
@@ -47,7 +47,7 @@ def _masters(program: Program) -> dict[str, Local]:
 
 
 class SumReducer(BucketReducer):
-    """Sums in buckets, and copies masters to the module after the optimizer's step."""
+    """Reducer that sums in buckets, and copies masters to the module after the optimizer's step."""
 
     def __init__(
         self, program: Program, local: Mapping[str, Local], masters: Mapping[str, Local]
@@ -58,12 +58,12 @@ class SumReducer(BucketReducer):
         self.master_data = [one.parameter.data for one in masters.values()]
 
     def publish(self) -> None:
-        """Renew the narrow copies."""
+        """Renew the narrow copies from the masters."""
         if self.copied_data:
             torch._foreach_copy_(self.copied_data, self.master_data)
 
     def close(self) -> None:
-        """The module keeps the masters, as wide as it came."""
+        """Give the module the masters back, in its original dtype."""
         super().close()
         for name, one in self.masters.items():
             self.parameters[name].data = one.parameter.data

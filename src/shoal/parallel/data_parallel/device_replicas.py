@@ -1,20 +1,20 @@
 """One process, a replica of the model on each of several devices, as `nn.DataParallel` has them.
 
-    begin    the first device sends its weights to the others, and what else changed there
+    begin    the first device sends its weights and changed buffers to the others
     passes   micro-batch k runs on replica k modulo their number, each replica in its own thread
-    finish   the first device takes the others' gradients and adds them, in the replicas' order
-    update   the optimizer steps there alone: its state is in that device's memory only
+    finish   the first device receives the others' gradients and adds them, in the replicas' order
+    update   the optimizer steps on the first device only, whose memory holds its state
 
-Of P bytes of weights (N − 1)·P leave the first device in a step and as much comes back, none of it
-beside the passes; under `ddp` every process sends 2(N − 1)/N·P, beside its backward pass. Other
-than nn.DataParallel, which cuts a micro-batch in N and averages the mean losses of the pieces,
-micro-batches stay whole and sums of losses are divided by the count of all targets; weights travel
-once per step, not per forward pass; and the loss is computed where its micro-batch is.
+Of P bytes of weights (N − 1)·P leave the first device in a step and as much comes back, without
+overlap with the passes. Under `ddp` every process sends 2(N − 1)/N·P, overlapped with its backward
+pass. nn.DataParallel cuts a micro-batch in N and averages the mean losses of the pieces. Here
+micro-batches stay whole and sums of losses are divided by the count of all targets; weights are
+sent once per step, not per forward pass; and the loss is computed on the device of its micro-batch.
 
-Devices' generators are keyed for each replica, BatchNorm's statistics collected over all. What
-draws from the host's generators, or changes a buffer that no rule covers, belongs to no thread: the
-replicas of such a model run in turn, and hand the buffers on. The first step shows it, which always
-runs in turn. Source: torch.nn.parallel.DataParallel
+Devices' generators are seeded for each replica, BatchNorm's statistics collected over all. A model
+that draws from the host's generators, or changes an unmanaged buffer, cannot run in threads: its
+replicas run in turn, and pass the buffers on. The first step, which always runs in turn, detects
+it. Source: torch.nn.parallel.DataParallel
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from shoal.parallel.program import Pass, Program, Reducer, trainable, whole_loca
 from shoal.trace.isolation.module_copies import copied_module
 
 Home = tuple[nn.Module, str]
-"""Where a buffer is: a module, and the buffer's name in it."""
+"""Location of a buffer: a module, and the buffer's name in it."""
 
 PLAIN = (bool, int, float, str)
-"""Attributes of a module that replicas take over from the first one."""
+"""Types of module attributes that replicas copy from the first replica."""
 
 
 class Keys(Protocol):
-    """Keys of a replica's generators, as `dropout_rng` makes them."""
+    """Protocol of the generator seeding of a replica, as `dropout_rng` makes it."""
 
     def __call__(self, step: int, index: int) -> AbstractContextManager[None]:
-        """Around a micro-batch."""
+        """Return the context around a micro-batch."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
 
     def on(self, device: torch.device) -> Keys:
-        """Keys for a replica on another device."""
+        """Return the seeding for a replica on another device."""
 
     def beside(self, others: bool) -> None:
-        """Whether passes of other devices run at the same time."""
+        """Note whether passes of other devices run at the same time."""
 
 
 def check_replicas(plan: Plan, device: torch.device) -> None:
     """Refuse more replicas than the process sees devices; a CPU takes any number.
 
     Raises:
-        PlanError: with the nearest legal choice.
+        PlanError: too few devices; the text names the nearest legal choice.
     """
     if not is_accelerator(device):
         return
@@ -81,7 +81,7 @@ def check_replicas(plan: Plan, device: torch.device) -> None:
 
 
 def apply(program: Program) -> Program:
-    """Run the passes of a step on a replica per device, and the optimizer on the first."""
+    """Run a step's passes on a replica per device, and the optimizer on the first device."""
     count, micro_batches = program.plan.layout.threads, program.plan.accumulate
     devices = replica_devices(program.world.device, count)
     replicas = Replicas(program, devices)
@@ -106,13 +106,13 @@ def apply(program: Program) -> Program:
 
 
 def replica_devices(first: torch.device, count: int) -> list[torch.device]:
-    """The devices of one process on which replicas run, the first one's own at the head."""
+    """Return the devices of one process that run replicas, starting with `first`."""
     there = torch.accelerator.device_count()
     return [torch.device(first.type, ((first.index or 0) + k) % there) for k in range(count)]
 
 
 class Replicas:
-    """The program and its twins on the other devices, and the threads that run them."""
+    """The program, its replicas on the other devices, and the threads that run them."""
 
     def __init__(self, program: Program, devices: Sequence[torch.device]) -> None:
         self.devices, self.blocks = devices, program.blocks
@@ -128,7 +128,7 @@ class Replicas:
         self.latest = 0
 
     def run(self, program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
-        """Run all passes; micro-batch k goes to replica k modulo their number."""
+        """Run all passes; micro-batch k goes to replica k modulo the number of replicas."""
         count, added = len(self.devices), program.around[self.rules :]
         programs = [
             replace(twin.program, around=(*twin.program.around, *added)) for twin in self.twins
@@ -156,16 +156,16 @@ class Replicas:
                 one.sums.add_(own.to(one.sums.device))
 
     def follow(self) -> int:
-        """Bring what changed on the first device to all others; gives the bytes that were sent."""
+        """Copy changed tensors of the first device to all others; return the bytes sent."""
         return sum(twin.follow() for twin in self.twins)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self.pool.shutdown()
 
     @contextmanager
     def watch(self, step: int, index: int) -> Iterator[None]:
-        """Around a pass of the first step, loss included: did it draw from the host's numbers?"""
+        """Check around a pass of the first step whether it drew from the host's generators."""
         before = None if self.looked else _host_state()
         yield
         if before is not None:
@@ -176,12 +176,12 @@ class Replicas:
         self.in_turn = self.in_turn or drawn(torch.default_generator)
 
     def _alone(self, number: int, one: Pass) -> None:
-        """Run a pass while no other runs; the first step's tell whether they have to."""
+        """Run a pass while no other runs; in the first step check whether that is required."""
         self._hand_on(number)
         module, before, hooks = self.modules[number], self._look(number), []
         for name in () if self.looked else self.blocks:
             block = module.get_submodule(name)
-            # Before the hooks that key generators anew, and so would hide it.
+            # Before the hooks that reseed the generators, which would hide a draw.
             hooks.append(block.register_forward_pre_hook(self._note, prepend=True))
             hooks.append(block.register_forward_hook(self._note, prepend=True))
         self._on_device(number, one)
@@ -194,7 +194,7 @@ class Replicas:
         """Run a pass on each replica at the same time.
 
         Raises:
-            PlanError: where one of them did what belongs to no thread.
+            PlanError: a pass drew from a host generator or changed a buffer for the first time.
         """
         before = [self._look(number) for number in range(len(group))]
         state = torch.default_generator.get_state()
@@ -202,7 +202,7 @@ class Replicas:
             keys.beside(True)
         try:
             works = [self.pool.submit(self._on_device, *one) for one in enumerate(group)]
-            wait(works)  # nobody goes on behind an error that is told
+            wait(works)  # before an error is raised, so that no thread runs on behind it
         finally:
             for keys in self.keys:
                 keys.beside(False)
@@ -219,7 +219,7 @@ class Replicas:
                 )
 
     def _on_device(self, number: int, one: Pass) -> None:
-        # What a model makes on "the" device, without a number, is made on its replica's.
+        # So that a tensor made on "cuda" without an index is made on the replica's device.
         device = self.devices[number]
         with torch.accelerator.device_index(device.index):
             try:
@@ -235,7 +235,7 @@ class Replicas:
                 ) from failure
 
     def _look(self, number: int) -> list[tuple[Any, int]]:
-        """A replica's buffers, but BatchNorm's: which tensors, and how often written."""
+        """Return a replica's buffers except BatchNorm's: tensors and version counters."""
         return [_seen(home) for home in self.buffers[number]]
 
     def _changed(self, number: int, before: list[tuple[Any, int]]) -> list[int]:
@@ -247,7 +247,7 @@ class Replicas:
         ]
 
     def _hand_on(self, number: int) -> None:
-        """Bring the buffers that passes change from the replica that ran last to the next."""
+        """Copy the buffers that passes change from the last replica that ran to the next."""
         for place in self.moving if number != self.latest else ():
             ends = self.buffers[self.latest][place], self.buffers[number][place]
             _give(*ends, self.devices[number])
@@ -255,12 +255,12 @@ class Replicas:
 
 
 class _Twin:
-    """The program on another device, and what of it follows the first device's."""
+    """A replica of the program on another device, and the tensors it copies from the first."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
         own, self.device = program.world.device, device
         keys = cast("Keys", program.keyed).on(device)
-        # What stands for what: in the module, in its rules, and in what prepares a batch.
+        # deepcopy memo for the module, the contexts around a micro-batch, the batch preparation.
         known: dict[int, Any] = {id(program.notices): program.notices}
         known |= {id(program.keyed): keys, id(own): device}
         for tensor in (*program.module.parameters(), *program.module.buffers()):
@@ -296,7 +296,7 @@ class _Twin:
 
     @torch.no_grad()
     def follow(self) -> int:
-        """Take over the weights, and the rest where it changed; gives the bytes that came."""
+        """Copy the weights, and the other tensors that changed; return the bytes received."""
         for ours, theirs in self.parts:
             _take_over(vars(ours), vars(theirs))
         came: list[torch.Tensor] = []
@@ -319,7 +319,7 @@ class _Twin:
 
 
 class GatheredGradients(AddedGradients):
-    """The reducer: gradients of all replicas, added on the first device in their order."""
+    """Reducer that adds the gradients of all replicas on the first device, in order."""
 
     def __init__(self, program: Program, replicas: Replicas) -> None:
         super().__init__(program.parameters, replicas.modules[1:])
@@ -327,34 +327,34 @@ class GatheredGradients(AddedGradients):
         self.traffic = program.world.traffic
 
     def begin(self, rounds: int) -> None:
-        """No gradients anywhere, and the first device's weights everywhere."""
+        """Drop all gradients and send the first device's weights to the replicas."""
         super().begin(rounds)
         self.traffic.sent_bytes[BROADCAST] += self.follow()
 
     def finish(self) -> None:
-        """Take the replicas' gradients and add them to the first device's."""
+        """Receive the replicas' gradients and add them to the first device's."""
         gradients = [p.grad for one in self.replicas for p in one.values() if p.grad is not None]
         size = sum(one.numel() * one.element_size() for one in gradients)
-        del gradients  # each is free when it was added
+        del gradients  # so that each is freed once it was added
         self.traffic.sent_bytes[SEND] += size
         super().finish()
 
 
 def _loose(module: nn.Module) -> list[Home]:
-    """Where a module's buffers are that BatchNorm's rule does not keep."""
+    """Return the locations of a module's buffers, except those of BatchNorm layers."""
     parts = (part for part in module.modules() if not isinstance(part, BatchNorm))
     return [(part, name) for part in parts for name in part._buffers]
 
 
 def _seen(home: Home) -> tuple[torch.Tensor | None, int]:
-    """(the buffer that is there, how often it was written to)."""
+    """Return (the buffer at a location, its version counter)."""
     value = home[0]._buffers[home[1]]
     return value, -1 if value is None else writes(value)
 
 
 @torch.no_grad()
 def _give(source: Home, target: Home, device: torch.device) -> None:
-    """Bring a buffer to another device, into the one that is there, where it has the same shape."""
+    """Copy a buffer to another device, in place if the target has the same shape."""
     value, there = source[0]._buffers[source[1]], target[0]._buffers[target[1]]
     if value is not None and there is not None and value.shape == there.shape:
         there.copy_(value, non_blocking=True)
@@ -363,14 +363,14 @@ def _give(source: Home, target: Home, device: torch.device) -> None:
 
 
 def _take_over(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Plain attributes of a module, such as whether it trains, are the first replica's."""
+    """Copy plain attributes of a module, such as `training`, from the first replica."""
     for name, value in ours.items():
         if isinstance(value, PLAIN) and theirs.get(name) is not value:
             theirs[name] = value
 
 
 def _bring_attributes(module: nn.Module, first: torch.device, device: torch.device) -> None:
-    """Bring tensors that a copy of a module keeps without registering them to its device."""
+    """Move the unregistered tensors of a module's copy to its device."""
 
     def moved(leaf: Any) -> Any:
         lost = isinstance(leaf, torch.Tensor) and leaf.device == first
@@ -385,6 +385,6 @@ def _bring_attributes(module: nn.Module, first: torch.device, device: torch.devi
 
 
 def _host_state() -> tuple[Any, ...]:
-    """Where Python's and numpy's generators are."""
+    """Return the states of Python's and numpy's generators."""
     kind, keys, *rest = np.random.get_state()
     return random.getstate(), kind, bytes(keys), tuple(rest)  # type: ignore[arg-type]  # legacy

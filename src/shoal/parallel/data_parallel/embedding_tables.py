@@ -1,18 +1,17 @@
-"""Embedding tables on parameter servers, the rest of the model ddp between the workers.
+"""Embedding tables on parameter servers, the rest of the model under ddp between the workers.
 
-The last ranks are servers. They hold the tables and nothing else, the workers the rest; a batch
-touches few rows of a large table, so those travel (fetched_rows.py), where under ddp all rows'
-gradients would, zeros too. A server adds what the workers bring, in the order of their ranks, and
-steps its part whole: momentum and weight decay move rows that no batch touched, as they do under
-ddp. The step's one all-reduce of counts and norms is over all ranks: one scale, one clipping for
-both parts.
+The last ranks are servers. They hold only the tables, the workers hold the rest. A batch touches
+few rows of a large table, so only those are sent (fetched_rows.py); ddp would send all rows'
+gradients, zeros too. A server adds the workers' gradients, in the order of their ranks, and steps
+its part whole: momentum and weight decay move rows that no batch touched, as they do under ddp. The
+step's one all-reduce of counts and norms is over all ranks: one scale, one clipping for both parts.
 
-Of several servers each has some columns of every table. Rows come in unequal numbers (tokens are
-numbered by how frequent they are), tables in unequal sizes; columns are asked for equally often,
-whatever the data, and lie in one box of a checkpoint. The price is that row numbers, 4 bytes each,
+With several servers each has some columns of every table. Requested rows are skewed (tokens are
+numbered by frequency) and tables differ in size. Columns are requested equally often,
+whatever the data, and are one box of a checkpoint. The price is that row numbers, 4 bytes each,
 go to every server.
 
-    handled so     nn.Embedding, nn.EmbeddingBag and classes made of them; padding_idx; several
+    supported      nn.Embedding, nn.EmbeddingBag and their subclasses; padding_idx; several
                    lookups, accumulation; tables that lookups share
     left to ddp    frozen tables; tables whose weight other layers hold too (a tied head)
     refused        max_norm (a pass would write rows), weights that are read otherwise
@@ -48,16 +47,16 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def place(rows: Mapping[str, Placement], module: nn.Module, layout: Layout) -> dict[str, Placement]:
-    """Say which tables go to the servers, and which columns of them to which.
+    """Return placements with the tables on the servers, divided by columns.
 
     Raises:
-        PlanError: where there is none, for a name that is no table's, and for max_norm.
+        PlanError: the model has no table, a name is no table's, or a table has max_norm.
     """
     found = dict(rows)
     for number, name in enumerate(_chosen(module, layout)):
         width, count = rows[name].shape[1], layout.servers
         ends = [0]
-        for server in range(count):  # what is over goes to another server of each table
+        for server in range(count):  # the remainder goes to another server for each table
             more = (server - number) % count < width % count
             ends.append(ends[-1] + width // count + more)
         cut = Cut("servers", 1, (tuple(ends),), tuple(range(count)))
@@ -66,7 +65,7 @@ def place(rows: Mapping[str, Placement], module: nn.Module, layout: Layout) -> d
 
 
 def _chosen(module: nn.Module, layout: Layout) -> list[str]:
-    """Names of the weights that `layout.serves` means."""
+    """Return the names of the weights that `layout.serves` selects."""
     first = {id(p): name for name, p in module.named_parameters()}
     holders = Counter(
         id(p) for m in module.modules() for p in m._parameters.values() if p is not None
@@ -122,7 +121,7 @@ def _no_table(what: str, layout: Layout, able: Mapping[str, Any]) -> PlanError:
 
 
 def cut(program: Program) -> Program:
-    """Keep what this rank holds: the tables' columns on a server, all but tables on a worker."""
+    """Keep this rank's tensors: the tables' columns on a server, all but tables on a worker."""
     module, rows = program.module, program.rows
     serves, number = bool(program.at["pp"]), program.at["servers"]
     every = [*module.named_parameters(), *module.named_buffers()]
@@ -142,7 +141,7 @@ def cut(program: Program) -> Program:
 
 
 def _instead(tensor: torch.Tensor, row: Placement, serves: bool, number: int) -> torch.Tensor:
-    """What takes a tensor's place: a server's columns, a stand-in, or a form without numbers."""
+    """Return the replacement of a tensor: a server's columns, a placeholder, or a meta tensor."""
     if row.is_table and not serves:
         return OnServers.of(cast(nn.Parameter, tensor), row)
     if row.is_table and row.cut is not None:
@@ -154,7 +153,7 @@ def _instead(tensor: torch.Tensor, row: Placement, serves: bool, number: int) ->
 
 
 def apply(program: Program) -> Program:
-    """Connect workers and servers, and give each the reducer of what it holds."""
+    """Connect workers and servers, and give each the reducer of its tensors."""
     layout = program.plan.layout
     pairs = PointToPoint(by_host(program.world))
     tables = [row for row in program.rows.values() if row.is_table]
@@ -196,7 +195,7 @@ def _servers(ranks: range, layout: Layout) -> range:
 
 
 def _lines(tables: list[Placement], workers: range, servers: range) -> list[str]:
-    """What the user is told at the start."""
+    """Return the notices at the start of a run."""
     names = ", ".join(row.name.removesuffix(".weight") for row in tables[:3])
     more = f" and {len(tables) - 3} more" if len(tables) > 3 else ""
     elements = sum(row.elements for row in tables)
@@ -208,35 +207,39 @@ def _lines(tables: list[Placement], workers: range, servers: range) -> list[str]
 
 
 def _no_pass(program: Program, one: Pass) -> None:
-    """A server has no outputs. Errors: ConfigError where its rank brought samples to evaluate."""
+    """Return no outputs, since a server computes none.
+
+    Raises:
+        ConfigError: this server's rank brought samples to evaluate.
+    """
     if getattr(one, "parts", (None, None))[1] is not None:
         raise brings_own(program.plan.layout)
 
 
 class _Working(ddp.SumReducer):
-    """A worker's: ddp of what it holds, and what it looked up goes to the servers."""
+    """Reducer of a worker: ddp for its own parameters, and row gradients to the servers."""
 
     def __init__(self, *given: Any, lookups: Lookups) -> None:
         super().__init__(*given)
         self.lookups = lookups
 
     def begin(self, rounds: int) -> None:
-        """Servers answer from here on."""
+        """Zero the buffers and start to fetch rows from the servers."""
         super().begin(rounds)
         self.lookups.begin()
 
     def finish(self) -> None:
-        """Bring the rows' gradients before waiting for the others'."""
+        """Send the row gradients before waiting for the other workers' gradients."""
         self.lookups.end()
         super().finish()
 
     def local_norms(self) -> list[torch.Tensor]:
-        """Of buckets and of tables, as this rank computed them."""
+        """Return the norms of buckets and of tables, as this rank computed them."""
         return [*super().local_norms(), *self.lookups.norms()]
 
 
 class _Serving(ddp.SumReducer):
-    """A server's: the sums of its columns of the tables."""
+    """Reducer of a server: the sums of its columns of the tables."""
 
     def __init__(self, *given: Any, answers: Answers, layout: Layout) -> None:
         super().__init__(*given)
@@ -248,11 +251,15 @@ class _Serving(ddp.SumReducer):
         self.answers.open()
 
     def arm(self, last: bool, once: bool = True) -> None:
-        """A pass on a server is of a batch that its rank brought. Errors: ConfigError."""
+        """Refuse a pass on a server, whose rank has no samples.
+
+        Raises:
+            ConfigError: always.
+        """
         raise brings_own(self.layout)
 
     def finish(self) -> None:
-        """Add what workers bring, in the order of their ranks: the same bits whoever is first."""
+        """Add the workers' gradients in rank order, for the same bits in every run."""
         for told in self.answers.collected():
             for name, brought in told.items():
                 sums = self.views[name]
@@ -261,7 +268,7 @@ class _Serving(ddp.SumReducer):
         super().finish()
 
     def local_norms(self) -> list[torch.Tensor]:
-        """None is computed here: whose numbers broke, the workers know."""
+        """Return none: a server computes no gradients; the workers report bad norms."""
         return []
 
 
@@ -269,10 +276,11 @@ def check_optimizer(layout: Layout, allowed: Any) -> None:
     """Refuse an optimizer that needs all of a weight, or all weights.
 
     Args:
-        allowed: what may be cut of a weight beside it (`optim/elementwise_probe.py`): flat, apart.
+        allowed: the ways in which the optimizer lets weights be divided
+            (`optim/elementwise_probe.py`): flat, apart.
 
     Raises:
-        PlanError.
+        PlanError: the optimizer needs whole weights, or all weights on one rank.
     """
     if allowed.flat and layout.servers > 1:
         raise PlanError(

@@ -1,18 +1,18 @@
-"""Rows of tables that lie on servers: a worker asks for those it looks up, and brings gradients.
+"""Rows of embedding tables on servers: a worker fetches the rows it looks up and sends gradients.
 
 A model looks rows up with `F.embedding` or `F.embedding_bag`, whichever module calls them. On a
-worker a table's weight is a stand-in without memory: torch hands such calls to it, it asks the
-servers for the rows that it has not yet in this step, and looks up in those. Whatever else is done
-with the weight is refused, since its numbers are not here.
+worker a table's weight is a placeholder without memory. torch dispatches such calls to it: it
+fetches from the servers the rows that it does not have yet in this step, and looks up in those. All
+other operations on the weight are refused, since a worker does not have its values.
 
     worker → server   [ASK, table, n], then n row numbers
     server → worker   its columns of these rows
     worker → server   [END, n of each table], then its columns of the rows' summed gradients, in the
-                      order in which they were asked for: row numbers do not travel again
+                      order in which they were fetched: row numbers are not sent again
 
-A session is the passes of one step, or an evaluation; servers answer inside of one only, so nobody
-reads rows that are being stepped. A row travels once in it, however often it is looked up. Each
-worker has a thread on every server: they need not keep step.
+A session is the passes of one step, or an evaluation. Servers answer only inside of one, so no
+worker reads rows during the optimizer's step. A row is sent once per session, however often it is
+looked up. Each worker has a thread on every server: workers need not keep step.
 Source: Li et al. 2014 (a worker pulls the keys that its data touch)
 """
 
@@ -36,29 +36,29 @@ from shoal.fabric.exchanges.point_to_point import PointToPoint
 
 ASK, END = 1, 2
 UNUSED = -1
-"""Said at the end of a table that got no gradient."""
+"""In an END message: the table got no gradient."""
 
 FORM = frozenset({
     "__get__", "__set__", "__delete__", "size", "dim", "numel", "stride", "element_size",
     "is_floating_point", "is_complex", "is_contiguous", "data_ptr", "detach", "__repr__", "__len__",
     "ndimension", "nelement", "storage_offset", "_has_compatible_shallow_copy_type",
 })  # fmt: skip
-"""What asks a tensor for its form, and reads no number of it."""
+"""Names of tensor functions that read shape and dtype but no values."""
 
 
 class Brought:
-    """What a worker brings of one table at a session's end: [rows] numbers, [rows, width] sums."""
+    """Row gradients of one table that a worker sends: [rows] numbers, [rows, width] sums."""
 
     def __init__(self, rows: torch.Tensor, gradients: torch.Tensor) -> None:
         self.rows, self.gradients = rows, gradients
 
 
 class OnServers(nn.Parameter):
-    """Stands for a table's weight on a worker: shape and format, no memory.
+    """Placeholder of a table's weight on a worker: shape and dtype, no memory.
 
     Attributes:
-        row: of the plan.
-        lookups: that answer for it; None: no run is there.
+        row: the plan's placement of the table.
+        lookups: fetches the rows; None: no run is active.
     """
 
     row: Placement
@@ -66,7 +66,7 @@ class OnServers(nn.Parameter):
 
     @staticmethod
     def of(weight: nn.Parameter, row: Placement) -> OnServers:
-        """A stand-in for a weight."""
+        """Make a placeholder of a weight."""
         hollow = torch.empty_like(weight, device="meta")
         made: OnServers = torch.Tensor._make_subclass(OnServers, hollow, weight.requires_grad)
         made.row, made.lookups = row, None
@@ -76,7 +76,7 @@ class OnServers(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Look up; tell the form; refuse the rest."""
+        """Run lookups on fetched rows; allow shape queries; refuse the rest."""
         if func is F.embedding or func is F.embedding_bag:
             return _looked_up(func, *args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
@@ -92,7 +92,7 @@ class OnServers(nn.Parameter):
 
 
 def _leaves(value: Any) -> list[Any]:
-    """All there is in tuples, lists and dicts."""
+    """Return all leaves of nested tuples, lists and dicts."""
     if isinstance(value, tuple | list):
         return [leaf for one in value for leaf in _leaves(one)]
     if isinstance(value, dict):
@@ -103,7 +103,7 @@ def _leaves(value: Any) -> list[Any]:
 def _looked_up(
     func: Callable[..., torch.Tensor], ids: torch.Tensor, weight: Any, *given: Any, **options: Any
 ) -> torch.Tensor:
-    """Call `F.embedding` or `F.embedding_bag` on the rows that are needed, numbered anew."""
+    """Call `F.embedding` or `F.embedding_bag` on the fetched rows, with renumbered indices."""
     if not isinstance(weight, OnServers) or given:
         raise BugError(f"{func.__name__} was handed over in another form than torch's own")
     name, length = weight.row.name, weight.row.shape[0]
@@ -125,7 +125,7 @@ def _looked_up(
 
 
 class _Held:
-    """What a worker holds of one table in a session: rows that came, and sums of gradients.
+    """Rows of one table that a worker fetched in a session, and the sums of their gradients.
 
     ids, rows    in the order in which they came · sorted, order  for finding them
     """
@@ -139,7 +139,7 @@ class _Held:
         self.clear()
 
     def clear(self) -> None:
-        """Another session."""
+        """Start a new session without rows."""
         self.ids = torch.empty(0, dtype=torch.int64, device=self.device)
         self.sorted, self.order = self.ids, self.ids
         self.rows = torch.empty((0, self.row.shape[1]), dtype=self.dtype, device=self.device)
@@ -147,23 +147,23 @@ class _Held:
         self.used = False
 
     def missing(self, wanted: torch.Tensor) -> torch.Tensor:
-        """Those of some row numbers, sorted, that are not here yet."""
+        """Return those of some sorted row numbers that are not fetched yet."""
         if not self.ids.numel():
             return wanted
         near = torch.searchsorted(self.sorted, wanted).clamp_(max=self.sorted.numel() - 1)
         return wanted[self.sorted[near] != wanted]
 
     def take(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Rows that have come."""
+        """Add fetched rows."""
         self.ids, self.rows = torch.cat((self.ids, ids)), torch.cat((self.rows, rows))
         self.sorted, self.order = torch.sort(self.ids)
 
     def places(self, wanted: torch.Tensor) -> torch.Tensor:
-        """Where rows lie that are here."""
+        """Return the local indices of fetched rows."""
         return self.order[torch.searchsorted(self.sorted, wanted)]
 
     def add(self, places: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Add gradients of one lookup; every place comes once in it."""
+        """Add the gradients of one lookup, in which every local index occurs once."""
         short = self.rows.shape[0] - self.sums.shape[0]
         if short:
             more = self.sums.new_zeros((short, self.sums.shape[1]))
@@ -173,11 +173,11 @@ class _Held:
 
 
 class Lookups:
-    """A worker's side: rows by number, and at the end their gradients to the servers.
+    """Worker side: fetches rows by number, and sends their gradients at the end of a session.
 
     Attributes:
-        is_open: inside of a session.
-        sent: format in which gradients travel; None: as they are kept.
+        is_open: a session is active.
+        sent: dtype in which gradients are sent; None: the table's dtype.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Lookups:
         self.is_open = False
 
     def begin(self) -> None:
-        """A session begins, here and on the servers."""
+        """Start a session, here and on the servers."""
         if self.is_open:
             raise ConfigError(
                 "run.step, run.evaluate or run.predict was called between the passes of a step, "
@@ -204,10 +204,10 @@ class Lookups:
             held.clear()
 
     def rows(self, name: str, wanted: torch.Tensor) -> torch.Tensor:
-        """The rows of some numbers, [n, width]; what is added to their gradients is brought back.
+        """Return the rows of some numbers, [n, width], and collect their gradients.
 
         Args:
-            wanted: sorted, each once.
+            wanted: row numbers, sorted, without duplicates.
         """
         held = self.held[name]
         missing = held.missing(wanted)
@@ -215,7 +215,7 @@ class Lookups:
             held.take(missing, self._asked(held, missing))
         places = held.places(wanted)
         rows = held.rows[places]
-        if not wanted.numel():  # torch looks nothing up in a table without rows
+        if not wanted.numel():  # torch refuses lookups in a table without rows
             rows = held.rows.new_zeros((1, held.rows.shape[1]))
         if torch.is_grad_enabled() and held.row.trains:
             rows.requires_grad_()
@@ -229,7 +229,7 @@ class Lookups:
         return rows
 
     def _asked(self, held: _Held, ids: torch.Tensor) -> torch.Tensor:
-        """Rows from the servers, each of which sends its columns."""
+        """Fetch rows from the servers, each of which sends its columns."""
         here = self.pairs.world.device
         numbers = ids.to(device=here, dtype=_numbers(held.row))
         head = _head(len(self.held), ASK, [held.number, ids.numel()]).to(here)
@@ -244,11 +244,11 @@ class Lookups:
         return rows.to(held.device)
 
     def norms(self) -> list[torch.Tensor]:
-        """Of the gradients that this worker computed, by table."""
+        """Return the norms of the gradients that this worker computed, by table."""
         return [torch.linalg.vector_norm(held.sums) for held in self.held.values() if held.used]
 
     def end(self) -> None:
-        """The session is over: gradients go to the servers, if there are any."""
+        """End the session: send the gradients, if any, to the servers."""
         self.is_open = False
         every = list(self.held.values())
         here = self.pairs.world.device
@@ -265,10 +265,10 @@ class Lookups:
 
 
 class Answers:
-    """A server's side: a thread per worker that gives rows, and takes gradients at the end.
+    """Server side: a thread per worker that sends rows, and receives gradients at the end.
 
     Args:
-        tables: its part of each by name, in the order of the plan, as forward passes read them.
+        tables: this server's part of each by name, in plan order, as forward passes read them.
     """
 
     def __init__(
@@ -284,15 +284,15 @@ class Answers:
         self._lines = [_Line(pairs, one, rows, tables, sent, self._done) for one in workers]
 
     def open(self) -> None:
-        """A session begins: rows may be read from here on."""
+        """Start a session: workers may read rows."""
         for line in self._lines:
             line.tokens.put(True)
 
     def collected(self) -> list[dict[str, Brought]]:
-        """Wait for the session's end; by worker, in the order of their ranks, what they brought.
+        """Wait for the end of the session; return each worker's gradients, in rank order.
 
         Raises:
-            RuntimeError: of the backend where a worker is gone.
+            RuntimeError: of the backend if a worker is gone.
         """
         found: dict[int, dict[str, Brought]] = {}
         with self.world.traffic.waiting():
@@ -306,7 +306,7 @@ class Answers:
         return [found[worker] for worker in sorted(found)]
 
     def close(self) -> None:
-        """No threads."""
+        """Stop the threads."""
         for line in self._lines:
             line.tokens.put(False)
         for line in self._lines:
@@ -314,7 +314,7 @@ class Answers:
 
 
 class _Line(threading.Thread):
-    """One worker, as a server sees it."""
+    """Thread of a server that answers one worker."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class _Line(threading.Thread):
         done: queue.Queue[tuple[int, Any]],
     ) -> None:
         super().__init__(name=f"worker {worker}", daemon=True)
-        self.traffic = Traffic(watched=False)  # what threads wait for, nobody stands still for
+        self.traffic = Traffic(watched=False)  # a waiting thread does not mean a hanging rank
         self.pairs = copy.copy(pairs)
         self.pairs.world = copy.copy(pairs.world)
         self.pairs.world.traffic = self.traffic
@@ -336,7 +336,7 @@ class _Line(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Answer, session by session."""
+        """Answer requests, session by session."""
         while self.tokens.get():
             try:
                 self.done.put((self.worker, self._session()))
@@ -378,18 +378,18 @@ class _Line(threading.Thread):
 
 
 def by_host(world: World) -> World:
-    """The same processes and counters, by host memory where messages go so."""
+    """Copy a world with the same processes and counters, for messages through host memory."""
     same = copy.copy(world)
     same.device = world.messages
     return same
 
 
 def _numbers(row: Placement) -> torch.dtype:
-    """The format in which row numbers travel."""
+    """Return the dtype in which row numbers are sent."""
     return torch.int32 if row.shape[0] < 2**31 else torch.int64
 
 
 def _head(tables: int, what: int, told: Sequence[int]) -> torch.Tensor:
-    """A message's head, of one length whatever it says."""
+    """Return a message's header, of the same length for all messages."""
     words = [what, *told]
     return torch.tensor(words + [0] * (1 + max(2, tables) - len(words)))

@@ -1,23 +1,24 @@
 """Fully sharded data parallel (ZeRO stage 3), or in replicas (hsdp), on torch's `fully_shard`.
 
-Every block of the model is a unit: its parameters lie cut by rows over `dp_shard`, are gathered
+Every block of the model is a unit: its parameters are sharded by rows over `dp_shard`, gathered
 before its forward and before its backward pass, and its gradients are reduce-scattered after it.
-What is in no block (embedding, head, final norm, and blocks that share a tied parameter with them)
-is gathered once per pass and kept from forward to backward: the loss may still need the head.
-`fsdp.reshard` keeps blocks from forward to backward too, whole or cut over a node's ranks.
-Under hsdp parts are then summed over `dp_replicate`. Experts that ranks have dealt out (`ep`) are
-units of their own, over the ranks that hold the same ones.
+Parameters outside of blocks (embedding, head, final norm, and blocks that share a tied parameter
+with them) are gathered once per pass and kept from forward to backward: the loss may still need the
+head. `fsdp.reshard` keeps blocks from forward to backward too, whole or sharded over a node's
+ranks. Under hsdp parts are then summed over `dp_replicate`. Experts that `ep` distributes over
+ranks are units of their own, over the ranks that hold the same ones.
 
 Gradients are sums: torch's division by the number of ranks is switched off. The optimizer steps on
 local tensors, not on DTensors (0.88 against 2.55 ms for the same weights). Parameters that a pass
-leaves unused count as zero, so that ranks which disagree about them still meet.
+leaves unused count as zero, so that ranks with different unused parameters still meet.
 
-Under bf16 and fp16 a unit's vectors (norms, biases) are gathered in the narrow format with its
-matrices; the root unit is gathered as it is kept.
+Under bf16 and fp16 a unit's vectors (norms, biases) are gathered in the narrow dtype with its
+matrices; the root unit is gathered in its own dtype.
 
 Source: Zhao et al. 2023 (PyTorch FSDP); torch.distributed.fsdp.fully_shard
-Limits: ranks that run different blocks in one step are named (`unit_log.py`), not served; a block
-        that is a bare layer stays in the root unit (in-place operations on its output would fail)
+Limits: ranks that run different blocks in one step are reported (`unit_log.py`), not supported; a
+        block that is a bare layer stays in the root unit (in-place operations on its output would
+        fail)
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ from shoal.trace.isolation.replaced_forward import StandIn
 
 
 def apply(program: Program) -> Program:
-    """Shard the module in place; its parameters become DTensors of which ranks step local rows."""
+    """Shard the module in place into DTensors; the optimizer steps the local rows."""
     module, world, plan = program.module, program.world, program.plan
     layout = plan.layout
     _check(program)
     axes = ["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else ["dp_shard"]
-    twin = program.twin or meta_twin(module)  # sharded modules cannot be copied any more
+    twin = program.twin or meta_twin(module)  # a sharded module cannot be copied
     _lay_out(program)
     units = [module.get_submodule(name) for name in _units(program)]
     program.notices.extend(_at_once(program, units) + _scalars(program) + _small(program, units))
@@ -74,7 +75,7 @@ def apply(program: Program) -> Program:
     log = UnitLog(world)
     comms = _UnitComms(program, layout.degrees, axes, scatter, log)
     gathers, scatters = [comms.gather], [scatter]
-    if layout.ep > 1 and layout.expert_shard > 1:  # on ranks without experts too: all log alike
+    if layout.ep > 1 and layout.expert_shard > 1:  # also on ranks without experts: equal logs
         scatters.append(ScatterGradients(world.traffic, layout.expert_replicate))
         among = ["expert_replicate"] if layout.expert_replicate > 1 else []
         over = [*among, "expert_shard"]
@@ -123,7 +124,7 @@ def apply(program: Program) -> Program:
 def _stepped(
     parameters: dict[str, nn.Parameter], parts: dict[str, tuple[torch.Tensor, Any]]
 ) -> dict[str, Local]:
-    """Return what the optimizer steps on this rank: its parts that have elements."""
+    """Return the parts that the optimizer steps on this rank: those that have elements."""
     return {
         name: Local(nn.Parameter(parts[name][0]), parts[name][1])
         for name, parameter in parameters.items()
@@ -132,9 +133,9 @@ def _stepped(
 
 
 def _lay_out(program: Program) -> None:
-    """Make parameters what torch can cut: in row order; what it leaves alone goes to the device."""
+    """Prepare parameters for sharding: row order; unsharded ones move to the device."""
     for parameter in program.module.parameters():
-        # torch refuses channels_last, and rows are dealt out anyway. In files: unit by unit.
+        # torch refuses channels_last, and sharding is by rows anyway. Mapped ones: unit by unit.
         if not parameter.is_contiguous() and not is_mapped(parameter):
             parameter.data = parameter.data.contiguous()
     settle(_whole(program))
@@ -143,15 +144,16 @@ def _lay_out(program: Program) -> None:
 
 
 def _undealt(program: Program) -> list[tuple[tuple[str, ...], World]]:
-    """Buckets of what every rank keeps whole, and the ranks over which each is summed."""
+    """Return the buckets of unsharded parameters, and the ranks over which each is summed."""
     firsts = [(bucket.names, bucket.names[0]) for bucket in program.plan.buckets]
     return [(n, program.sums[one][0]) for n, one in firsts if program.rows[one].data == "whole"]
 
 
 def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
-    """The line for a model that fsdp cannot gather block by block: it costs what it should save.
+    """Return a notice if the model has no blocks, so that fsdp gathers all of it at once.
 
-    Blocks that are gathered together because they are small (`gathered_together`) cost nothing.
+    There is none for blocks that are gathered together because they are small
+    (`gathered_together`): that costs nothing.
     """
     if units:
         return []
@@ -171,7 +173,7 @@ def _at_once(program: Program, units: list[nn.Module]) -> list[str]:
 
 
 def _small(program: Program, units: list[nn.Module]) -> list[str]:
-    """The line for many blocks that are too small, which `small_units` writes."""
+    """Return the notice of `small_units` if many blocks are too small."""
     if len(units) < MANY_BLOCKS:
         return []
     from shoal.parallel.data_parallel.small_units import cluster_of, small_units_line
@@ -181,20 +183,20 @@ def _small(program: Program, units: list[nn.Module]) -> list[str]:
 
 
 def _units(program: Program) -> list[str]:
-    """Names of the blocks that this rank gathers one at a time: those that it holds all of."""
+    """Return the names of the blocks that this rank holds fully, and gathers one at a time."""
     rows = [row for row in program.rows.values() if row.unit and not row.is_expert]
     elsewhere = {row.unit for row in rows if program.pipe.rank not in row.stages}
     return [unit for unit in dict.fromkeys(row.unit for row in rows) if unit not in elsewhere]
 
 
 def _whole(program: Program) -> list[nn.Parameter]:
-    """Parameters that every rank keeps whole: scalars, empty ones, experts of a rank alone."""
+    """Return the parameters that every rank keeps whole: scalars, empty ones, unshared experts."""
     every = {**program.parameters, **program.frozen}
     return [p for name, p in every.items() if program.rows[name].data == "whole"]
 
 
 def _scalars(program: Program) -> list[str]:
-    """The line on parameters without rows: what they cost is nothing, but they are not divided."""
+    """Return a notice on scalar parameters, which cannot be sharded."""
     names = [n for n, row in program.rows.items() if row.trains and not row.shape]
     if not names:
         return []
@@ -206,7 +208,7 @@ def _scalars(program: Program) -> list[str]:
 
 
 def _experts(program: Program, names: list[str]) -> list[nn.Module]:
-    """Layers of experts that ranks have dealt out: what stands in for their forward calls them."""
+    """Return the expert layers that ep distributes; a replaced forward calls their experts."""
     own = {id(program.parameters[name]) for name in names}
     return [
         part
@@ -217,11 +219,11 @@ def _experts(program: Program, names: list[str]) -> list[nn.Module]:
 
 
 class _UnitComms:
-    """The axes along which a kind of units travels, the collectives for it, and where those log.
+    """Mesh, collectives and logs of one kind of units.
 
     Attributes:
-        mesh: of `axes`: the last one cuts parameters, a first one has replicas of the parts.
-        kept: how a unit lies between its passes: cut as ever, whole, or over a mesh (`_kept`).
+        mesh: mesh of `axes`: the last one shards parameters, a first one replicates the parts.
+        kept: state of a unit between its passes: sharded as usual, whole, or over a mesh (`_kept`).
     """
 
     def __init__(
@@ -241,8 +243,8 @@ class _UnitComms:
         self.scatters = [shard, *(log.along(degrees, axis) for axis in axes[:-1])]
 
     def attach(self, shard: FSDPModule, unit: nn.Module, path: str) -> None:
-        """Have torch send a unit so."""
-        # Any: torch asks for classes of its own, and calls them like these.
+        """Set these collectives as the custom collectives of an FSDP unit."""
+        # Any: torch's annotation names classes of its own, with the same call signature.
         gather: Any = LoggedGather(self.gather, path, self.log, self.gathers)
         summed: Any = LoggedScatter(self.scatter, path, self.log, self.scatters)
         self.log.scatter_of[id(unit)] = summed
@@ -251,19 +253,19 @@ class _UnitComms:
 
 
 def _wrap(program: Program, wrapped: list[nn.Module], comms: _UnitComms) -> list[RemovableHandle]:
-    """Shard some units, the root last; gives our hooks that this needs."""
+    """Shard some units, the root last; return the hooks that this needs."""
     module, plan, over, kept = program.module, program.plan, comms.mesh, comms.kept
     parked = plan.parks_parameters and program.world.device.type != "cpu"
     host = CPUOffloadPolicy() if parked else OffloadPolicy()
     detours = []
-    # Of other stages, and what has no rows, or nobody else to have them.
+    # Parameters of other stages, without rows, or of an axis of one rank.
     ignored = {p for p in module.parameters() if p.is_meta} | set(_whole(program))
     for unit in wrapped:
         before = [(p, p.data, is_mapped(p)) for p in unit.parameters() if p not in ignored]
         _bring_rows([p for p, *_ in before], over, program.world.device)
-        # Before torch's own hook, which hangs the gathering for backward on what it finds here.
+        # Before torch's own hook, which attaches the gather for backward to the outputs found here.
         detours.append(unit.register_forward_hook(_outputs_of_their_own))
-        # Not around what gathers: what is gathered is resized, which no mapped tensor can be.
+        # Not around the gathers: they resize tensors, and a mapped tensor cannot be resized.
         with mmap_init() if plan.builds_in_files else nullcontext():
             fully_shard(
                 unit,
@@ -276,13 +278,13 @@ def _wrap(program: Program, wrapped: list[nn.Module], comms: _UnitComms) -> list
         if unit is not module and isinstance(kept, DeviceMesh):
             keep_among(unit, kept)
         for parameter, data, in_file in before:
-            # The optimizer was built over it, and holds it until it is given the rows: the whole
-            # model on the device, where torch moved it, or its file in the host's page cache.
+            # The optimizer refers to `parameter` until it gets the rows. Without this the whole
+            # model would stay on the device, or its file in the host's page cache.
             if in_file:
                 parameter.data = data.new_empty(1).expand(data.shape)
             elif parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
-            del data  # the next unit's would find it there
+            del data  # else this tensor would live while the next unit is gathered
         del before
         trim_heap()
     paths = {id(part): path for path, part in module.named_modules()}
@@ -293,7 +295,7 @@ def _wrap(program: Program, wrapped: list[nn.Module], comms: _UnitComms) -> list
         shard.set_gradient_divide_factor(1.0)
         shard.set_force_sum_reduction_for_comms(True)
         if shard is module and plan.layout.pp > 1:
-            # A stage runs forward passes between backward ones: what is in no block stays for them.
+            # A stage alternates forward and backward passes: the root unit stays gathered for them.
             shard.set_reshard_after_backward(False, recurse=False)
         send_unused(shard)
         holds_groups(shard, forget_groups)
@@ -303,12 +305,12 @@ def _wrap(program: Program, wrapped: list[nn.Module], comms: _UnitComms) -> list
 def _kept(
     program: Program, degrees: Mapping[str, int], axis: str
 ) -> tuple[bool | DeviceMesh, Mapping[str, int]]:
-    """How a unit lies between its passes: cut as ever, whole (False), or over a part of `axis`.
+    """Return a unit's state between its passes: sharded, whole (False), or over a part of `axis`.
 
-    The part is the last axis of the mesh; all units share it, where torch would make groups anew.
+    The part is the last axis of the mesh. All units share this mesh; torch would make new groups.
 
     Returns:
-        also the degrees with that axis split in nodes and node, {} where it is not.
+        Also the degrees with that axis split in nodes and node, {} if it is not split.
     """
     layout, shards = program.plan.layout, degrees[axis]
     apart = layout.cp * layout.tp * (layout.ep if axis == "expert_shard" else 1)
@@ -322,11 +324,11 @@ def _kept(
 
 
 def _bring_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.device) -> None:
-    """Copy this rank's rows of a unit to the device; the other rows are made there, unread.
+    """Copy this rank's rows of a unit to the device; the other rows stay uninitialised there.
 
-    torch moves whole units, and cuts them there: of a checkpoint in mapped files every rank would
-    read all. What it cuts off may be any numbers. Where files lie on the device it copies the rows
-    alone, but of tensors with gaps between their rows.
+    torch moves whole units and shards them on the device. With a checkpoint in mapped files every
+    rank would then read all of it. The values of the other rows do not matter. On the CPU torch
+    copies only this rank's rows of a contiguous mapped tensor, so such a tensor is left as it is.
     """
     ranks, rank = over.size(over.ndim - 1), over.get_local_rank(over.ndim - 1)
     for parameter in parameters:
@@ -342,7 +344,7 @@ def _bring_rows(parameters: list[nn.Parameter], over: DeviceMesh, device: torch.
 
 
 def _formats(unit: nn.Module, program: Program, *, root: bool) -> MixedPrecisionPolicy:
-    """Gather a unit in the narrow format if its matrices are all read in it anyway."""
+    """Gather a unit in the narrow dtype if all of its matrices are read in it anyway."""
     plan, reduce = program.plan, reduced_format(program.plan)
     copied = {name: bucket.compute for bucket in plan.buckets for name in bucket.names}
     names = {id(p): name for name, p in program.parameters.items()}
@@ -361,8 +363,8 @@ class ShardedGradients:
     """The reducer over `fully_shard`, which sends by itself; see `program.Reducer`.
 
     Args:
-        undealt: buckets of what `fully_shard` leaves alone, and the ranks to sum each over at the
-            end.
+        undealt: buckets of parameters that `fully_shard` ignores, and the ranks to sum each over at
+            the end.
     """
 
     def __init__(
@@ -386,17 +388,21 @@ class ShardedGradients:
         self.hooks: dict[str, Any] = {}
 
     def watch(self, unit: nn.Module, path: str) -> tuple[RemovableHandle, RemovableHandle]:
-        """Notice gradients of what a unit gathers, from its first forward pass on; gives the hooks.
+        """Record which parameters of a unit get gradients, from its first forward pass on.
 
-        Gathered for that at the start, a unit would be there twice: flat, and as parameters.
+        If the unit were gathered for that at the start, it would be in memory twice: flat, and as
+        parameters.
 
         Args:
             path: the unit's name.
+
+        Returns:
+            The hooks.
         """
 
         def before(_unit: nn.Module, _given: Any) -> None:
             early.remove()
-            if torch.is_inference_mode_enabled():  # torch keeps the tensors that it makes now
+            if torch.is_inference_mode_enabled():  # FSDP reuses the tensors that it makes now
                 with torch.inference_mode(False):
                     cast(FSDPModule, unit).unshard()
 
@@ -413,7 +419,7 @@ class ShardedGradients:
         return early, once
 
     def scatter_by(self, make: Callable[[ScatterGradients, nn.Module], Any]) -> list[Any]:
-        """Give every unit a reduce-scatter of its own, made of the plain one; all, in order."""
+        """Replace each unit's reduce-scatter by `make(plain, unit)`; return all in order."""
         made = []
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
@@ -422,7 +428,7 @@ class ShardedGradients:
         return made
 
     def begin(self, rounds: int) -> None:
-        """No gradients."""
+        """Drop all gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
         for local in self.local.values():
@@ -433,17 +439,17 @@ class ShardedGradients:
             scatter.norms = []
 
     def arm(self, last: bool, once: bool = True) -> None:
-        """Every pass sends, or with `defer_sync` the last one, where it is known."""
+        """Turn gradient sync on for every pass, or with `defer_sync` for the last known one."""
         if self.defer_sync and isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last or not once)
 
     def drop_gathered(self, *_: object) -> None:
-        """Give back the memory of gathers: at the loss most activations are there."""
+        """Free the memory of gathers: at the loss most activations are in memory."""
         for gather in self.gathers:
             gather.drop()
 
     def passed(self, counted: bool) -> None:
-        """The backward pass has sent everything."""
+        """End a backward pass, which has sent all gradients by itself."""
         self.drop_gathered()
         for scatter in self.scatters:
             scatter.drop()
@@ -451,7 +457,7 @@ class ShardedGradients:
         self.fresh = set()
 
     def finish(self) -> None:
-        """Hand each local tensor its gradient; what a pipeline kept gathered is let go."""
+        """Give each local tensor its gradient; reshard what a pipeline kept gathered."""
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
         for name, local in self.local.items():
@@ -463,7 +469,7 @@ class ShardedGradients:
         self._sum_undealt()
 
     def _sum_undealt(self) -> None:
-        """All-reduce the gradients of what every rank keeps whole, bucket by bucket."""
+        """All-reduce the gradients of unsharded parameters, bucket by bucket."""
         for names, world in self.undealt:
             gradients = [grad for n in names if (grad := self.local[n].parameter.grad) is not None]
             self.norms += [torch.linalg.vector_norm(gradient) for gradient in gradients]
@@ -474,32 +480,32 @@ class ShardedGradients:
                 gradient.copy_(part.view_as(gradient))
 
     def publish(self) -> None:
-        """The next pass gathers what was stepped; nothing that is gathered still may stay."""
+        """Reshard all units, so that the next pass gathers the new weights."""
         for shard in self.module.modules():
             if isinstance(shard, FSDPModule):
                 shard.reshard()
 
     def close(self) -> None:
-        """Take the hooks away; the module stays sharded."""
+        """Remove the hooks; the module stays sharded."""
         for hook in self.hooks.values():
             hook.remove()
         for local in self.local.values():
             local.parameter.grad = None
 
     def used(self) -> list[bool]:
-        """Which parameters got a gradient on this rank."""
+        """Return per parameter whether it got a gradient on this rank."""
         return [name in self.seen for name in self.parameters]
 
     def local_norms(self) -> list[torch.Tensor]:
-        """Norm of each unit's gradients as this rank computed them."""
+        """Return the norm of each unit's gradients as this rank computed them."""
         return [*self.norms, *(norm for scatter in self.scatters for norm in scatter.norms)]
 
     def sums(self) -> list[torch.Tensor]:
-        """Gradients of this rank's rows."""
+        """Return the gradients of this rank's rows."""
         return [p.parameter.grad for p in self.local.values() if p.parameter.grad is not None]
 
     def summed(self) -> list[str]:
-        """Parameters whose rows have a gradient."""
+        """Return the names of the parameters whose rows have a gradient."""
         return [name for name, p in self.local.items() if p.parameter.grad is not None]
 
     def _seen(self, name: str) -> Callable[[torch.Tensor], None]:
@@ -509,16 +515,16 @@ class ShardedGradients:
         return note
 
 
-@torch.no_grad()  # else torch makes a view with a history: a seventh of a step of small blocks
+@torch.no_grad()  # a view with autograd history costs a seventh of a step of small blocks
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _outputs_of_their_own(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Outputs that may be written to, and thrown away after the pass.
+    """Return outputs that are safe for in-place operations and that die with the pass.
 
-    An in-place operation on a view would lose torch's hook with which the backward pass gathers,
-    and gradients go wrong; on a parameter (a tied head) such hooks would pile up pass by pass.
+    An in-place operation on a view would drop torch's hook that gathers for the backward pass, and
+    gradients would be wrong. On a parameter (a tied head) such hooks would pile up pass by pass.
     """
 
     def own(leaf: Any) -> Any:

@@ -1,15 +1,15 @@
 """A synchronous parameter server: workers push gradients to the servers and pull new weights.
 
-The last ranks are servers. Every gradient bucket is cut into one part per server, which adds up
-what the workers push, steps its part, and sends the new weights to all others; a worker keeps no
+The last ranks are servers. Every gradient bucket is cut into one part per server. A server adds up
+the workers' pushes, steps its part, and sends the new weights to all others; a worker keeps no
 optimizer state.
 
     push   worker → server   its part of each bucket, as soon as that is full; one message each
     pull   server → all      its part of each bucket, after the optimizer's step
 
-Messages between two ranks in one direction come in the order of the buckets on all ranks, so no
-message needs a name and nobody waits for one that was not sent. A server adds in the order of the
-ranks: the same bits whoever is first. All else is as zero1 does it (zero.py).
+Messages between two ranks in one direction come in the order of the buckets on all ranks, so they
+need no tags, and no rank waits for a message that was not sent. A server adds in the order of the
+ranks: the same bits whichever message comes first. All else is as in zero1 (zero.py).
 
 Source: Li et al. 2014 (Scaling Distributed Machine Learning with the Parameter Server)
 """
@@ -30,14 +30,14 @@ from shoal.wire import phases
 
 
 def apply(program: Program) -> Program:
-    """Give the program a reducer whose sums and weights travel between workers and servers."""
+    """Give the program a reducer that sends gradients and weights between workers and servers."""
     weights = FlatWeights(program)
     servers = program.plan.layout.servers
     links = Links(PointToPoint(program.world), servers)
     weights.worlds = [links for _ in weights.worlds]  # type: ignore[misc]  # as a World does
     local = weights.local()
     reducer = _Served(program, weights, local, links)
-    phases.unlike(phases.UPDATE, always=True)  # the servers' alone
+    phases.unlike(phases.UPDATE, always=True)  # only servers update
     who = f"rank {', '.join(map(str, links.servers))}"
     program.notices.append(f"parameter-server: {who} holds the optimizer's state and no samples")
     return stepped_by_parts(program, reducer, weights, local)
@@ -45,12 +45,12 @@ def apply(program: Program) -> Program:
 
 @dataclass
 class Pushed:
-    """A push under way; `result(out)` waits, and gives a server its part of the sum.
+    """A pending push; `result(out)` waits, and returns a server's part of the sum.
 
     Attributes:
-        sent: by a worker.
-        arriving: by worker, on a server.
-        nothing: an empty part, of those who get none.
+        sent: transfers of a worker.
+        arriving: transfers on a server, by worker.
+        nothing: an empty part, for ranks that receive none.
     """
 
     sent: Sequence[Transfer]
@@ -58,7 +58,7 @@ class Pushed:
     nothing: torch.Tensor
 
     def result(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Wait, then give this rank's part; `out` is overwritten with it where there is one."""
+        """Wait, then return this rank's part of the sum, written into `out` if given."""
         for one in self.sent:
             one.wait()
         if not self.arriving:
@@ -66,19 +66,19 @@ class Pushed:
         parts = torch.stack([one.wait() for one in self.arriving])
         if out is None:
             return torch.sum(parts, 0)
-        # In the format that is kept, though what travelled may be narrower.
+        # In the dtype of the buffer; the messages may be narrower.
         return torch.sum(parts, 0, dtype=out.dtype, out=out)
 
 
 @dataclass
 class Pulled:
-    """New weights under way, in both directions."""
+    """Pending transfers of new weights, in both directions."""
 
     transfers: Sequence[Transfer]
     into: Sequence[torch.Tensor]
 
     def wait(self) -> None:
-        """Return when those that come are in their place, and those that leave have left."""
+        """Wait until the received weights are copied and the sent ones have left."""
         for one, place in zip(self.transfers, self.into, strict=True):
             arrived = one.wait()
             if place.numel():
@@ -86,7 +86,7 @@ class Pulled:
 
 
 class Links:
-    """Messages between workers and servers, by the names that a world has for its collectives."""
+    """Messages between workers and servers, with the collective methods of a world."""
 
     def __init__(self, pairs: PointToPoint, servers: int) -> None:
         self.pairs, self.rank = pairs, pairs.world.rank
@@ -94,7 +94,7 @@ class Links:
         self.workers, self.servers = ranks[:-servers], ranks[-servers:]
 
     def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Pushed:
-        """Push a bucket: server r gets the sum over workers of cuts[r] to cuts[r + 1]."""
+        """Push a bucket: server r gets the workers' sum of cuts[r] to cuts[r + 1]."""
         if self.rank in self.workers:
             parts = [(server, tensor[slice(*cuts[server : server + 2])]) for server in self.servers]
             sent = [self.pairs.send(part, server) for server, part in parts]
@@ -104,7 +104,7 @@ class Links:
         return Pushed([], coming, tensor[:0])
 
     def all_gather_parts(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Pulled:
-        """Complete a bucket of weights everywhere, by the servers' parts; begins, in place."""
+        """Begin to complete a bucket of weights on every rank, in place, by the servers' parts."""
         parts = {server: tensor[slice(*cuts[server : server + 2])] for server in self.servers}
         transfers, into = [], []
         if self.rank in self.servers:
@@ -120,7 +120,7 @@ class Links:
 
 
 class _Served(BucketReducer):
-    """Whole gradients on workers; on servers the sums of their parts."""
+    """Reducer of whole gradients on workers, and of the sums of their parts on servers."""
 
     def __init__(
         self, program: Program, weights: FlatWeights, local: dict[str, Local], links: Links
@@ -131,11 +131,15 @@ class _Served(BucketReducer):
         self.worlds = [links for _ in self.worlds]  # type: ignore[misc]  # as a World does
 
     def arm(self, last: bool, once: bool = True) -> None:
-        """A pass on a server is of a batch that its rank brought. Errors: ConfigError."""
+        """Refuse a pass on a server, whose rank has no samples.
+
+        Raises:
+            ConfigError: this rank is a server and brought a batch.
+        """
         if self.rank in self.links.servers:
             raise brings_own(self.layout)
         super().arm(last, once)
 
     def publish(self) -> None:
-        """Servers give their parts of the new weights to all others."""
+        """Send the servers' parts of the new weights to all ranks."""
         self.weights.publish()

@@ -1,15 +1,20 @@
 """All-reduce gradients of parameters that several parts of one model share, over those parts.
 
 Data parallel sums a gradient over the ranks that hold the same part of the model. Some parameters
-need one sum more: those that every rank of a tensor-parallel group holds whole while it sees a part
-of the activations only (norms under sequence parallelism), all of them under context parallelism,
-those that two stages of a pipeline both use (a tied embedding and head), and all of them where a
-pipeline holds two copies of the model (dualpipe). All are summed once a step, after the sum over
-data ranks and in the same buffers, so that every holder steps the same gradient.
+need one sum more:
 
-    order      tensor-parallel ranks first, then stages (`Placement.sum_over`): on every rank alike
-    messages   what is summed over the same ranks travels together, in buckets; a buffer that fills
-               one by itself travels as it lies
+    tp   those that every rank of a group holds whole while it sees only a part of the activations
+         (norms under sequence parallelism)
+    cp   all parameters
+    pp   those that two stages both use (a tied embedding and head), or all if a pipeline holds two
+         copies of the model (dualpipe)
+
+All are summed once a step, after the sum over data ranks and in the same buffers, so that every
+holder steps the same gradient.
+
+    order      tensor-parallel ranks first, then stages (`Placement.sum_over`), on every rank
+    messages   tensors that are summed over the same ranks share messages, in buckets; a tensor that
+               fills one by itself is sent without a copy
 """
 
 from __future__ import annotations
@@ -26,9 +31,8 @@ from shoal.planning.gradient_buckets import BUCKET_BYTES
 def sum_shared(program: Program, reducer: Reducer) -> None:
     """All-reduce the reducer's gradients in place over tp, cp and pp ranks that share parameters.
 
-    Called once a step, by every rank, after `reducer.finish()` has summed them over data ranks.
-
-    After it `reducer.used()` and `.local_norms()` mix in what others computed: ask before.
+    Every rank calls it once a step, after `reducer.finish()` has summed over data ranks. Read
+    `reducer.used()` and `.local_norms()` before: afterwards they include other ranks' gradients.
     """
     shared = {name for name, worlds in program.sums.items() if len(worlds) > 1}
     for name in shared & program.local.keys():
@@ -38,11 +42,11 @@ def sum_shared(program: Program, reducer: Reducer) -> None:
     wanted: dict[tuple[int, tuple[int, ...], str], tuple[World, list[torch.Tensor]]] = {}
     for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
         worlds = program.sums[name][1:]
-        # Counted from the last world, so that what has one only travels with what has two.
+        # Counted from the last world, so that tensors with one world join those with two.
         for turn, world in enumerate(worlds, -len(worlds)):
             key = (turn, world.ranks, str(tensor.dtype))
             wanted.setdefault(key, (world, []))[1].append(tensor)
-    # In the same order everywhere, so that no two ranks wait crosswise.
+    # In the same order on every rank, so that no two ranks deadlock.
     for key in sorted(wanted):
         world, tensors = wanted[key]
         for message in _messages(tensors):
@@ -50,7 +54,7 @@ def sum_shared(program: Program, reducer: Reducer) -> None:
 
 
 def _messages(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors that travel together, in their order: at most a bucket's bytes, or one tensor."""
+    """Yield tensors that share a message, in order: at most a bucket's bytes, or one tensor."""
     message: list[torch.Tensor] = []
     held_bytes = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""One process: gradients stay where autograd puts them, and there is nobody to sum with."""
+"""One process: gradients stay where autograd puts them, and there are no ranks to sum over."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ class LocalGradients:
             parameter.grad = None
 
     def arm(self, last: bool, once: bool = True) -> None:
-        """Nothing travels."""
+        """Do nothing: one process sends no gradients."""
 
     def passed(self, counted: bool) -> None:
-        """Nothing travels."""
+        """Do nothing: one process sends no gradients."""
 
     def finish(self) -> None:
-        """Nothing travels."""
+        """Do nothing: one process sends no gradients."""
 
     def used(self) -> list[bool]:
-        """Which parameters got a gradient."""
+        """Return per parameter whether it got a gradient."""
         return [p.grad is not None for p in self.parameters.values()]
 
     def local_norms(self) -> list[torch.Tensor]:
-        """Norms of all gradients, by one call per dtype and device."""
+        """Return the norms of all gradients, by one call per dtype and device."""
         return list(torch._foreach_norm(self.sums())) if self.sums() else []
 
     def publish(self) -> None:
-        """The parameters themselves were stepped."""
+        """Do nothing: the optimizer stepped the module's own parameters."""
 
     def sums(self) -> list[torch.Tensor]:
-        """The gradients themselves."""
+        """Return the gradients themselves."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def summed(self) -> list[str]:
-        """The parameters that have one."""
+        """Return the names of the parameters that have a gradient."""
         return [name for name, p in self.parameters.items() if p.grad is not None]

@@ -1,8 +1,9 @@
-"""Say that fsdp's blocks are too small: latency, not bytes, is then what its collectives cost.
+"""Report that fsdp's blocks are too small, so that latency dominates the cost of its collectives.
 
 Each block is gathered before its forward and before its backward pass, and its gradients are
-reduce-scattered: three collectives a block and micro-batch. Blocks that are small in all are
-gathered together (`base.resharding.gathered_together`); these are many, or the link is slow.
+reduce-scattered: three collectives per block and micro-batch. Models with few bytes in all blocks
+are gathered at once (`base.resharding.gathered_together`). Here there are many blocks, or the link
+is slow.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from shoal.fabric.device import is_accelerator
 from shoal.forecast.machines.measured_machine import read_measured, this_cluster
 
 WAITS_TO_SENDS = 2.0
-"""Blocks are too small where a collective waits so many times as long as it sends."""
+"""Blocks count as too small if a collective's latency is this many times its transfer time."""
 
 
 def cluster_of(world: World) -> Cluster:
-    """Return this machine with so many ranks as it was measured, or as its kind usually is."""
+    """Return the measured cluster of this machine and rank count, or its kind's usual values."""
     kind = "gpu" if is_accelerator(world.device) else "cpu"
     measured = read_measured(cache_folder(), world.size, kind, torch.get_num_threads())
     return measured or this_cluster(this_machine(), world.size)
 
 
 def small_units_line(plan: Plan, rows: Iterable[Placement], cluster: Cluster) -> str:
-    """Return the line on blocks whose collectives mostly wait, or "" where they mostly send.
+    """Return the line on blocks whose collectives are bound by latency, or "" if they are not.
 
     Args:
-        plan: whose layout shards parameters (zero 3).
+        plan: plan whose layout shards parameters (zero 3).
         rows: placements of the model's parameters and buffers.
-        cluster: the machine as it was measured, or as machines of its kind are.
+        cluster: the machine as measured, or with the usual values of its kind.
     """
     units: dict[str, int] = {}
     for row in rows:

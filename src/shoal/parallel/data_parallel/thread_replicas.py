@@ -1,14 +1,14 @@
-"""One process, several replicas, as `nn.DataParallel` has them: here only to be compared with.
+"""One CPU process with several replicas, as `nn.DataParallel` has them, only for comparison.
 
-On a CPU; with several devices: `replicas.py`. Every replica has its own gradients, all share the
-weights' memory, and each runs every `threads`-th micro-batch in its own thread; afterwards the
-gradients are added in the order of the replicas. What `ddp` has before it: here one interpreter
-runs all replicas in turn between kernels, gradients of all replicas meet in one place after the
-backward pass instead of during it, and it ends at one machine.
+For several devices see `device_replicas.py`. Every replica has its own gradients, and all share the
+weights' memory. Each runs every `threads`-th micro-batch in its own thread. Afterwards the
+gradients are added in the order of the replicas. Compared with `ddp`, one interpreter runs all
+replicas in turn between kernels, gradients of all replicas meet in one place after the backward
+pass instead of during it, and it ends at one machine.
 
-Random operations, BatchNorm and buffers that the forward pass changes are the process's own, not a
-thread's: with those the replicas run in turn. Whether there are random operations is seen in the
-first step, which runs in turn and looks whether a generator is still where it was last seeded.
+Random operations, BatchNorm and buffers that the forward pass changes belong to the process, not to
+a thread: with those the replicas run in turn. The first step, which always runs in turn, finds out
+whether there are random operations: it checks whether a generator still has its seeded state.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LATE = (
     "layout.strategy = dp: the model drew random numbers for the first time after its first step; "
     "threads share one generator; try: layout.strategy=ddp"
 )
-"""Why a step ends that began in threads."""
+"""Error text for random draws in a step that runs in threads."""
 
 
 def apply(program: Program) -> Program:
-    """Run the passes of a step on replicas, in threads where that is safe."""
+    """Run the passes of a step on replicas, in threads if that is safe."""
     replicas = Replicas(program)
     program.notices.append(
         f"dp: {program.plan.layout.threads} replicas in one process, for comparison; ddp's "
@@ -56,18 +56,18 @@ class Replicas:
     def __init__(self, program: Program) -> None:
         self.module, self.blocks = program.module, program.blocks
         self.others = [_replica(program) for _ in range(program.plan.layout.threads - 1)]
-        # Each thread would else start as many workers as there are cores.
+        # Otherwise each thread would start as many workers as there are cores.
         share = max(1, torch.get_num_threads() // (len(self.others) + 1))
         self.pool = ThreadPoolExecutor(
             len(self.others) + 1, initializer=torch.set_num_threads, initargs=(share,)
         )
-        # A rule around micro-batches, keys aside, means buffers that belong to no thread.
+        # A context around micro-batches, except seeding, means buffers that threads would share.
         self.in_turn = bool(program.around) or any(True for _ in program.module.buffers())
         self.looked = False
         self.generators = generators(program.world.device)
 
     def run(self, program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
-        """Run all passes; micro-batch k goes to replica k modulo their number."""
+        """Run all passes; micro-batch k goes to replica k modulo the number of replicas."""
         modules = [self.module, *self.others]
         for first in range(0, len(passes), len(modules)):
             group = passes[first : first + len(modules)]
@@ -90,21 +90,21 @@ class Replicas:
         self.looked = True
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self.pool.shutdown()
 
     @contextmanager
     def watch(self, step: int, index: int) -> Iterator[None]:
-        """At the end of a pass, loss included: did it draw since its generators were last keyed?"""
+        """Check at the end of a pass, loss included, whether it drew random numbers."""
         yield
         self._note()
 
     def _look(self, module: nn.Module, one: Pass) -> None:
-        """Run one pass alone; in the first step also note whether its blocks draw."""
+        """Run one pass alone; in the first step also check whether its blocks draw."""
         hooks = []
         for name in () if self.looked else self.blocks:
             block = module.get_submodule(name)
-            # Before the hooks that key generators anew, and so would hide it.
+            # Before the hooks that reseed the generators, which would hide a draw.
             hooks.append(block.register_forward_pre_hook(self._note, prepend=True))
             hooks.append(block.register_forward_hook(self._note, prepend=True))
         one(module)
@@ -117,7 +117,7 @@ class Replicas:
 
 
 def drawn(now: torch.Generator) -> bool:
-    """Tell whether a generator is no longer where its seed put it."""
+    """Return whether a generator has left the state that its seed set."""
     seeded = torch.Generator(now.device).manual_seed(now.initial_seed())
     return not torch.equal(now.get_state(), seeded.get_state())
 
@@ -127,9 +127,9 @@ def _in_thread(one: Pass, module: nn.Module) -> None:
 
 
 def _replica(program: Program) -> nn.Module:
-    """A copy of the module over the same weights and buffers, with parameters of its own."""
+    """Copy the module over the same weights and buffers, with parameters of its own."""
     shared: dict[int, object] = {id(buffer): buffer for buffer in program.module.buffers()}
-    # A rule keeps these layers' statistics, and it knows the module's own layers only.
+    # batch_norm.py keeps these layers' statistics, and it knows only the module's own layers.
     shared.update({id(m): m for m in program.module.modules() if isinstance(m, BatchNorm)})
     for parameter in program.module.parameters():
         own = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
@@ -138,7 +138,7 @@ def _replica(program: Program) -> nn.Module:
 
 
 class AddedGradients:
-    """The reducer of `dp`: gradients of all replicas, added in their order."""
+    """Reducer of `dp`: gradients of all replicas, added in their order."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], replicas: list[nn.Module]) -> None:
         self.parameters = parameters
@@ -153,16 +153,16 @@ class AddedGradients:
         ]
 
     def begin(self, rounds: int) -> None:
-        """No gradients anywhere."""
+        """Drop the gradients of all replicas."""
         for parameters in (self.parameters, *self.replicas):
             for parameter in parameters.values():
                 parameter.grad = None
 
     def arm(self, last: bool, once: bool = True) -> None:
-        """Nothing travels."""
+        """Do nothing: replicas share the process."""
 
     def passed(self, counted: bool) -> None:
-        """Nothing travels."""
+        """Do nothing: replicas share the process."""
 
     def finish(self) -> None:
         """Add the replicas' gradients to the module's own."""
@@ -176,20 +176,20 @@ class AddedGradients:
                 parameter.grad = None
 
     def used(self) -> list[bool]:
-        """Which parameters got a gradient."""
+        """Return per parameter whether it got a gradient."""
         return [p.grad is not None for p in self.parameters.values()]
 
     def local_norms(self) -> list[torch.Tensor]:
-        """Norms of all gradients, by one call per dtype and device."""
+        """Return the norms of all gradients, by one call per dtype and device."""
         return list(torch._foreach_norm(self.sums())) if self.sums() else []
 
     def sums(self) -> list[torch.Tensor]:
-        """The gradients themselves."""
+        """Return the gradients themselves."""
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def summed(self) -> list[str]:
-        """The parameters that have one."""
+        """Return the names of the parameters that have a gradient."""
         return [name for name, p in self.parameters.items() if p.grad is not None]
 
     def publish(self) -> None:
-        """Replicas share the weights' memory."""
+        """Do nothing: replicas share the weights' memory."""

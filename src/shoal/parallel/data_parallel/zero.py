@@ -1,13 +1,13 @@
 """ZeRO stages 1 and 2: every rank holds all weights, but steps only its own part of them.
 
-The weights of each bucket lie in one flat buffer, cut into one part per rank. A rank's optimizer
+The weights of each bucket are one flat buffer, cut into one part per rank. A rank's optimizer
 sees views of its parts; after its step an all-gather completes the buffers on every rank.
 
     zero1   gradients are whole buffers; at the step's end each rank gets the sum of its part
             (sent once a step, however many micro-batches)
     zero2   only the sum of a rank's own part is kept. A bucket's gradients are collected in a
-            transient buffer, sent when it is full, in every micro-batch, and the part that comes
-            back is added up. `defer_sync` does as zero1 does and costs one whole gradient
+            transient buffer, which is sent when full, in every micro-batch; the received part is
+            accumulated. `defer_sync` does as zero1 does and costs one whole gradient
 
 Source: Rajbhandari et al. 2020 (ZeRO), §5; stage 2 with a reduce-scatter per micro-batch as there
 """
@@ -35,15 +35,15 @@ from shoal.parallel.data_parallel.buckets import (
 from shoal.parallel.program import Local, Part, Program
 
 IN_FLIGHT = 1
-"""Buckets on their way under zero2 while the next is filled; more would hold more gradients.
+"""Buckets in flight under zero2 while the next is filled; more would hold more gradients.
 
-A full bucket waits until there is room: what holds most is not a network that is slower than the
-backward pass, which would be waited for at the end of it anyway.
+A full bucket waits until an earlier one has arrived. That costs little: a network slower than the
+backward pass would delay the end of the step anyway.
 """
 
 
 def apply(program: Program) -> Program:
-    """Cut weights, sums of gradients and what the optimizer steps over all ranks."""
+    """Shard weights, gradient sums and the optimizer's parameters over all ranks."""
     weights = FlatWeights(program)
     local = weights.local()
     once = program.plan.layout.zero == 1 or program.plan.defer_sync
@@ -68,12 +68,12 @@ def stepped_by_parts(
 
 
 class FlatWeights:
-    """All weights of a program in one buffer per bucket, of which the parameters are views.
+    """All weights of a program in one buffer per bucket; the parameters are views into it.
 
     Attributes:
-        flats: what forward passes read, whole, in the bucket's compute format.
-        masters: this rank's parts in the format that is stepped: views of `flats`, or tensors of
-            their own where forward passes read narrow copies.
+        flats: buffers that forward passes read, whole, in the bucket's compute dtype.
+        masters: this rank's parts in the dtype of the optimizer: views of `flats`, or tensors of
+            their own if forward passes read narrow copies.
     """
 
     def __init__(self, program: Program) -> None:
@@ -102,7 +102,7 @@ class FlatWeights:
             self.masters.append(wide[low:high].clone() if bucket.compute else flat[low:high])
 
     def local(self) -> dict[str, Local]:
-        """The part of every parameter that this rank steps, flat; absent where it has none."""
+        """Return the flat part of every parameter that this rank steps; absent if it has none."""
         found: dict[str, Local] = {}
         for bucket, master, span in zip(self.buckets, self.masters, self.spans, strict=True):
             low, high = span
@@ -112,17 +112,17 @@ class FlatWeights:
                     continue
                 shape = tuple(self.parameters[name].shape)
                 piece = master[first - low : last - low]
-                whole = (first, last) == (start, stop)  # then matrices stay matrices (Muon)
+                whole = (first, last) == (start, stop)  # an uncut matrix keeps its shape (Muon)
                 part = nn.Parameter(piece.view(shape) if whole else piece)
                 here = self.place(name)
                 slices = here.part(first - start, last - start)
                 shard = Shard(name, here.global_shape, bucket.dtype, slices)
                 found[name] = Local(part, shard)
-        # The module's own order, so that sums over parameters run as they would elsewhere.
+        # The module's own order, so that sums over parameters have the same bits in every layout.
         return {name: found[name] for name in self.parameters if name in found}
 
     def parts(self, local: dict[str, Local]) -> dict[str, Part]:
-        """What is kept of parameters whose masters lie in parts only; no slices where no part."""
+        """Return this rank's part, maybe empty, of each parameter with sharded masters."""
         found: dict[str, Part] = {}
         for bucket, master in zip(self.buckets, self.masters, strict=True):
             for name in bucket.names if bucket.compute else ():
@@ -133,7 +133,7 @@ class FlatWeights:
         return found
 
     def widen(self) -> None:
-        """Give the module the masters in the place of narrow copies, whole; all ranks call it."""
+        """Replace narrow copies in the module by whole masters; all ranks call it."""
         for number, (flat, master, bucket) in enumerate(self._each()):
             if not bucket.compute:
                 continue
@@ -148,7 +148,7 @@ class FlatWeights:
                 parameter.data = wide[start:stop].view(parameter.shape)
 
     def publish(self) -> None:
-        """Every rank gives its parts to all others."""
+        """All-gather the updated parts, so that every rank has all weights."""
         works = []
         for number, (flat, master, bucket) in enumerate(self._each()):
             if bucket.compute:
@@ -161,12 +161,12 @@ class FlatWeights:
                     work.wait()
 
     def _each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Bucket]]:
-        """What is read, what this rank steps of it, and its bucket."""
+        """Return per bucket (flat weights, this rank's masters, bucket)."""
         return zip(self.flats, self.masters, self.buckets, strict=True)
 
 
 class _ZeroOne(BucketReducer):
-    """Whole gradients, of which only the own part is summed."""
+    """Reducer of whole gradients, of which this rank sums only its own part."""
 
     def __init__(self, program: Program, weights: FlatWeights, local: dict[str, Local]) -> None:
         super().__init__(program, local)
@@ -178,7 +178,7 @@ class _ZeroOne(BucketReducer):
 
 
 class ScatterReducer:
-    """The reducer of `zero2`: one reduce-scatter per bucket and micro-batch."""
+    """Reducer of `zero2`: one reduce-scatter per bucket and micro-batch."""
 
     def __init__(self, program: Program, weights: FlatWeights, local: dict[str, Local]) -> None:
         parameters, buckets = program.parameters, program.plan.buckets
@@ -204,7 +204,7 @@ class ScatterReducer:
         ]
 
     def begin(self, rounds: int) -> None:
-        """Zero this rank's parts; parameters have no gradients of their own."""
+        """Zero this rank's parts and drop the gradients of parameters."""
         torch._foreach_zero_(self.parts)
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -213,12 +213,12 @@ class ScatterReducer:
         self.norms, self.pending = [], []
 
     def arm(self, last: bool, once: bool = True) -> None:
-        """Every pass sends all buckets, in the plan's order; several do it at their end."""
+        """Start a pass, which sends all buckets in the plan's order (several: at their end)."""
         self.next, self.once = 0, once
         self.filled, self.staged = set(), {}
 
     def passed(self, counted: bool) -> None:
-        """Send what the pass left incomplete: parameters that it did not use count as zero."""
+        """Send the buckets that the pass left incomplete; unused parameters count as zero."""
         while self.next < len(self.plan):
             self._send()
         self.round += 1
@@ -226,7 +226,7 @@ class ScatterReducer:
         self.fresh = set()
 
     def finish(self) -> None:
-        """Join the rounds that this rank has no micro-batch for, then wait for everything."""
+        """Join rounds for which this rank has no micro-batch, then wait for all sums."""
         while self.round < self.rounds:
             self.arm(last=True)
             self.passed(counted=False)
@@ -245,26 +245,26 @@ class ScatterReducer:
         self.weights.publish()
 
     def close(self) -> None:
-        """No hooks, no views of buffers."""
+        """Remove the hooks and the gradient views of buffers."""
         for hook in self.hooks:
             hook.remove()
         for local in self.local.values():
             local.parameter.grad = None
 
     def used(self) -> list[bool]:
-        """Which parameters got a gradient on this rank."""
+        """Return per parameter whether it got a gradient on this rank."""
         return [name in self.seen for name in self.parameters]
 
     def local_norms(self) -> list[torch.Tensor]:
-        """Norm of each bucket as this rank computed it, per micro-batch."""
+        """Return the norm of each bucket per micro-batch, as this rank computed it."""
         return self.norms
 
     def sums(self) -> list[torch.Tensor]:
-        """This rank's parts of the sum, one tensor per bucket."""
+        """Return this rank's parts of the sum, one tensor per bucket."""
         return self.parts
 
     def summed(self) -> list[str]:
-        """The first parameter of every bucket."""
+        """Return the first parameter of every bucket."""
         return [bucket.names[0] for bucket in self.plan]
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
@@ -306,9 +306,9 @@ class ScatterReducer:
         self.next += 1
         flat = self._staging(number)
         del self.staged[number]
-        while len(self.pending) >= IN_FLIGHT:  # before more is sent: three copies of it at once
+        while len(self.pending) >= IN_FLIGHT:  # before the send, which needs up to three copies
             self._receive()
-        # Read before the sum mixes ranks: it tells whose numbers broke.
+        # Taken before the sum mixes ranks, so that a bad norm points to its rank.
         self.norms.append(torch.linalg.vector_norm(flat))
         sent = flat if self.reduce is None else flat.to(self.reduce)
         arriving = self.worlds[number].reduce_scatter(sent, self.plan[number].cuts)

@@ -1,11 +1,11 @@
-"""Expert parallelism: data-parallel ranks deal the experts of a mixture out among themselves.
+"""Expert parallelism: data-parallel ranks divide the experts of a mixture among themselves.
 
 Each of `ep` neighbouring data-parallel ranks holds 1/ep of every layer's experts; tokens travel to
 their experts and back by all-to-all (token_routing.py). Routing stays the model's own code, on the
-rank where the token is at home, so what it decides, and a loss on how it balances, do not depend on
-the layout. Layers of experts are found by what they hold and how they are called (trace/find),
-and checked by running them (expert_check.py). Experts that are a list of modules are called one by
-one by the model's own code, with an exchange for each (expert_lists.py).
+token's own rank. So its decisions, and a loss on its balance, do not depend on the layout. Expert
+layers are found by their parameters and calls (trace/find), and checked by running them
+(expert_check.py). Experts that are a list of modules are called one by one by the model's own code,
+with an exchange for each (expert_lists.py).
 
 An expert sees the tokens of all ranks that exchange with it, so its gradient is summed only over
 the data-parallel ranks that hold the same experts; everything else over all of them.
@@ -38,14 +38,14 @@ from shoal.trace.find.stacked_experts import ExpertLayer
 from shoal.trace.flow.forward_record import Record
 
 Experts = ExpertLayer | ListedExperts
-"""A layer whose experts are a stack, or a list."""
+"""Layer whose experts are a stack, or a list."""
 
 
 def plan(program: Program, record: Record) -> list[Experts]:
-    """The model's layers of experts, checked; none without `ep`.
+    """Find and check the model's expert layers; none without `ep`.
 
     Raises:
-        PlanError: for a model without experts, or whose experts cannot be dealt so.
+        PlanError: the model has no experts, or they do not divide over the ranks.
     """
     layout = program.plan.layout
     if layout.ep == 1:
@@ -54,7 +54,7 @@ def plan(program: Program, record: Record) -> list[Experts]:
 
 
 def dealt(record: Record, layout: Layout) -> list[Experts]:
-    """The layers of experts that `layout` deals out; see `plan`."""
+    """Find and check the expert layers that `layout` divides; see `plan`."""
     layers, lists = record.experts(), record.listed_experts()
     if not layers and not lists:
         raise PlanError(
@@ -119,9 +119,10 @@ def _check_number(layer: Experts, layout: Layout) -> None:
 def place(
     rows: Mapping[str, Placement], layers: Sequence[Experts], module: nn.Module, layout: Layout
 ) -> dict[str, Placement]:
-    """Deal the experts of every layer out, by rows of their stacks or one after another.
+    """Divide the experts of every layer over ep, by rows of their stacks or module by module.
 
-    Errors: PlanError where another technique has cut experts already
+    Raises:
+        PlanError: another technique has cut the experts already.
     """
     found, names = dict(rows), {id(p): name for name, p in module.named_parameters()}
     for layer in layers:
@@ -138,7 +139,7 @@ def place(
 
 
 def _cuts(layer: Experts, degree: int) -> Iterator[tuple[nn.Parameter, Cut]]:
-    """How each parameter of a layer's experts lies on the ranks: some rows, all, or none."""
+    """Yield each parameter of a layer's experts with its cut: some rows, all, or none per rank."""
     if isinstance(layer, ExpertLayer):
         for parameter in layer.part.parameters():
             yield parameter, even_cut("ep", 0, parameter.shape[0], degree)
@@ -151,7 +152,7 @@ def _cuts(layer: Experts, degree: int) -> Iterator[tuple[nn.Parameter, Cut]]:
 
 
 def apply(program: Program, layers: Sequence[Experts]) -> Program:
-    """Keep this rank's experts, in place, and let tokens travel; nothing without layers."""
+    """Keep this rank's experts, in place, and route tokens to them; no change without layers."""
     if not layers:
         return program
     degrees = program.plan.layout.expert_degrees

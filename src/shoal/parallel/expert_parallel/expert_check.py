@@ -1,15 +1,15 @@
-"""Is a layer that looks like stacked experts a sum over them? It is asked by running it.
+"""Check that an expert layer is a sum over its experts, by running it.
 
-In float64 (or its own format, where its kernels know no other), on tokens of its own width and
-random choices (one expert gets none), the layer's outputs and all gradients must be those of the
-parts:
+The check runs in float64 (or in the layer's dtype, if its kernels support no other), on tokens of
+the layer's width with random choices (one expert gets none). The layer's outputs and all gradients
+must equal those of the parts:
 
     layer(x, chosen, w)  =  Σ over ranks, Σ over their places   w · part(x, own expert, 1)
 
-where a part is the same layer with the parameters that a rank would hold. A layer that keeps its
-number of experts in attributes is told the part's number; which attributes it must be told in is
-found out by trying. Layers that draw random numbers are refused: tokens of several ranks meet in
-them, so what is drawn would depend on the layout.
+A part is the same layer with the parameters that a rank would hold. A layer that keeps its number
+of experts in attributes needs the part's number there; trial runs find these attributes. Layers
+that draw random numbers are refused: tokens of several ranks meet in them, so the draws would
+depend on the layout.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from shoal.trace.find.stacked_experts import ExpertLayer
 from shoal.trace.isolation.module_copies import copied_module
 
 TOKENS = 24
-"""How many are sent through the layer; few, as it runs with all its experts in float64."""
+"""Number of tokens sent through the layer; few, as it runs with all its experts in float64."""
 
 DIGITS = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""What may differ, by the size of what is compared; in shorter formats `COARSE`."""
+"""Largest relative difference by dtype; in shorter dtypes `COARSE`."""
 
 COARSE = 0.03
 
 
 class NotExperts(Exception):
-    """Why a layer is no sum over its experts: one line."""
+    """Raised if a layer is no sum over its experts; the text is a one-line reason."""
 
 
 def checked(layer: ExpertLayer, degree: int) -> ExpertLayer:
-    """The layer, with what it must be told when it holds 1/degree of its experts.
+    """Check a layer; return it with the attributes to set when it holds 1/degree of its experts.
 
-    Errors: NotExperts
+    Raises:
+        NotExperts: the layer is no sum over its experts.
     """
     try:
         return _checked_in(torch.float64, layer, degree)
-    except RuntimeError:  # grouped products, for one, are made for shorter formats alone
+    except RuntimeError:  # e.g. grouped matrix products exist for narrower dtypes only
         own = next(p.dtype for p in layer.part.parameters())
         try:
             return _checked_in(own, layer, degree)
@@ -60,9 +61,10 @@ def checked(layer: ExpertLayer, degree: int) -> ExpertLayer:
 
 
 def check_rows(layer: ListedExperts) -> None:
-    """Is an expert of a list one that treats every row alone? Asked as above, of one of them.
+    """Check that an expert of a list treats every row alike, by running one expert.
 
-    Errors: NotExperts
+    Raises:
+        NotExperts: the expert mixes rows or draws random numbers.
     """
     twin = copied_module(layer.entries[0]).to(torch.float64).train()
     draws = _draws(layer.experts)
@@ -84,7 +86,7 @@ def check_rows(layer: ListedExperts) -> None:
 
 
 def _of_rows(expert: nn.Module, groups: list[Tensor]) -> list[Tensor]:
-    """Results for groups of rows, then gradients of rows and parameters."""
+    """Return the results for groups of rows, then gradients of rows and parameters."""
     leaves = [rows.clone().requires_grad_() for rows in groups]
     results = [expert(rows) for rows in leaves]
     if not all(isinstance(one, Tensor) and one.dim() == 2 for one in results):
@@ -127,7 +129,7 @@ def _checked_in(dtype: torch.dtype, layer: ExpertLayer, degree: int) -> ExpertLa
 
 
 def _values(layer: ExpertLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, chosen, weights) like the sample's, but more of them, and one expert idle."""
+    """Make (tokens, chosen, weights) like the sample's, but more, and one expert idle."""
     tokens, chosen, _ = layer.sample
     draws = _draws(layer.experts)
     made = torch.randn(TOKENS, tokens.shape[1], generator=draws, dtype=torch.float64)
@@ -140,7 +142,7 @@ def _values(layer: ExpertLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
 
 
 def _drawn(device: torch.device) -> Tensor:
-    """The state that draws on this device change."""
+    """Return the random state that draws on this device change."""
     return generators(device)[-1].get_state()
 
 
@@ -149,7 +151,7 @@ def _draws(seed: int) -> torch.Generator:
 
 
 def _attributes(layer: ExpertLayer) -> Iterator[tuple[str, ...]]:
-    """Sets of attributes that may say how many experts there are: none, one, all."""
+    """Yield sets of attributes that may hold the number of experts: none, one, all."""
     named = [
         name
         for name, value in vars(layer.part).items()
@@ -164,7 +166,7 @@ def _attributes(layer: ExpertLayer) -> Iterator[tuple[str, ...]]:
 def _outcome(
     layer: ExpertLayer, twin: nn.Module, values: tuple[Tensor, ...], upstream: Tensor
 ) -> list[Tensor]:
-    """Outputs, then gradients of tokens, weights and all parameters."""
+    """Return outputs, then gradients of tokens, weights and all parameters."""
     tokens, chosen, weights = (v.clone() for v in values)
     inputs = [tokens.requires_grad_(), weights.requires_grad_(), *twin.parameters()]
     output = layer.call(twin, tokens, chosen, weights)
@@ -183,7 +185,7 @@ def _of_parts(
     upstream: Tensor,
     degree: int,
 ) -> list[Tensor]:
-    """The same by ranks that hold 1/degree of the experts each."""
+    """Return the same results computed by ranks that hold 1/degree of the experts each."""
     held = layer.experts // degree
     tokens, chosen, weights = (v.clone() for v in values)
     inputs = [tokens.requires_grad_(), weights.requires_grad_()]

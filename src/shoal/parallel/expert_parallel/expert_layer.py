@@ -1,9 +1,10 @@
-"""Stands in the place of a layer of experts of which this rank holds a part.
+"""Replacement of an expert layer of which this rank holds a part.
 
-The layer's own forward computes its own experts on the rows that come here, with weight 1 each; all
-else (routing before, weighting after) happens at the tokens' home, see token_routing.py. Where no
-row comes the layer runs on one row that nobody sent, of which nothing is kept: so its parameters
-have gradients of zeros and its results the right format, and every rank joins every exchange.
+The layer's own forward computes this rank's experts on the rows that it receives, with weight 1
+each. All else (routing before, weighting after) happens on the tokens' own rank, see
+token_routing.py. If no row arrives, the layer runs on one dummy row, whose result is dropped. So
+its parameters have zero gradients, its results the right dtype, and every rank joins every
+exchange.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from shoal.trace.isolation.replaced_forward import StandIn
 
 
 class RoutedForward(StandIn):
-    """A layer's forward, by experts of several ranks."""
+    """Replacement of a layer's forward that uses the experts of several ranks."""
 
     def __init__(self, layer: ExpertLayer, axis: World, loads: Loads) -> None:
         self.layer, self.axis, self.loads = layer, axis, loads
         super().__init__(layer.name, layer.part)
 
-    # A compiled block leaves its graph here: what travels is a fact of the data.
+    # A graph break of a compiled block: the exchanged sizes depend on the data.
     @torch.compiler.disable
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """What the layer's own forward gives, with all experts."""
+        """Return the results of the layer's own forward, with all experts."""
         tokens, chosen, weights = self.layer.read(inputs, named)
         route = find_route(chosen, self.layer.experts, self.axis)
         self.loads.note(self.name, route.counts)
@@ -46,7 +47,7 @@ class RoutedForward(StandIn):
         return combine(results, weights, route, self.axis).to(results.dtype)
 
     def _compute(self, rows: Tensor, whose: Tensor, dtype: torch.dtype) -> Tensor:
-        """Each row by the expert it is for, not weighted, in the format that weights make of it."""
+        """Run each row through its expert, unweighted, in the dtype that weighting gives."""
         ones = rows.new_ones(len(rows), 1, dtype=dtype)
         with telling(self.block, self.layer.counts, self.layer.experts // self.axis.size):
             results: Tensor = self.layer.call(self.forward, rows, whose.unsqueeze(1), ones)
@@ -55,7 +56,7 @@ class RoutedForward(StandIn):
 
 @contextmanager
 def telling(part: nn.Module, counts: tuple[str, ...], experts: int) -> Iterator[None]:
-    """Inside, the part's own attributes say that it has so many experts."""
+    """Set the part's attributes to this number of experts while the context is open."""
     kept = {name: getattr(part, name) for name in counts}
     try:
         for name in counts:

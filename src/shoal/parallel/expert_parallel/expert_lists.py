@@ -1,17 +1,17 @@
-"""Experts that are a list of modules: the model calls each with its rows, wherever it is held.
+"""Experts that are a list of modules: the model calls each with its rows, on whichever rank it is.
 
-The code around the list is the user's own: it chooses rows, calls the experts in the order of their
-list, all of them or those that got rows, and adds up what they give. A call is one exchange for one
-expert: every rank's rows go to the rank that holds it, and its results go home.
+The code around the list is the user's own. It chooses rows, calls the experts in the order of their
+list (all, or those that received rows), and adds up the results. A call is one exchange for one
+expert: every rank's rows go to the rank that holds the expert, and its results go back.
 
 Protocol  per expert: how many rows come from each rank · rows · results
           a rank that does not call an expert joins with no rows: before its next call of a later
           one, and after the layer's last. So ranks need not call the same experts
-          a rank without a micro-batch of its own runs another's for nothing: its rows travel, and
-          an expert that got no others gets no gradient, as in one process, where nobody called it
+          a rank without a micro-batch of its own runs another's with weight 0: its rows travel, and
+          an expert without other rows gets no gradient, as in one process without such a call
 Backward  autograd is free to choose an order where none follows from values, and ranks must not
           differ: an empty tensor runs through all exchanges of a call, from each to the next, and
-          into what the layer gives. Backward they run from the last to the first
+          into the layer's result. Backward they run from the last to the first
 Cost      three exchanges per expert, where experts in a stack need three per layer
           (`token_routing.py`)
 """
@@ -32,17 +32,17 @@ from shoal.trace.find.listed_experts import ListedExperts
 from shoal.trace.isolation.replaced_forward import StandIn
 
 NOT_CALLED = -1
-"""In the place of a number of rows: a rank only joins."""
+"""Sent instead of a number of rows: the rank only joins the exchange."""
 
 WEIGHTLESS = -2
-"""n rows of a pass that weighs nothing stand as WEIGHTLESS - n."""
+"""WEIGHTLESS - n stands for n rows of a pass with weight 0."""
 
 
 def number_sent(rows: int, *, called: bool, weighs: bool) -> int:
-    """Return what a rank tells the others of its call of an expert.
+    """Return the number that a rank sends to the others for its call of an expert.
 
     Args:
-        rows: how many it sends.
+        rows: the number of rows it sends.
         called: whether the model's code called the expert; if not, the rank only joins.
         weighs: whether the pass counts.
 
@@ -57,12 +57,12 @@ def number_sent(rows: int, *, called: bool, weighs: bool) -> int:
 
 
 def rows_of(number: int) -> int:
-    """Return the rows that come with a number of `number_sent`."""
+    """Return the number of rows that follow a number of `number_sent`."""
     return number if number >= 0 else max(WEIGHTLESS - number, 0)
 
 
 class ListedForward(StandIn):
-    """A layer that calls a list of experts: opens and closes the exchanges of each of its calls."""
+    """Replaced forward of a layer with listed experts: opens and closes a call's exchanges."""
 
     def __init__(self, layer: ListedExperts, axis: World, loads: Loads) -> None:
         self.axis, self.loads = axis, loads
@@ -74,10 +74,10 @@ class ListedForward(StandIn):
         ]
         self.now: _Exchanges | None = None
 
-    # A compiled block leaves its graph here: what travels is a fact of the data.
+    # A graph break of a compiled block: the exchanged sizes depend on the data.
     @torch.compiler.disable
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """What the layer's own forward gives, with all experts."""
+        """Return the results of the layer's own forward, with all experts."""
         leaves = pytree.tree_leaves((inputs, named))
         like = next(t for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
         before, self.now = self.now, _Exchanges(self, like)
@@ -94,21 +94,21 @@ class ListedForward(StandIn):
         return pytree.tree_unflatten(flat, structure)
 
     def take_away(self) -> None:
-        """Leave the layer and its experts as they were."""
+        """Restore the original forwards of the layer and its experts."""
         for entry in self.entries:
             entry.take_away()
         super().take_away()
 
 
 class _Entry(StandIn):
-    """One expert of the list, here or elsewhere."""
+    """Expert of the list, on this rank or another."""
 
     def __init__(self, name: str, block: Any, place: int, home: ListedForward) -> None:
         self.place, self.home = place, home
         super().__init__(name, block)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[n, d] to [n, d']."""
+        """Map rows [n, d] to [n, d']."""
         if self.home.now is None:
             raise PlanError(
                 f"layout.ep = {self.home.axis.size}: {self.name} is called outside of the forward "
@@ -118,10 +118,10 @@ class _Entry(StandIn):
 
 
 class _Exchanges:
-    """Those of one call of the layer.
+    """Exchanges of one call of the layer.
 
     Args:
-        like: the layer's input: rows that a rank does not have are of its format.
+        like: the layer's input, which sets dtype and device of rows that a rank does not have.
     """
 
     def __init__(self, home: ListedForward, like: Tensor) -> None:
@@ -131,7 +131,7 @@ class _Exchanges:
         self.none = like.new_zeros(0, home.width)
 
     def call(self, place: int, rows: Tensor) -> Tensor:
-        """An expert's results for rows of this rank."""
+        """Return an expert's results for rows of this rank."""
         if place < len(self.counts):
             raise PlanError(
                 f"layout.ep = {self.axis.size}: {self.home.name} calls expert {place} after expert "
@@ -148,7 +148,7 @@ class _Exchanges:
         return self._exchange(place, rows)
 
     def close(self) -> tuple[Tensor, list[int]]:
-        """Join the exchanges that are left; gives the end of the chain, and rows by expert."""
+        """Join the remaining exchanges; return the end of the chain, and rows by expert."""
         self._skip_to(len(self.home.entries))
         return self.chain, self.counts
 
@@ -165,10 +165,10 @@ class _Exchanges:
         received = [rows_of(n) * (axis.rank == owner) for n in told]
         came, self.chain = _Passed.apply(rows, self.chain, axis, sent, received)
         if axis.rank == owner and any(n != NOT_CALLED for n in told):
-            # Called without rows, its gradient is zero; called for nothing alone, it has none.
+            # An expert called without rows has a zero gradient; only weightless calls: none.
             with torch.set_grad_enabled(torch.is_grad_enabled() and max(told) > NOT_CALLED):
                 results = self.home.entries[place].forward(came)
-        else:  # none, of the width and format that experts alike give here
+        else:  # no rows, with the width and dtype of the experts' results
             alike = self.home.entries[axis.rank * self.home.each].forward
             with torch.no_grad():
                 results = alike(came[:0])
@@ -178,7 +178,7 @@ class _Exchanges:
 
 
 class _Passed(torch.autograd.Function):
-    """Rows to other ranks, and back the way they came, after what followed in the chain."""
+    """Exchange of rows; backward: the reverse exchange, after those that follow in the chain."""
 
     @staticmethod
     def forward(
@@ -194,11 +194,11 @@ class _Passed(torch.autograd.Function):
 
 
 class _Closed(torch.autograd.Function):
-    """What the layer gives, with the end of the chain behind it."""
+    """Result of the layer, tied to the end of the chain."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, chain: Tensor) -> Tensor:
-        ctx.save_for_backward(chain)  # the last thing saved: recomputing runs through to here
+        ctx.save_for_backward(chain)  # saved last, so that recomputation runs through to here
         return value.view_as(value)
 
     @staticmethod

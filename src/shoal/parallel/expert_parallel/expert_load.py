@@ -1,8 +1,8 @@
-"""How evenly tokens spread over experts: counted in every pass, told once in a while.
+"""Balance of tokens over experts: counted in every pass, reported once every `EVERY` steps.
 
-The rank of the fullest expert is the one that the others wait for, so what is told is how many
-places it got, by the mean over its layer. Counts stay on the device; once every so many steps they
-are summed over data-parallel ranks and read.
+The other ranks wait for the rank of the fullest expert. So a notice reports the fullest expert's
+number of places, relative to the mean of its layer. Counts stay on the device; once every `EVERY`
+steps they are summed over data-parallel ranks and read.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from torch import Tensor
 from shoal.fabric import World
 
 EVERY = 100
-"""Steps between two lines."""
+"""Steps between two notices."""
 
 
 class Loads:
-    """Places of every expert since the last line.
+    """Counts of the places of every expert since the last notice.
 
     Attributes:
         layers: number of experts by layer.
         data: ranks that run other micro-batches.
-        notices: lines for the user go here.
-        joining: the pass under way only joins the others' exchanges: what it computes weighs
-            nothing.
+        notices: list that receives lines for the user.
+        joining: the current pass only joins the others' exchanges: its results have weight 0.
     """
 
     def __init__(self, layers: Mapping[str, int], data: World, notices: list[str]) -> None:
@@ -41,7 +40,7 @@ class Loads:
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
-        """Around a pass of training: it counts unless it only joins the others'."""
+        """Open a training pass, which is counted unless it only joins the others' exchanges."""
         before = self.counting, self.joining
         self.counting, self.joining = index >= 0, index < 0
         try:
@@ -50,12 +49,12 @@ class Loads:
             self.counting, self.joining = before
 
     def note(self, name: str, counts: Tensor) -> None:
-        """A layer's places: [experts + 1], the last of no expert."""
+        """Add a layer's places: [experts + 1], the last entry of no expert."""
         if self.counting:
             self.counts[name] += counts
 
     def commit(self, uneven: bool) -> None:
-        """After an update, on all ranks alike."""
+        """Count an update; every `EVERY` updates, on all ranks alike, report the balance."""
         self.steps += 1
         if self.steps % EVERY:
             return
@@ -68,7 +67,7 @@ class Loads:
 
 
 def balance_line(counts: dict[str, Tensor], steps: int) -> str:
-    """The line of some steps: counts [experts + 1] by layer, the last of no expert.
+    """Format the notice on some steps: counts [experts + 1] by layer, the last of no expert.
 
     >>> balance_line({"a": torch.tensor([3, 1, 0]), "b": torch.tensor([4, 0, 4])}, 100)
     'experts over 100 steps: the fullest of b got 2.00 × the mean of its layer (1.75 × over all \

@@ -1,4 +1,4 @@
-"""Sends tokens to the ranks that hold their experts, and what these make of them back home.
+"""Route tokens to the ranks that hold their experts, and route the results back.
 
     route       places (token, choice) sorted by expert, hence by rank; how many go to each rank and
                 how many come, by one exchange of counts
@@ -7,7 +7,7 @@
     combine     weighted and added up at home, where the weights and their gradients stay
 
 A rank waits for its device once per call, to know how many rows come. Choices beyond the last
-expert are nobody's: they do not travel, and give nothing.
+expert belong to no expert: they do not travel, and contribute 0.
 
 Source: Lepikhin et al. 2020 (2006.16668), GShard; without capacities: Gale et al. 2022 (2211.15841)
 """
@@ -26,13 +26,13 @@ from shoal.fabric.exchanges.all_to_all import counts_for, to_each
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one micro-batch's places.
+    """Route of one micro-batch's places (token, choice).
 
     Attributes:
-        counts: [experts + 1], places of each expert, and of none, at home.
-        order: [places that travel], numbers of places by expert.
+        counts: [experts + 1], places of each expert, and of none, on the tokens' rank.
+        order: [places that travel], indices of places by expert.
         sent, received: rows to and from every rank of the axis.
-        whose: [rows received], which of this rank's own experts each is for.
+        whose: [rows received], index of each row's expert among this rank's own.
     """
 
     counts: Tensor
@@ -43,7 +43,7 @@ class Route:
 
 
 def find_route(chosen: Tensor, experts: int, axis: World) -> Route:
-    """Where the places of `chosen` [tokens, top_k] go, and what comes here."""
+    """Plan where the places of `chosen` [tokens, top_k] go, and which rows arrive."""
     places = chosen.flatten().long()
     counts = torch.zeros(experts + 1, dtype=torch.long, device=places.device)
     counts = counts.scatter_add(0, places, torch.ones_like(places))
@@ -61,17 +61,20 @@ def find_route(chosen: Tensor, experts: int, axis: World) -> Route:
 
 
 def dispatch(tokens: Tensor, route: Route, top_k: int, axis: World) -> Tensor:
-    """The rows that this rank's experts get: [sum of received, d]."""
+    """Send rows to their experts; return the rows of this rank's experts: [sum of received, d]."""
     rows = tokens.index_select(0, route.order // top_k)
     return exchange(rows, axis, route.sent, route.received)
 
 
 def combine(results: Tensor, weights: Tensor, route: Route, axis: World) -> Tensor:
-    """Results of this rank's experts to their tokens' homes, weighted and added up there.
+    """Send results back to their tokens' ranks; weight and sum them there.
 
     Args:
         results: [sum of received, d'].
-        weights: [tokens, top_k] · gives [tokens, d'].
+        weights: [tokens, top_k].
+
+    Returns:
+        [tokens, d'].
     """
     home = exchange(results, axis, route.received, route.sent)
     placed = home.new_zeros(weights.numel(), home.shape[1]).index_copy(0, route.order, home)
@@ -79,7 +82,7 @@ def combine(results: Tensor, weights: Tensor, route: Route, axis: World) -> Tens
 
 
 def exchange(rows: Tensor, axis: World, sent: list[int], received: list[int]) -> Tensor:
-    """`to_each`, whose gradients travel back the same way."""
+    """Run `to_each` differentiably; gradients travel back the same way."""
     out: Tensor = _Exchange.apply(rows, axis, sent, received)
     return out
 

@@ -1,17 +1,17 @@
-"""Offload: what is needed only now and then waits in the host's memory, or in files.
+"""Offload: tensors that are needed only at times wait in the host's memory, or in files.
 
-    activations   what the backward pass needs leaves while the forward pass goes on, and comes back
-                  just before its turn (activations.py)
-    optimizer     its state waits; a step goes through it a piece after the other
+    activations   saved tensors leave during the forward pass, and come back
+                  just before the backward pass uses them (offloaded_activations.py)
+    optimizer     its state waits; a step goes through it piece by piece
                   (optimizer_state.py)
-    parameters    weights, gradients and state wait. Of one device: blocks come for their passes, a
+    parameters    weights, gradients and state wait. On one device: blocks come for their passes, a
                   step is streamed (parameters.py). Under fsdp by FSDP2's `CPUOffloadPolicy`, set
-                  where parameters are split: the optimizer runs on the host
+                  where parameters are sharded: the optimizer runs on the host
 
-Where they wait is `memory.offload_to`. A run that computes on the CPU has everything on the host
-already, which a line says; in files its states may be larger than the memory: all that is allocated
-while the layout takes over, and every gradient, lies in a mapped file then (mmap_init.py).
-Copies run on streams of their own, beside computing (copy_stream.py).
+`memory.offload_to` sets the place. A run that computes on the CPU has everything on the host
+already, and a notice says so. In files its states may be larger than the memory: all allocations
+of the layout, and every gradient, are then in mapped files (mmap_init.py).
+Copies run on streams of their own, overlapped with compute (copy_stream.py).
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from shoal.parallel.offload.optimizer_state import keep_in_files, stream_state
 from shoal.parallel.program import Program
 
 M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+"""The constant of glibc's malloc.h."""
 
 
 def check_here(plan: Plan, device: torch.device) -> None:
-    """Refuse what no layout can do here.
+    """Refuse offload settings that this kind of device cannot run under any layout.
 
-    Errors: PlanError for files without something to put there, or that nothing writes yet
+    Raises:
+        PlanError: files without a policy that puts anything there, or on an accelerator.
     """
     if not plan.states_in_files:
         return
@@ -57,9 +58,10 @@ def check_here(plan: Plan, device: torch.device) -> None:
 
 
 def check(plan: Plan, device: torch.device) -> None:
-    """Refuse what cannot be offloaded here, before anything is cut or traced.
+    """Refuse offload settings that cannot run here, before anything is cut or traced.
 
-    Errors: as `check_here`; PlanError where parameters are not split
+    Raises:
+        PlanError: as `check_here`; also if the layout does not shard the offloaded parameters.
     """
     check_here(plan, device)
     layout = plan.layout
@@ -77,12 +79,12 @@ def check(plan: Plan, device: torch.device) -> None:
 
 
 def apply(program: Program) -> Program:
-    """Offload a program's activations; for the other policies see that they can be.
+    """Offload a program's activations; for the other policies check that they are possible.
 
-    The optimizer's state is offloaded by `hand_over`, parameters by the technique that splits them.
+    The optimizer's state is offloaded by `hand_over`, parameters by the technique that shards them.
 
     Raises:
-        as `check`.
+        PlanError: as `check`.
     """
     plan, device = program.plan, program.world.device
     check(plan, device)
@@ -107,13 +109,13 @@ def apply(program: Program) -> Program:
 
 
 def streams_parameters(plan: Plan, device: torch.device) -> bool:
-    """Whether one device trains a model that waits on the host."""
+    """Return whether one device trains a model that waits on the host."""
     alone = plan.layout.processes == plan.layout.threads == 1
     return plan.parks_parameters and alone and device.type != "cpu"
 
 
 def hand_over(program: Program, optimizer: torch.optim.Optimizer) -> Program:
-    """Keep the optimizer's state on the host or in files, and gradients in files, if so planned."""
+    """Offload the optimizer's state to the host or to files, and gradients to files, as planned."""
     plan, device = program.plan, program.world.device
     streamed = plan.offload == "optimizer" or streams_parameters(plan, device)
     if plan.states_in_files:
@@ -136,9 +138,9 @@ def hand_over(program: Program, optimizer: torch.optim.Optimizer) -> Program:
 
 @contextmanager
 def allocating(program: Program) -> Iterator[None]:
-    """Inside, what a layout allocates for parameters lies in files, if parameters do.
+    """Put a layout's allocations for parameters into files, if the plan builds in files.
 
-    Under zero 3 only rows do, which the technique that cuts them sees to.
+    A context manager. Under zero 3 only rows are kept, and fsdp.py puts them into files.
     """
     plan = program.plan
     if not plan.builds_in_files or plan.layout.zero == 3:
@@ -152,7 +154,7 @@ def allocating(program: Program) -> Iterator[None]:
 
 
 def _keep_gradient_in_file() -> Callable[[nn.Parameter], None]:
-    """A hook that moves one parameter's gradient to a file, which serves all steps."""
+    """Return a hook that moves one parameter's gradient to a file, reused in all steps."""
     kept: list[torch.Tensor] = []
 
     def move(parameter: torch.Tensor) -> None:
@@ -167,10 +169,10 @@ def _keep_gradient_in_file() -> Callable[[nn.Parameter], None]:
 
 
 def _return_large_blocks() -> None:
-    """Let the C heap return blocks of `LEAST_BYTES` and more when they are freed.
+    """Make the C heap return blocks of `LEAST_BYTES` and more to the system when they are freed.
 
-    Each then costs a system call and its pages anew. Where states lie in files 180 of 405 MiB of a
-    process were blocks that gradients had left.
+    Each such block then costs a system call and new pages. With states in files, 180 of 405 MiB of
+    a process were blocks of freed gradients.
 
     References:
         mallopt(3): M_MMAP_THRESHOLD, which no longer grows once it is set.

@@ -1,10 +1,10 @@
-"""Copies between a device and its host's memory that run beside computing.
+"""Copies between a device and its host's memory that overlap with compute.
 
-    to the host     starts when what was computed so far is done; on a stream of its own
+    to the host     starts when the present compute is done; on a stream of its own
     to the device   the same, on another: links carry both directions at once
 
-A tensor on the device is let go only when computing waits for its copy: memory that is let go
-belongs to what is computed next, and a copy that still reads or fills it would come too late.
+A tensor on the device is freed only when the compute stream waits for its copy. Freed memory
+belongs to the next computation, and a copy that still reads or fills it would come too late.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ class Lane:
         self.out, self.back = self.streams.Stream(), self.streams.Stream()
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory on the host for a tensor; pinned, since other copies would wait for the host."""
+        """Allocate host memory for a tensor; pinned, since other copies block the host."""
         return torch.empty_like(tensor, device="cpu", pin_memory=self.device.type != "cpu")
 
     def send(self, tensor: torch.Tensor, host: torch.Tensor | None = None) -> tuple[Any, Any]:
-        """Start a copy to the host, into `host` if given: (host tensor, event of its end)."""
+        """Start a copy to the host, into `host` if given; return (host tensor, end event)."""
         host = self.host_like(tensor) if host is None else host
         return host, self._copy(tensor, host, self.out)
 
     def bring(self, host: torch.Tensor, into: torch.Tensor | None = None) -> tuple[Any, Any]:
-        """Start a copy to the device, into `into` if given: (device tensor, event of its end)."""
+        """Start a copy to the device, into `into` if given; return (device tensor, end event)."""
         tensor = torch.empty_like(host, device=self.device) if into is None else into
         return tensor, self._copy(host, tensor, self.back)
 
     def wait(self, event: Any) -> None:
-        """What is computed from here on comes after that copy; the CPU goes on."""
+        """Make the compute stream wait for a copy; the CPU goes on."""
         self.streams.current_stream(self.device).wait_event(event)
 
     def finish(self) -> None:
-        """The CPU waits until all copies are over."""
+        """Block the CPU until all copies are done."""
         if self.device.type != "cpu":
             self.out.synchronize()
             self.back.synchronize()
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, side: Any) -> Any:
-        # The source must be written, and whoever had the target's memory before must be done.
+        # The source must be written, and the last user of the target's memory must be done.
         side.wait_stream(self.streams.current_stream(self.device))
         with self.streams.stream(side):
             target.copy_(source, non_blocking=True)

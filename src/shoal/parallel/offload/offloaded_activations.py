@@ -1,4 +1,4 @@
-"""What the backward pass needs waits on the host: it leaves early, and comes back before its turn.
+"""Offload saved tensors to the host during forward, and prefetch them before backward needs them.
 
 Source: Rhu et al. 2016 (vDNN); the queue of copies that compute waits for is torchtune's
 """
@@ -18,20 +18,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from shoal.parallel.offload.copy_stream import Lane
 
 LEAST_BYTES = 2**20
-"""Smaller tensors stay: a copy each would cost more than they take."""
+"""Smaller tensors stay on the device: a copy each would cost more than their memory."""
 
 AHEAD = 2
-"""Tensors whose copies may be under way while computing goes on, in either direction."""
+"""Most copies in flight while compute goes on, in either direction."""
 
 
 class Parked:
-    """A saved tensor on the host; for a while, before it leaves and from its turn on, also here.
+    """A saved tensor on the host; also on the device before it leaves and after it was prefetched.
 
     Attributes:
-        key: what makes a second request the same tensor: its place in memory, its count of writes.
+        key: identifies the tensor if it is saved again: its memory and its version counter.
         place: its number in the micro-batch.
         there: the host's copy.
-        tensor: the device's, if it has one.
+        tensor: the device's copy, if there is one.
         event: end of its last copy.
     """
 
@@ -42,10 +42,10 @@ class Parked:
 
 
 class Activations:
-    """Parks what autograd saves in the forward pass.
+    """Saved-tensor hooks that move activations to the host in the forward pass.
 
-    Left where they are: weights, which stay on the device anyway, and what is smaller than
-    `least_bytes` or larger than the memory it lies in (an expanded tensor).
+    Not moved: weights, which stay on the device anyway, and tensors smaller than `least_bytes` or
+    larger than their storage (an expanded tensor).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Activations:
         self.leaving: deque[Parked] = deque()
         self.returning: set[Parked] = set()
         self.parked: list[weakref.ref[Parked]] = []
-        # Also at blocks, since FSDP2 gathers a block's parameters anew, and frees them soon after.
+        # Also at blocks, since FSDP2 gathers a block's parameters again, and frees them soon after.
         self.hooks = [
             part.register_forward_pre_hook(self._note_weights)
             for part in (module, *map(module.get_submodule, blocks))
@@ -69,7 +69,7 @@ class Activations:
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
-        """Around a forward and backward pass."""
+        """Install the hooks around a forward and backward pass."""
         self.active = True
         try:
             with saved_tensors_hooks(self.park, self.fetch):
@@ -78,18 +78,18 @@ class Activations:
             self.active = False
             for parked in (*self.leaving, *self.returning):
                 self.lane.wait(parked.event)
-                parked.tensor = None  # a result holds the graph that holds it, if none went back
+                parked.tensor = None  # without a backward pass the graph would keep it alive
             self.leaving.clear()
             self.returning.clear()
             self.parked, self.weights = [], set()
 
     def close(self) -> None:
-        """Leave the module as it was."""
+        """Remove the hooks from the module."""
         for hook in self.hooks:
             hook.remove()
 
     def park(self, tensor: torch.Tensor) -> torch.Tensor | Parked:
-        """Start a tensor's copy to the host; compute waits for the copy before the last few."""
+        """Start a tensor's copy to the host; compute waits for all but the last few copies."""
         if type(tensor) is not torch.Tensor or tensor.device != self.lane.device:
             return tensor
         if tensor.layout != torch.strided or tensor.nbytes < self.least_bytes:
@@ -100,21 +100,21 @@ class Activations:
         place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (memory.data_ptr(), *place, tensor._version)
         for parked in self.leaving:
-            # Three projections save one input. What still leaves is here, so its key is no other's.
+            # Three projections save one input. Its memory is not freed yet, so the key is unique.
             if parked.key == key:
                 return parked
         parked = Parked(key, len(self.parked), tensor, self.lane)
         self.parked.append(weakref.ref(parked))
         self.leaving.append(parked)
         if len(self.leaving) > AHEAD:
-            # Without this wait computing would run ahead of its copies and free nothing.
+            # Without this wait compute would run ahead of the copies and free nothing.
             gone = self.leaving.popleft()
             self.lane.wait(gone.event)
             gone.tensor = None
         return parked
 
     def fetch(self, saved: torch.Tensor | Parked) -> torch.Tensor:
-        """The tensor on the device; those that were parked before it start on their way back."""
+        """Return the tensor on the device; prefetch those that were parked before it."""
         if isinstance(saved, torch.Tensor):
             return saved
         tensor = self._start_back(saved)

@@ -1,12 +1,12 @@
-"""The optimizer's state waits on the host, or in files, and is stepped a piece after the other.
+"""Keep the optimizer's state on the host, or in files, and step it piece by piece.
 
     on the host   a piece's state comes to the device, is stepped there, and leaves: three pieces
                   are there at most, one that comes, one that is stepped, one that leaves
                       back     | 0 | 1 | 2 | 3 |
                       compute      | 0 | 1 | 2 | 3 |
                       out              | 0 | 1 | 2 | 3 |
-    in files      of a run on the CPU: the state is born in mapped files (mmap_init.py) and stepped
-                  where it lies; the system keeps as much of it in memory as there is room for
+    in files      for a run on the CPU: the state is created in mapped files (mmap_init.py) and
+                  stepped in place; the system keeps as much of it in memory as fits
 
 The optimizer steps on the device that computes: any optimizer works, and the same kernels give the
 same bits as without offload.
@@ -31,29 +31,29 @@ from shoal.parallel.build.mmap_init import is_mapped, mapped, mmap_init
 from shoal.parallel.offload.copy_stream import Lane
 
 Piece = list[tuple[int, nn.Parameter]]
-"""Parameters with the numbers of their groups."""
+"""(number of the parameter group, parameter) pairs."""
 
 
 class Travelling(Protocol):
-    """Parameters that wait on the host between steps, as their state does."""
+    """Protocol of parameters that wait on the host between steps, as their state does."""
 
     lane: Lane
 
     def bring(self, parameter: nn.Parameter) -> list[Any]:
-        """Start a parameter and its gradient on their way to the device: events of their ends."""
+        """Start the copies of a parameter and its gradient to the device; return their events."""
 
     def send(self, parameter: nn.Parameter) -> list[tuple[torch.Tensor, Any]]:
-        """Start it on its way home, stepped: (tensor on the device, event of its end) pairs."""
+        """Start its copies home after the step: (tensor on the device, event of its end) pairs."""
 
 
 class Stepper(Protocol):
-    """What steps an optimizer in its own step's place."""
+    """Protocol of an object that replaces an optimizer's own step."""
 
     def step(self) -> None:
-        """One step of all parameters."""
+        """Step all parameters once."""
 
     def take_back(self) -> None:
-        """The state is where the optimizer itself would have it."""
+        """Move the state back to the place where the optimizer itself would keep it."""
 
 
 def keep_in_files(
@@ -62,9 +62,9 @@ def keep_in_files(
     piece_bytes: int = PIECE_BYTES,
     least_bytes: int = LEAST_IN_FILES_BYTES,
 ) -> Callable[[], None]:
-    """Keep an optimizer's state in mapped files from its next step on; gives the undo.
+    """Keep an optimizer's state in mapped files from its next step on; return the undo.
 
-    piece_bytes, least_bytes, limits, errors   as `stream_state`
+    Arguments, limits and errors are those of `stream_state`.
     """
     return _instead(optimizer, FileState(optimizer, piece_bytes, least_bytes))
 
@@ -77,7 +77,9 @@ def stream_state(
     piece_bytes: int = PIECE_BYTES,
     least_bytes: int = LEAST_BYTES,
 ) -> Callable[[], None]:
-    """Keep an optimizer's state on the host from its next step on; gives the way back.
+    """Keep an optimizer's state on the host from its next step on; return the undo.
+
+    Hooks on `optimizer.step` run once per piece.
 
     Args:
         weights: moves its parameters to the device and back, if they wait on the host too.
@@ -85,20 +87,17 @@ def stream_state(
             at most.
         least_bytes: smaller state stays on the device (biases, step counts).
 
-    Note:
-        hooks that were hung on `optimizer.step` run once per piece.
-
     Raises:
-        PlanError: at the first step, for an optimizer that counts in its groups: pieces would make
-            it count several times.
+        PlanError: at the first step, for an optimizer that counts in its groups: with pieces it
+            would count several times.
     """
-    lane = Lane(device) if weights is None else weights.lane  # whose end it waits for
+    lane = Lane(device) if weights is None else weights.lane  # the step waits for its copies
     stepper = HostState(optimizer, lane, piece_bytes, least_bytes, weights)
     return _instead(optimizer, stepper)
 
 
 def _instead(optimizer: torch.optim.Optimizer, stepper: Stepper) -> Callable[[], None]:
-    """Let `stepper` step an optimizer; gives the way back."""
+    """Replace an optimizer's step by `stepper`; return the undo."""
     before = optimizer.__dict__.get("step")
 
     def step(optimizer: torch.optim.Optimizer) -> None:
@@ -110,7 +109,7 @@ def _instead(optimizer: torch.optim.Optimizer, stepper: Stepper) -> Callable[[],
             optimizer.__dict__["step"] = before
         stepper.take_back()
 
-    # A method of the optimizer, with the marks of the former: torch's schedulers look for both.
+    # A bound method with the attributes of the former one: torch's schedulers check for both.
     update_wrapper(step, optimizer.step)
     optimizer.__dict__["step"] = MethodType(step, optimizer)
     return undo
@@ -127,16 +126,16 @@ class Pieces:
         self.plain_step = optimizer.step
 
     def __iter__(self) -> Iterator[Piece]:
-        """Whole parameters, about `piece_bytes` together, in the order of their groups."""
+        """Yield whole parameters, about `piece_bytes` at a time, in the order of their groups."""
         every = [(n, p) for n, g in enumerate(self.optimizer.param_groups) for p in g["params"]]
         for piece in cut_pieces([p.nbytes for _, p in every], self.piece_bytes):
             yield every[piece]
 
     def step(self, piece: Piece) -> None:
-        """Step those parameters and no others.
+        """Step the parameters of one piece and no others.
 
         Raises:
-            PlanError: where that counted something that all parameters share.
+            PlanError: the step changed a count that all parameters share.
         """
         every = self.optimizer.param_groups
         wholes = [group["params"] for group in every]
@@ -155,7 +154,7 @@ class Pieces:
                 group["params"] = whole
 
     def large(self, piece: Piece) -> list[tuple[nn.Parameter, str, torch.Tensor]]:
-        """State of a piece that does not stay on the device."""
+        """Return the state tensors of a piece that do not stay on the device."""
         return [
             (parameter, key, value)
             for _, parameter in piece
@@ -174,7 +173,7 @@ class Pieces:
 
 
 class FileState:
-    """Steps an optimizer on the CPU piece by piece; its state lies in mapped files."""
+    """Stepper of an optimizer on the CPU, piece by piece, with its state in mapped files."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, piece_bytes: int, least_bytes: int
@@ -183,25 +182,25 @@ class FileState:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of all parameters, whose state is in files after it."""
+        """Step all parameters once; their state is in files afterwards."""
         state = self.pieces.optimizer.state
         for piece in list(self.pieces):
             if all(state.get(p) for _, p in piece if p.grad is not None):
                 self.pieces.step(piece)
-            else:  # the step that makes the state
+            else:  # the step that creates the state
                 with mmap_init(self.pieces.least_bytes):
                     self.pieces.step(piece)
-            # Some optimizers make their state anew in every step; a checkpoint brings its own.
+            # Some optimizers replace their state in every step, and a checkpoint loads new tensors.
             for parameter, key, value in self.pieces.large(piece):
                 if value.device.type == "cpu" and not is_mapped(value):
                     state[parameter][key] = mapped(value).copy_(value)
 
     def take_back(self) -> None:
-        """A file is as good a place as any; it goes when its tensor goes."""
+        """Leave the state in its files, which are freed with their tensors."""
 
 
 class HostState:
-    """Steps an optimizer on the device piece by piece; between steps its state is on the host."""
+    """Stepper of an optimizer on the device, piece by piece, with its state on the host."""
 
     def __init__(
         self,
@@ -218,7 +217,7 @@ class HostState:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of all parameters; returns when their state is on the host."""
+        """Step all parameters once; return when their state is on the host."""
         pieces = list(self.pieces)
         coming = deque(self._bring(piece) for piece in pieces[:AHEAD])
         leaving: deque[list[tuple[torch.Tensor, Any]]] = deque()
@@ -230,19 +229,19 @@ class HostState:
             if len(leaving) > 1:
                 self._let_go(leaving.popleft())
             if place + AHEAD < len(pieces):
-                # Not before the piece that left made room for it.
+                # Only after the piece that left has freed its memory.
                 coming.append(self._bring(pieces[place + AHEAD]))
         while leaving:
             self._let_go(leaving.popleft())
-        # Whoever reads the state next, to save it, reads it with the CPU.
+        # The CPU may read the state next, to save it.
         self.lane.finish()
 
     def take_back(self) -> None:
-        """The state is where the parameters are; on the host, if there is no room for it there."""
+        """Move the state to the parameters' device; leave it on the host if it does not fit."""
         large = [found for piece in self.pieces for found in self.pieces.large(piece)]
         try:
             here = [host.to(parameter.device) for parameter, _, host in large]
-        except torch.OutOfMemoryError:  # what was offloaded since it does not fit
+        except torch.OutOfMemoryError:  # it was offloaded because it does not fit
             here = [host for _, _, host in large]
         for (parameter, key, _), tensor in zip(large, here, strict=True):
             self.state[parameter][key] = tensor
@@ -256,13 +255,13 @@ class HostState:
         self._move_loaded(piece)
         for parameter, key, host in self.pieces.large(piece):
             if host.device == self.lane.device and self.hosts.get((id(parameter), key)) is not host:
-                continue  # a checkpoint put it here
+                continue  # a checkpoint loaded it on the device
             self.state[parameter][key], event = self.lane.bring(host)
             events.append(event)
         return events
 
     def _move_loaded(self, piece: Piece) -> None:
-        """Small state that a checkpoint put where its master waits, on the host."""
+        """Move small state that a checkpoint loaded on the host to the device."""
         for number, parameter in piece if self.weights is not None else ():
             group = self.pieces.optimizer.param_groups[number]
             # torch counts steps on the host, unless its kernels read the count.
@@ -291,7 +290,7 @@ class HostState:
 
 
 AHEAD = 2
-"""Pieces that are on the device or on their way there before the one that leaves is gone."""
+"""Pieces on the device or on their way there while another one leaves."""
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,18 @@
-"""One device trains what it cannot hold: weights, gradients and optimizer state wait on the host.
+"""Train a model that does not fit on one device: weights, gradients and state wait on the host.
 
     weights     a block's come before its forward and its backward pass, while its neighbour
-                computes, and go after it: three blocks' at most. What is in no block stays
+                computes, and leave after it: three blocks' at most. Other weights stay
     gradients   are summed in the plan's buckets, one after the other, and leave; a later
-                micro-batch brings the sum so far back, and adds to it
+                micro-batch brings the partial sum back, and adds to it
     step        a piece's masters, gradients and state come, are stepped, and leave; the copies that
                 forward passes read are renewed on the way (optimizer_state.py)
 
-Bits    those of the run without: the same kernels on the same numbers, gradients added up in the
-        same order, norms of the same buckets, taken where they were added up
-Weights keep their tensors: what autograd saved points to memory that is given back after a block's
-forward pass and filled again before its backward pass, as FSDP2 does it.
-Source: Ren et al. 2021 (ZeRO-Offload); torch's FSDPParam (resized storages)
+Bits    those of the run without offload: the same kernels on the same numbers, gradients added up
+in
+        the same order, norms of the same buckets, taken where they were added up
+Weights keep their tensors: tensors that autograd saved point to memory that is freed after a
+block's forward pass and filled again before its backward pass, as FSDP2 does it. Source: Ren et al.
+2021 (ZeRO-Offload); torch's FSDPParam (resized storages)
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shoal.parallel.program import Local, Program, laid_out_like
 
 
 def apply(program: Program) -> Program:
-    """Move a program's trainable parameters to the host; give it the reducer that goes with that.
+    """Move a program's trainable parameters to the host, and give it the matching reducer.
 
     Frozen parameters and buffers go to the device and stay there.
     """
@@ -49,13 +50,13 @@ def apply(program: Program) -> Program:
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter in three places.
+    """A parameter with its device memory, its master and its copy on the host.
 
     Attributes:
-        parameter: the module's; its memory on the device comes and goes.
-        here: the same memory, as a tensor of its own: filling it is no change of the weight.
-        master: on the host, what is stepped.
-        copy: on the host, what forward passes read.
+        parameter: the module's parameter; its device memory is filled and freed.
+        here: the same memory as another tensor: filling it does not count as a write of the weight.
+        master: on the host, stepped by the optimizer.
+        copy: on the host, read by forward passes.
     """
 
     parameter: nn.Parameter
@@ -67,7 +68,7 @@ class Weight:
 
 @dataclass(eq=False)
 class Unit:
-    """A block's weights: whether their memory is on the device, and the copies that fill it."""
+    """Weights of a block: whether their memory is on the device, and the copies that fill it."""
 
     weights: list[Weight]
     present: bool = False
@@ -75,7 +76,7 @@ class Unit:
 
 
 class HostWeights:
-    """Brings weights to the device unit by unit, in the order of the blocks."""
+    """Weights on the host that are brought to the device unit by unit, in block order."""
 
     def __init__(self, program: Program, lane: Lane) -> None:
         self.lane, self.module = lane, program.module
@@ -88,7 +89,7 @@ class HostWeights:
         for tensor in (*program.frozen.values(), *program.module.buffers()):
             tensor.data = tensor.data.to(lane.device)
         self.by_name = {
-            # What several blocks share belongs to none of them.
+            # A parameter that several blocks share belongs to none of them.
             name: self._moved(parameter, formats.get(name, ""), holders.get(id(parameter)) != 1)
             for name, parameter in program.parameters.items()
         }
@@ -105,7 +106,7 @@ class HostWeights:
             ]
 
     def need(self, place: int, then: int) -> None:
-        """Compute needs a unit from here on; the next one, `then` places on, starts on its way."""
+        """Wait for a unit that compute needs now; prefetch the one `then` places on."""
         self._start(place)
         unit = self.units[place]
         for event in unit.arriving:
@@ -115,9 +116,9 @@ class HostWeights:
             self._start(place + then)
 
     def release(self, place: int) -> None:
-        """Give a unit's memory back; what was launched before still reads it."""
+        """Free a unit's device memory; kernels launched before may still read it."""
         unit = self.units[place]
-        for event in unit.arriving:  # on its way, and nobody came to need it
+        for event in unit.arriving:  # it was prefetched but not used
             self.lane.wait(event)
         unit.arriving = []
         for one in unit.weights if unit.present else ():
@@ -125,19 +126,19 @@ class HostWeights:
         unit.present = False
 
     def release_all(self) -> None:
-        """No unit is on the device."""
+        """Free the device memory of all units."""
         for place in range(len(self.units)):
             self.release(place)
 
     def first(self) -> None:
-        """A forward pass comes."""
+        """Prefetch the first unit before a forward pass."""
         if self.units:
             self._start(0)
 
-    # ---- what the optimizer's step does with masters (`optimizer_state.Travelling`)
+    # ---- masters during the optimizer's step (`optimizer_state.Travelling`)
 
     def bring(self, master: nn.Parameter) -> list[Any]:
-        """Bring a master and its gradient to the device."""
+        """Start the copies of a master and its gradient to the device; return their events."""
         home, gradient = master.data, master.grad
         self.homes[id(master)] = (home, gradient)
         master.grad = None
@@ -164,7 +165,7 @@ class HostWeights:
         return sent
 
     def publish(self) -> None:
-        """Masters were written by somebody else, on the host: copies follow."""
+        """Renew the copies after other code has written the masters on the host."""
         for one in self.by_name.values():
             if one.copy.data_ptr() != one.master.data_ptr():
                 one.copy.copy_(one.master.detach())
@@ -172,7 +173,7 @@ class HostWeights:
                 one.here.copy_(one.master.detach())
 
     def close(self) -> None:
-        """The module's parameters are the masters, on the host."""
+        """Make the masters, on the host, the module's parameters."""
         for hook in self.hooks:
             hook.remove()
         for one in self.by_name.values():
@@ -211,7 +212,7 @@ class HostWeights:
 
     def _after(self, place: int) -> Callable[[nn.Module, Any, Any], None]:
         def again(gradient: torch.Tensor) -> None:
-            # Of the unit behind all gradients that it gives are there: its backward pass is over.
+            # All gradients that the next unit sends back have arrived: its backward pass is over.
             if place + 1 < len(self.units):
                 self.release(place + 1)
             self.need(place, -1)
@@ -230,7 +231,7 @@ class StreamedGradients:
 
     Attributes:
         hosts: a flat sum per bucket, on the host.
-        staged: those that are on the device now.
+        staged: the sums that are on the device now.
     """
 
     def __init__(self, program: Program, weights: HostWeights, lane: Lane) -> None:
@@ -259,14 +260,14 @@ class StreamedGradients:
         ]
 
     def begin(self, rounds: int) -> None:
-        """No bucket has a sum yet."""
+        """Reset all sums."""
         for one in self.weights.by_name.values():
             one.parameter.grad = one.master.grad = None
         self.active = True
         self.seen, self.begun, self.measured, self.norms = set(), set(), set(), {}
 
     def arm(self, last: bool, once: bool = True) -> None:
-        """A pass comes; its first weights are on their way."""
+        """Start a pass; prefetch its first weights."""
         self.last = last
         self.missing = {number: len(bucket.names) for number, bucket in enumerate(self.plan)}
         self.weights.first()
@@ -276,12 +277,12 @@ class StreamedGradients:
         for number, bucket in enumerate(self.plan):
             measured = not self.last or bucket.names[0] in self.measured
             if number in self.staged or not measured:
-                self._stage(number)  # what no pass reached counts as zero
+                self._stage(number)  # unused gradients count as zero
                 self._leave(number, then=False)
         self.weights.release_all()
 
     def finish(self) -> None:
-        """All sums are on their way to the host, which reads them after the step's one wait."""
+        """Start all sums on their way to the host, which reads them after the step's one wait."""
         while self.leaving:
             self._let_go()
         self.active = False
@@ -289,39 +290,39 @@ class StreamedGradients:
             one.master.grad = self.gradients[name]
 
     def publish(self) -> None:
-        """The step itself renewed the copies, unless the masters were loaded."""
+        """Renew the copies if masters were loaded; a step has renewed them itself."""
         if not self.weights.stepped:
             self.weights.publish()
         self.weights.stepped = False
 
     def close(self) -> None:
-        """No hooks, no views of buffers."""
+        """Remove the hooks and the gradient views of buffers."""
         for hook in self.hooks:
             hook.remove()
         for one in self.weights.by_name.values():
             one.parameter.grad = one.master.grad = None
 
     def used(self) -> list[bool]:
-        """Which parameters got a gradient."""
+        """Return per parameter whether it got a gradient."""
         return [name in self.seen for name in self.parameters]
 
     def local_norms(self) -> list[torch.Tensor]:
-        """Norms of sums, taken on the device: of buckets, or of parameters if none is cast."""
+        """Return norms of sums, taken on the device: of buckets, or uncast parameters."""
         order = self.summed() if self.narrow else self.parameters
         return [self.norms[name] for name in order if name in self.norms]
 
     def sums(self) -> list[torch.Tensor]:
-        """The sums, on the host."""
+        """Return the sums, on the host."""
         return self.hosts
 
     def summed(self) -> list[str]:
-        """The first parameter of every bucket."""
+        """Return the first parameter of every bucket."""
         return [bucket.names[0] for bucket in self.plan]
 
     def _views(
         self, number: int, flat: torch.Tensor | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """A bucket's gradients as views of its flat sum."""
+        """Yield a bucket's gradients as views of its flat sum."""
         flat, start = self.hosts[number] if flat is None else flat, 0
         for name in self.plan[number].names:
             parameter = self.parameters[name]
@@ -330,7 +331,7 @@ class StreamedGradients:
             start = stop
 
     def _start(self, number: int) -> Sum:
-        """A bucket's sum on the device: zeros at first, then what earlier micro-batches left."""
+        """Start a bucket's sum on the device: zeros, or the sum of earlier micro-batches."""
         if number not in self.staged:
             if number in self.begun:
                 while self.leaving:  # its last copy out may still be under way
@@ -343,7 +344,7 @@ class StreamedGradients:
         return self.staged[number]
 
     def _stage(self, number: int) -> dict[str, torch.Tensor]:
-        """The views of a bucket's sum, which is there."""
+        """Return the views of a bucket's sum, once it is on the device."""
         found = self._start(number)
         if found.arrived is not None:
             self.lane.wait(found.arrived)
@@ -366,7 +367,7 @@ class StreamedGradients:
         return ready
 
     def _leave(self, number: int, *, then: bool) -> None:
-        """Send a bucket's sum to the host; then: the next one's, if it has one, comes meanwhile."""
+        """Send a bucket's sum to the host; then: prefetch the next bucket's sum meanwhile."""
         one = self.staged.pop(number)
         if self.last:
             names = self.plan[number].names
@@ -386,12 +387,12 @@ class StreamedGradients:
 
 
 AHEAD = 1
-"""Buckets on their way out while the next is filled."""
+"""Buckets on their way to the host while the next is filled."""
 
 
 @dataclass(eq=False)
 class Sum:
-    """A bucket's gradients on the device, flat and as views; the event of their coming, if any."""
+    """Gradients of a bucket on the device, flat and as views; event of their arrival or None."""
 
     flat: torch.Tensor
     views: dict[str, torch.Tensor]

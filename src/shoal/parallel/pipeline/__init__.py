@@ -1,9 +1,9 @@
-"""Pipeline: ranks hold runs of layers, and micro-batches travel through them.
+"""Pipeline parallelism: each rank holds a run of layers, and micro-batches pass from rank to rank.
 
-Where the model is cut is found by watching one forward pass (`trace/`); the order in which ranks
+A watched forward pass shows where the model can be cut (`trace/`). The order in which ranks
 work is the plan's action list, which was checked when it was made. Every rank runs the user's own
-forward with the other stages' blocks left out, so a stage needs its own weights only: the others
-are let go. Weights on several ranks (a tied embedding and head, everything where the schedule holds
+forward without the other stages' blocks, so a stage needs only its own weights: the others
+are freed. Weights on several ranks (a tied embedding and head, everything if the schedule holds
 two copies of the model) have their gradients summed over those ranks once a step.
 
 Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023;
@@ -44,14 +44,14 @@ from shoal.wire.phases import phase
 
 @phase("cut stages")
 def plan(program: Program, record: Record) -> StageCut | None:
-    """Where the stages begin and end; None without a pipeline.
+    """Return the cut of the model into stages; None without a pipeline.
 
-    One rank of a machine follows the model and checks the cut, and tells the others; a model that
-    talks to other ranks is followed by all, as is one whose blocks give more than plain values.
+    One rank of a machine traces the model and checks the cut, and sends it to the others. All ranks
+    trace a model that communicates with other ranks, or whose blocks return more than plain values.
 
     Raises:
-        PlanError: for more stages than blocks, a model that cannot be cut, or a schedule that does
-            not go with recompute.
+        PlanError: more stages than blocks, a model that cannot be cut, or a schedule that does not
+            work with recompute.
     """
     layout, world = program.plan.layout, program.world
     if layout.pp == 1:
@@ -69,20 +69,20 @@ def plan(program: Program, record: Record) -> StageCut | None:
     told = world.told_on_machine(first)
     if own:
         return own[0]
-    if told is None:  # or the first rank failed: the others then fail alike
+    if told is None:  # or the first rank failed: the others then fail with the same error
         return stages_of_model(record, layout)
     return StageCut.from_json(told, record.module, world.device)
 
 
 def stages_of_model(record: Record, layout: Layout) -> StageCut:
-    """Where the stages of a model begin and end under a layout; see `plan`."""
+    """Return the cut of a traced model into the stages of a layout; see `plan`."""
     kind = type(record.module).__name__
     check_stages(layout.schedule, layout.pp, layout.chunks, len(record.trunk.calls), kind)
     return cut_stages(record, layout.stages)
 
 
 def place(rows: Mapping[str, Placement], cut: StageCut, layout: Layout) -> dict[str, Placement]:
-    """Say which ranks of the pipeline hold each tensor, and sum the gradients of several."""
+    """Return placements with each tensor's pipeline ranks; shared ones are summed over "pp"."""
     pieces = [
         [cut.keep[piece] for piece in stages_of(layout.schedule, layout.pp, rank, layout.stages)]
         for rank in range(layout.pp)
@@ -99,7 +99,7 @@ def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program
     """Keep this rank's stages, and run steps by the plan's schedule.
 
     Args:
-        crossing: how values travel from stage to stage.
+        crossing: packs the values that pass from stage to stage.
     """
     if cut is None:
         return program
@@ -130,7 +130,7 @@ def apply(program: Program, cut: StageCut | None, crossing: Crossing) -> Program
 
 
 def _mirrored(program: Program, schedule: Schedule) -> World | None:
-    """The data ranks of all stages that hold the same pieces of the model as this rank's."""
+    """Return the data ranks of all stages that hold the same pieces of the model as this rank."""
     if schedule.copies == 1:
         return None
     held: dict[frozenset[int], list[int]] = {}
@@ -149,7 +149,7 @@ def _mirrored(program: Program, schedule: Schedule) -> World | None:
 
 def _schedules(plan: Plan) -> Callable[[int], Schedule]:
     layout = plan.layout
-    # zbv and dualpipe hold two stages per rank by themselves.
+    # zbv and dualpipe always hold two stages per rank.
     chunks = layout.chunks if layout.schedule == "interleaved" else 1
     return partial(_schedule, layout.schedule, layout.pp, chunks)
 
@@ -159,17 +159,17 @@ def _schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> Schedul
 
 
 def drop_foreign(module: nn.Module, keep: AbstractSet[str]) -> None:
-    """Let go of other stages' weights: they keep name, shape and format on the meta device.
+    """Free other stages' weights, in place: they keep name, shape and dtype on the meta device.
 
-    In place. The module keeps its tree and all names, so that checkpoints, rules by name and error
-    lines mean the same on every stage; tied weights stay tied, one meta tensor in every place.
+    The module keeps its tree and all names, so that checkpoints, rules by name and error lines mean
+    the same on every stage. Tied weights stay tied: one meta tensor under all names.
 
     Args:
         keep: first names, as `named_parameters` and `named_buffers` give them; a tied tensor is
             kept under all its names.
 
     Raises:
-        BugError: for a name in `keep` that the module does not have.
+        BugError: a name in `keep` that the module does not have.
     """
     names = {
         id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]

@@ -1,16 +1,15 @@
-"""From a plain module and one sample to checked pipeline stages, in four steps.
+"""Cut a plain module into checked pipeline stages, from one sample, in four steps.
 
     1. the trunk: the repeated blocks, in call order (`trace.record`)
-    2. watch a forward pass, in training and in evaluation: what depends on what (`liveness`)
-    3. deal the calls to stages by cost: what crosses, what each stage keeps (`deal`)
+    2. watch a forward pass, in training and in evaluation: dependencies of values (`liveness`)
+    3. assign the calls to stages by cost: crossing tensors, weights of each stage (`deal`)
     4. verify: run the code between the blocks as every stage will, and compare
 
-Step 4: for every stage the user's forward runs once more with all units left out: what arrives is
-what the sample gave, what is of no consequence is NaN, and another time 0.7. Whatever a unit of the
-stage is then called with must be, bit for bit, what it was called with in the sample. Only code
-between the units runs, so this costs little. It catches what `marks` cannot follow: values that
-reach Python through numpy or tolist, and random numbers drawn between the blocks by something that
-is left out.
+Step 4: for every stage the user's forward runs once more with all units left out. Arriving values
+are those of the sample, irrelevant values are NaN, and another time 0.7. The inputs of each unit of
+the stage must then be, bit for bit, its inputs in the sample. Only code between the units runs, so
+this costs little. It catches what `marks` cannot follow: values that reach Python through numpy or
+tolist, and random numbers drawn between the blocks by code that is left out.
 
 All steps run the real module on real inputs, under no_grad, and leave no trace in it.
 """
@@ -36,24 +35,25 @@ from shoal.trace.isolation.meta_inputs import first_line, map_tensors, tensors_o
 from shoal.trace.isolation.preserve_state import attributes_kept, without_trace
 
 FILLS = (math.nan, 0.7)
-"""NaN reaches all that it touches, but torch.where can hide it; 0.7 is no 0 by chance."""
+"""NaN spreads to every result, but torch.where can hide it; 0.7 equals no usual value by chance."""
 
 
 def cut_stages(record: Record, stages: int, costs: Mapping[str, float] | None = None) -> StageCut:
     """Cut a model into `stages` between the blocks of its trunk, and check the cut.
 
     Args:
-        costs: of units by name (blocks, embedding, head), in any unit; absent ones cost nothing;
-            else by FLOP and parameters.
+        costs: of units by name (blocks, embedding, head), in any unit; absent ones cost nothing.
+            None: by FLOP and parameters.
 
     Returns:
-        which call runs where, what crosses, what each stage keeps; the same on every rank.
+        The stage of each call, the crossing tensors, and the weights of each stage; the same on
+        every rank.
 
     Raises:
-        PlanError: for more stages than blocks, for a block whose work is read later otherwise than
-            through what it returns, and for values that leave torch between the blocks.
+        PlanError: more stages than blocks, a block whose result is read later otherwise than
+            through its return value, or values that leave torch between the blocks.
     """
-    # What a block leaves aside, its stage's checks need once more.
+    # The checks of a stage need the attributes that its blocks set in the sample.
     with attributes_kept(record.module), in_training(record.module):
         return _cut(record, stages, costs)
 
@@ -63,7 +63,7 @@ def _cut(record: Record, stages: int, costs: Mapping[str, float] | None) -> Stag
     flow = watch(record)
     with _evaluating(module):
         evaluated = watch(record)
-        both = alike(flow, evaluated)  # else evaluation is refused when it calls other blocks
+        both = alike(flow, evaluated)  # if not, an evaluation that calls other blocks raises
     cut = deal(module, merged(flow, evaluated) if both else flow, stages, costs)
     verify(record, cut, flow)
     if both:
@@ -74,7 +74,7 @@ def _cut(record: Record, stages: int, costs: Mapping[str, float] | None) -> Stag
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """In evaluation mode; then every part is in its own mode again."""
+    """Put a module in evaluation mode; restore the mode of every part at the end."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -85,12 +85,12 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def verify(record: Record, cut: StageCut, flow: Flow) -> None:
-    """Nothing if every stage gets its inputs; `flow` is of the module's present mode.
+    """Check that every stage gets its inputs; `flow` is of the module's present mode.
 
     A module on the meta device has no values to compare: such a cut is checked where it is run.
 
     Raises:
-        PlanError: naming the first block that would not.
+        PlanError: a stage gets other inputs; the text names the first such block.
     """
     module = record.module
     if any(p.is_meta for p in module.parameters()):
@@ -108,7 +108,7 @@ def verify(record: Record, cut: StageCut, flow: Flow) -> None:
 
 
 class _Replay(Passage):
-    """A stage's pass in which its units compare their inputs and give what they gave before."""
+    """Pass of a stage whose units compare their inputs with the sample's and return its outputs."""
 
     def __init__(self, held: Stages, number: int, flow: Flow, fill: float) -> None:
         recorded = [tensors_of(call.outputs) for call in flow.calls]
@@ -118,7 +118,7 @@ class _Replay(Passage):
         self.flow, self.fill = flow, fill
 
     def call(self, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The next call; after a block the generator is keyed anew, as in training."""
+        """Replay the next call; after a block reseed the generator, as in training."""
         number = self.at
         try:
             return super().call(unit, inputs, named)
@@ -127,7 +127,7 @@ class _Replay(Passage):
                 torch.manual_seed(number)
 
     def own(self, number: int, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """What the call gave in the whole model, for the same inputs."""
+        """Return the recorded outputs of a call, if its inputs are the recorded ones."""
         if not same((inputs, named), self.flow.calls[number].inputs):
             raise _changed(self.cut, unit.name)
         return map_tensors(torch.clone, self.flow.calls[number].outputs)
@@ -139,7 +139,7 @@ def _replay(held: Stages, number: int, flow: Flow, run: Run, fill: float) -> Non
         outputs = held.stages[number].through(run, passage)
     except PlanError:
         raise
-    except Exception as failure:  # code between the blocks that looks at values
+    except Exception as failure:  # code between the blocks that reads values
         raise _changed(cut, f"code before {_next(cut, passage)}", first_line(failure)) from failure
     if number == cut.stages - 1 and not same(outputs, flow.calls[-1].outputs):
         raise _changed(cut, "the model's outputs")
@@ -150,7 +150,7 @@ def _next(cut: StageCut, passage: Passage) -> str:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Whether two structures hold the same bits; a NaN equals a NaN."""
+    """Return whether two structures hold the same bits; a NaN equals a NaN."""
     pairs = list(zip(tensors_of(one), tensors_of(two), strict=False))
     return len(tensors_of(one)) == len(tensors_of(two)) and all(
         a is b

@@ -1,15 +1,16 @@
-"""Deals a model to pipeline stages: which calls run where, what crosses, which weights live where.
+"""Partition a model into pipeline stages: the stage of each call, crossing tensors, weights.
 
-The calls of the trunk's blocks are dealt to the stages in runs, so that the largest stage cost is
-as small as it can be, and among such cuts the squares of the costs. What is called beside the
-blocks goes with a block: with the one before it if it depends on any block (last norm, head), else
-with the one after it (embedding, the decoder's embedding of an encoder-decoder model).
+The calls of the trunk's blocks are assigned to the stages in runs, so that the largest stage cost
+is minimal, and among such cuts the sum of squared costs. A call outside of the blocks joins a
+block: the one before it if it depends on any block (last norm, head), else the one after it
+(embedding, the decoder's embedding of an encoder-decoder model).
 
     cost       share of the model's FLOP + share of its parameters, unless given
-    crossing   what enters stage s: tensors of calls before s that calls on s or after it need; a
-               skip over a stage travels through it
+    crossing   tensors that enter stage s: those of calls before s that calls on s or after it need;
+               a skip over a stage passes through it
     kept       of a stage: parameters and buffers of its units, and those that code between units
-               reads on the way to them. What several stages keep is a tie: gradients are summed
+               reads on the way to them. A parameter on several stages is a tie; its gradients
+               are summed
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CallPlan:
     Attributes:
         inputs: the sample's (args, kwargs), on the meta device, or their `shape_givers`.
         outputs: its result, on the meta device.
-        devices: where the returned tensors were.
+        devices: devices of the returned tensors.
         written: those that are written into later.
     """
 
@@ -58,11 +59,11 @@ class StageCut:
         crossings: per stage: the tensors that enter it, in the order in which they are sent; none
             for the first.
         keep: per stage: names of the parameters and buffers that it needs.
-        ties: parameters that several stages need, and which.
+        ties: parameters that several stages need → these stages.
         between: parameters that code between units reads; on stages that do not need them their
             values do not matter, but their shapes do.
         costs: per stage.
-        twin: the model without data, for shapes.
+        twin: the model on the meta device, for shapes.
     """
 
     calls: tuple[CallPlan, ...]
@@ -75,14 +76,14 @@ class StageCut:
 
     @property
     def stages(self) -> int:
-        """How many."""
+        """Return the number of stages."""
         return len(self.keep)
 
     def to_json(self) -> Any:
-        """The cut as JSON values for another rank; None where a call gives more than plain values.
+        """Return the cut as JSON values for another rank; None if an output is no plain value.
 
-        Plain are tensors, numbers and words in tuples, lists and dicts: others only their classes
-        can make anew.
+        Plain are tensors, numbers and strings in tuples, lists and dicts. Other objects can only be
+        made by their own classes.
         """
         try:
             calls = [
@@ -102,10 +103,10 @@ class StageCut:
 
     @staticmethod
     def from_json(told: Any, module: nn.Module, device: torch.device) -> StageCut:
-        """Read what `to_json` of another rank gave, of the same `module`.
+        """Read the result of another rank's `to_json` for the same `module`.
 
         Args:
-            device: of this rank: what was on the other one's is on this one here.
+            device: of this rank; it replaces the other rank's device of the same type.
         """
         calls, crossings, keep, ties, between, costs = told
         return StageCut(
@@ -128,12 +129,12 @@ class StageCut:
         )
 
     def blocks(self, stage: int) -> list[str]:
-        """Names of the trunk's blocks that a stage calls, in order."""
+        """Return the names of the trunk's blocks that a stage calls, in order."""
         return list(dict.fromkeys(c.name for c in self.calls if c.block and c.stage == stage))
 
 
 def shape_givers(tree: Any) -> list[torch.Tensor | int]:
-    """List what the shape of a result may come from, in order: tensors and whole numbers.
+    """Return the inputs that may determine a result's shape, in order: tensors and integers.
 
     >>> shape_givers(((torch.Size([2, 8]), None), {"width": 3, "causal": True}))
     [2, 8, 3]
@@ -148,7 +149,10 @@ def shape_givers(tree: Any) -> list[torch.Tensor | int]:
 
 
 def _told(tree: Any) -> Any:
-    """A structure of tensors as JSON values. Errors: TypeError for what `_understood` cannot make.
+    """Encode a structure of tensors as JSON values.
+
+    Raises:
+        TypeError: an object that `_understood` cannot make.
 
     >>> _told((1, {"a": [None, torch.empty(2, device="meta")]}))
     ['tuple', 1, ['dict', 'a', ['list', None, ['tensor', [2], 'float32']]]]
@@ -165,7 +169,7 @@ def _told(tree: Any) -> Any:
 
 
 def _understood(told: Any) -> Any:
-    """The structure that was told, its tensors on the meta device.
+    """Decode a structure that `_told` encoded, with its tensors on the meta device.
 
     >>> _understood(_told((1, {"a": [None, "b"]})))
     (1, {'a': [None, 'b']})
@@ -183,14 +187,16 @@ def _understood(told: Any) -> Any:
 def deal(
     module: nn.Module, flow: Flow, stages: int, costs: Mapping[str, float] | None = None
 ) -> StageCut:
-    """Cut `module`, whose forward pass flows so, into `stages`.
+    """Cut a module into stages, by the data flow of its forward pass.
 
     Args:
+        flow: of `module`'s forward pass.
+        stages: number of stages.
         costs: of units by name (blocks, embedding, head), in any unit; absent ones cost nothing.
 
     Raises:
-        PlanError: for more stages than block calls, and for a block whose work is read later
-            otherwise than through what it returns.
+        PlanError: more stages than block calls, or a block whose result is read later otherwise
+            than through its return value.
     """
     blocks = [number for number, call in enumerate(flow.calls) if call.block]
     if stages > len(blocks):
@@ -232,7 +238,7 @@ def deal(
 
 
 def _attached(flow: Flow, blocks: list[int]) -> list[int]:
-    """For each call, outputs included: the place, among the blocks' calls, of what it goes with."""
+    """Return, for each call and the outputs, the index of the block call that it joins."""
     depends: list[bool] = []
     goes_with = []
     for number, call in enumerate(flow.calls):
@@ -245,7 +251,7 @@ def _attached(flow: Flow, blocks: list[int]) -> list[int]:
 
 
 def _costs(module: nn.Module, flow: Flow, given: Mapping[str, float] | None) -> list[float]:
-    """What each call costs, the outputs included."""
+    """Return the cost of each call, the outputs included."""
     if given is not None:
         return [given.get(call.name, 0.0) for call in flow.calls]
     sizes = {name: p.numel() for name, p in module.named_parameters()}
@@ -260,7 +266,7 @@ def _costs(module: nn.Module, flow: Flow, given: Mapping[str, float] | None) -> 
 
 
 def _owned(module: nn.Module, units: set[str]) -> dict[str, set[str]]:
-    """Parameters and buffers of each unit, by the names that the whole module gives them."""
+    """Return parameters and buffers of each unit, by their names in the whole module."""
     names = {id(tensor): name for name, tensor in _state(module)}
     return {
         unit: {names[id(tensor)] for _, tensor in _state(module.get_submodule(unit))}
@@ -286,7 +292,7 @@ def _kept(
             for stage in range(stages):
                 keep[stage].add(name)
     homeless = {name for name, _ in _state(module)} - set().union(*keep)
-    keep[-1] |= homeless  # never used: they must be somewhere to be saved
+    keep[-1] |= homeless  # never used; kept on the last stage so that checkpoints have them
     return tuple(frozenset(names) for names in keep)
 
 

@@ -1,17 +1,17 @@
-"""Runs a pipeline's action lists: this rank's stages, one action after another, with messages.
+"""Run a pipeline's action lists: this rank's stages, one action after another, with messages.
 
     F   wait for the outputs of the stage before; run the stage; send its outputs on
     B   wait for the gradients of those outputs; run backward; send the gradients of the inputs back
     I   the same for the gradients of the inputs only · W  later, those of the weights
 
-Order of one action: wait for what it needs, post the receives of the next one, compute, send. What
-a micro-batch keeps between its F and its B or W is its graph, by the edges of its outputs, and its
-arrivals; so as much is alive as the schedule counts. Gradients are sums over micro-batches in the
+Order of one action: wait for its inputs, post the receives of the next one, compute, send. Between
+its F and its B or W a micro-batch keeps its graph, by the edges of its outputs, and its
+arrivals, so as much is alive as the schedule counts. Gradients are sums over micro-batches in the
 order of the list.
 
 A short step has fewer micro-batches than the schedule can be made for (a multiple of the ranks for
-`interleaved`): the list of the next larger step is run, without the micro-batches that are not
-there. Nothing waits for those, and no rank keeps more than in a full step. Where the schedule holds
+`interleaved`): the list of the next larger step is run, without the missing micro-batches. No
+action waits for those, and no rank keeps more than in a full step. If the schedule holds
 two copies of the model (dualpipe), each runs its part of a step's micro-batches; an evaluation goes
 through the first.
 Source: Narayanan et al. 2021; Qi et al. 2023; the lists are the planner's
@@ -39,31 +39,31 @@ from shoal.planning.pipeline_schedules import shortened
 from shoal.planning.schedule_checks import CLOSES, check
 from shoal.wire import phases
 
-if TYPE_CHECKING:  # schedules that never split a backward pass do without
+if TYPE_CHECKING:  # imported late: most schedules never split a backward pass
     from shoal.parallel.pipeline.split_backward import Weights
 
 
 class Stage(Protocol):
-    """A piece of the model; see `stage.Stage`."""
+    """Protocol of a piece of the model; see `stage.Stage`."""
 
     def run(self, call: Callable[[Any], Any], arrivals: tuple[Any, ...]) -> Any:
-        """Give what crosses to the next stage, or the model's outputs on the last one."""
+        """Return the tensors for the next stage, or the model's outputs on the last one."""
 
 
 FORWARD_ONLY = 0
-"""In the place of a number of micro-batches: the list of an evaluation."""
+"""Key, instead of a number of micro-batches, of the action list of an evaluation."""
 
 
 class PipeRuntime:
-    """Runs the steps of one rank of a pipeline.
+    """Runtime of one rank of a pipeline.
 
     Attributes:
         stages: this rank's, by number.
         stage_rank: rank of `pipe` that holds stage 0, 1, …
         pipe: the ranks of this pipeline.
-        make: the action lists for so many micro-batches, the same on every rank; PlanError where
-            the schedule cannot do so many.
-        crossing: how values cross.
+        make: returns the action lists for a number of micro-batches, the same on every rank;
+            PlanError if the schedule cannot have that number.
+        crossing: packs the values that pass between stages.
         copies: of the model, as in `Schedule`.
         kept: micro-batches whose graph is alive now, as (stage, micro-batch).
     """
@@ -89,13 +89,14 @@ class PipeRuntime:
         self.kept: dict[tuple[int, int], _Open] = {}
 
     def run(self, program: Program, passes: Sequence[Pass], reducer: Reducer) -> None:
-        """One step's passes, forward and backward; to be a program's `run`.
+        """Run one step's passes, forward and backward; to be a program's `run`.
 
         Args:
             passes: the micro-batches of this pipeline, the same on all its ranks; may be none.
 
         Raises:
-            PlanError: for shapes that depend on data, ClusterError where a message is lost.
+            PlanError: shapes that depend on data.
+            ClusterError: a message is lost.
         """
         if not passes:
             return
@@ -114,15 +115,15 @@ class PipeRuntime:
         self.messages.early = self._asked_for_nothing()
 
     def _asked_for_nothing(self) -> bool:
-        """Whether the allocator had enough since it was last looked at; until then it may ask."""
+        """Return whether the allocator took no device memory since the last call."""
         before, self.asked = self.asked, times_asked(self.pipe.device)
         return self.asked == before
 
     @torch.no_grad()
     def forward_only(self, one: Pass) -> Any:
-        """The model's outputs for one micro-batch on the rank of the last stage, else None.
+        """Return the model's outputs for one micro-batch on the rank of the last stage, else None.
 
-        Every rank of the pipeline calls it for the same micro-batches in the same order; the first
+        Every rank of the pipeline calls it for the same micro-batches in the same order. The first
         stages go on with the next one meanwhile. Call `settle` after the last.
         """
         if FORWARD_ONLY not in self.schedules:
@@ -139,11 +140,11 @@ class PipeRuntime:
         return step.outputs
 
     def settle(self) -> None:
-        """Wait until the other ranks have received all that this one sent."""
+        """Wait until the other ranks have received all messages of this one."""
         self.messages.settle()
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """The checked lists of a step of so many micro-batches; see the module for short ones."""
+        """Return the checked lists for a number of micro-batches, also of short steps."""
         if micro_batches not in self.schedules:
             full = self._full(micro_batches)
             if full.stage_rank != self.stage_rank:
@@ -157,7 +158,7 @@ class PipeRuntime:
         return self.schedules[micro_batches]
 
     def _full(self, micro_batches: int) -> Schedule:
-        """The schedule of the fewest micro-batches that it can do, at least so many."""
+        """Return the schedule of the fewest micro-batches, at least this many, that is possible."""
         why: PlanError | None = None
         for more in range(2 * self.pipe.size):
             try:
@@ -178,13 +179,13 @@ class PipeRuntime:
 
 @dataclass
 class _Open:
-    """What is kept of one micro-batch on one stage until its backward pass.
+    """State of one micro-batch on one stage until its backward pass.
 
     Attributes:
         roots: edges of the outputs that need a gradient, or of the loss.
         seed: the loss's own gradient, on the last stage.
         leaves: arrivals that get a gradient.
-        weights: what is left to do after I.
+        weights: the remaining work after I.
     """
 
     roots: list[GradientEdge]
@@ -194,7 +195,7 @@ class _Open:
 
 
 class _Step:
-    """One step of one rank: its list, and what was handed over between its own stages."""
+    """One step of one rank: its list, and the tensors passed between its own stages."""
 
     def __init__(self, runtime: PipeRuntime, schedule: Schedule, passes: Sequence[Pass]) -> None:
         self.runtime, self.schedule, self.passes = runtime, schedule, passes
@@ -204,7 +205,7 @@ class _Step:
         self.outputs: Any = None
 
     def do(self, position: int) -> None:
-        """Wait, post, compute, send; see the module."""
+        """Run one action: wait, post, compute, send; see the module."""
         act = self.acts[position]
         tensors, form = self._take(needed(self.schedule, act))
         if position + 1 < len(self.acts):
@@ -238,7 +239,7 @@ class _Step:
     def _forward(
         self, act: Action, tensors: list[torch.Tensor], form: Form
     ) -> tuple[list[torch.Tensor], Form]:
-        """Run the stage; gives what crosses, without its graph, which is kept."""
+        """Run the stage; return the crossing tensors, detached from the graph, which is kept."""
         runtime, one = self.runtime, self.passes[act.micro_batch]
         arrivals, leaves = [], []
         for tensor, value in zip(tensors, form, strict=True):
@@ -266,13 +267,13 @@ class _Step:
     def _keep(
         self, act: Action, values: list[torch.Tensor], leaves: list[torch.Tensor], *, is_loss: bool
     ) -> None:
-        # Edges, not tensors: what the outputs hold is free once it was sent.
+        # Edges, not tensors: the memory of the outputs is free once they were sent.
         roots = [get_gradient_edge(value) for value in values if value.requires_grad]
         seed = torch.ones_like(values[0]) if is_loss else None
         self.runtime.kept[act.stage, act.micro_batch] = _Open(roots, seed, leaves)
 
     def _backward(self, act: Action, seeds: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run B, I or W; gives the gradients of the arrivals, zeros where there are none."""
+        """Run B, I or W; return the gradients of the arrivals, zeros for missing ones."""
         key = act.stage, act.micro_batch
         if act.kind == "W":
             weights = self.runtime.kept.pop(key).weights

@@ -1,8 +1,9 @@
 """The two halves of a backward pass: first the gradient of the inputs, later those of the weights.
 
-A stage's autograd graph has a chain from its outputs to its inputs and, hanging on it, the weights:
+A stage's autograd graph has a chain from its outputs to its inputs and, attached to it, the
+weights:
 
-    roots ← node ← node ← … ← inputs          the chain: what an input's gradient passes through
+    roots ← node ← node ← … ← inputs          the chain: nodes that an input's gradient passes
               ↑      ↑
               w₂     w₁                       pieces beside it, each held by one node of the chain
 
@@ -11,9 +12,9 @@ A stage's autograd graph has a chain from its outputs to its inputs and, hanging
     Weights           starts at those nodes again, each towards its own piece only: nothing of the
                       chain is computed twice
 
-What cannot be cut so is computed with the chain, and only added to `.grad` later: a piece that
-several nodes hold (a tied weight, a weight that is used twice), because a second start would reach
-it twice; and one held by a Function written in Python (a compiled block too), whose backward need
+Two kinds of pieces are computed with the chain, and only added to `.grad` later. A piece that
+several nodes hold (a tied weight, a weight that is used twice) would be reached twice by a second
+start. A piece held by a Function written in Python (a compiled block too) has a backward that need
 not run twice alike. Both halves together are the whole backward pass, exactly.
 
 Source: Qi et al. 2023 (zero bubble pipelines), section 2; the graph's own links, as in
@@ -38,15 +39,15 @@ def input_gradients(
     seeds: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> tuple[Gradients, Weights]:
-    """The first half: gradients of the inputs, and what the second half needs.
+    """Run the first half: return the gradients of the inputs, and the work of the second half.
 
     Args:
         roots: edges of the outputs.
-        seeds: their gradients.
+        seeds: gradients of the outputs.
         inputs: leaf tensors.
 
     Returns:
-        one gradient per input, None where it has none; no `.grad` has changed.
+        One gradient per input, None if it has none, and the second half; no `.grad` has changed.
     """
     if not inputs or not roots:
         return tuple(None for _ in inputs), Weights(list(roots), list(seeds))
@@ -71,10 +72,10 @@ def input_gradients(
 
 @dataclass
 class Weights:
-    """The second half, to be run once.
+    """The second half of a backward pass, to be run once.
 
     Attributes:
-        roots, seeds: a whole backward pass, where no input needs a gradient.
+        roots, seeds: a whole backward pass, if no input needs a gradient.
         starts: nodes to start from.
         ready: gradients that are computed already.
     """
@@ -98,10 +99,10 @@ class Weights:
 
 
 class _Arriving:
-    """Notes the gradients that arrive at a node; where it runs again, it gets the same ones.
+    """Record of the gradients that arrive at a node; if the node runs again, it gets the same ones.
 
     Hooks on a tensor change its gradient before the node sees it. They run at the second start too,
-    which begins with what they have changed already; what they make of it then is put aside.
+    on gradients that they have changed already; the result of that second change is dropped.
     """
 
     def __init__(self, node: Node) -> None:
@@ -156,7 +157,7 @@ class _Graph:
             to_visit += self.below[node]
 
     def above(self, leaves: Iterable[Node]) -> set[Node]:
-        """The nodes from which one of these can be reached, and these."""
+        """Return the given nodes and all nodes from which one of them can be reached."""
         found: set[Node] = set()
         to_visit = [leaf for leaf in leaves if leaf in self.below]
         while to_visit:
@@ -169,9 +170,9 @@ class _Graph:
     def beside(
         self, chain: set[Node], roots: set[Node]
     ) -> list[tuple[list[Node], list[torch.Tensor]]]:
-        """Connected pieces outside of the chain: (nodes of the chain that hold it, its leaves).
+        """Return connected pieces outside of the chain: (chain nodes that hold it, its leaves).
 
-        Of a piece that holds a root, nothing holds all: it counts as held by none.
+        A piece that contains a root counts as held by no node.
         """
         pieces, seen = [], set(chain)
         for first in self.below:

@@ -1,24 +1,23 @@
-"""One stage of a pipeline runs the user's own forward, with other stages' blocks left out.
+"""One stage of a pipeline: the user's own forward, with other stages' blocks left out.
 
 Every unit of the model (block, embedding, head) has an object in the place of its `forward`. While
-a stage runs, that of a unit of this stage calls it; that of another gives at once what the cut says
-it gives: tensors that arrived from the stage before, and, where the value is of no consequence,
-zeros of the right shape. Code between the units runs as the user wrote it. At the first call after
-the stage's last one the forward pass is left, by an exception that no `except Exception` catches
-and that ends in the place of the model's own `forward`: hooks of the stage's blocks and of the
-model (which gather and free parameters) all run. The model's outputs are then what departs.
+a stage runs, the object of a unit of this stage calls it. That of another stage returns at once
+the outputs that the cut lists: tensors that arrived from the stage before and, for irrelevant
+values, zeros of the right shape. Code between the units runs as the user wrote it. At the first
+call after the stage's last one an exception leaves the forward pass. No `except Exception` catches
+it, and it ends in the replaced `forward` of the model. So the hooks of the stage's blocks and of
+the model (which gather and free parameters) all run. The model's outputs are then the departures.
 
     run(call, arrivals)   call(module) is the forward pass on a micro-batch; arrivals in the order
-                          of `cut.crossings[number]`, with requires_grad as the sender had it; gives
-                          the departures, in the order of `cut.crossings[number + 1]`, or on the
-                          last stage what the model returns
+                          of `cut.crossings[number]`, with requires_grad as the sender had it.
+                          Returns the departures, in the order of `cut.crossings[number + 1]`, or
+                          on the last stage the model's outputs
 
-A model's own reentrant checkpoint runs a block without a graph, so nothing that departs would have
-one: while a stage runs, such a checkpoint is torch's other kind (`use_reentrant=False`).
+A model's own reentrant checkpoint runs a block without a graph, so no departure would have one:
+while a stage runs, such a checkpoint is torch's other kind (`use_reentrant=False`).
 
-Several stages of one module may live on one rank (interleaved, zbv, dualpipe): the one that runs is
-noted.
-Parameters of other stages hold no data (`drop_foreign`).
+Several stages of one module may be on one rank (interleaved, zbv, dualpipe): `Stages.passage` is
+the pass of the one that runs. Parameters of other stages hold no data (`drop_foreign`).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Stages:
-    """All stages of one module that live on this rank.
+    """All stages of one module that are on this rank.
 
     Attributes:
         stages: by number.
@@ -54,7 +53,9 @@ class Stages:
     def __init__(
         self, module: nn.Module, cut: StageCut, numbers: Iterable[int], device: torch.device
     ) -> None:
-        """Nothing is put into the module before a stage runs: other techniques come inside.
+        """Prepare the stages without changing the module yet.
+
+        Forwards are replaced when the first stage runs, around the wrappers of other techniques.
 
         Args:
             device: on which they run.
@@ -67,7 +68,7 @@ class Stages:
         self.stages = {number: Stage(self, number) for number in sorted(numbers)}
 
     def take_away(self) -> None:
-        """Leave the module's forwards as they were; parameters that hold no data stay so."""
+        """Restore the module's forwards; parameters without data stay so."""
         for one in self.replaced:
             one.take_away()
         self.replaced.clear()
@@ -79,7 +80,7 @@ class Stages:
 
     @contextmanager
     def running(self, passage: Passage) -> Iterator[None]:
-        """While one stage's forward pass runs."""
+        """Mark the one stage whose forward pass runs, and install the replaced forwards."""
         if self.passage is not None:
             raise BugError("a stage ran inside of another one's forward pass")
         if not self.replaced:
@@ -105,17 +106,17 @@ class Stage:
         self.first, self.last = number == 0, number == held.cut.stages - 1
 
     def run(self, call: Callable[[nn.Module], Any], arrivals: Tensors) -> Any:
-        """The forward pass of this stage; see the module's first lines.
+        """Run the forward pass of this stage; see the head of the module.
 
         Raises:
-            PlanError: where the pass calls other blocks, or in another order, than the sample's.
+            PlanError: the pass calls other blocks, or in another order, than the sample's.
         """
         passage = Passage(self.held.cut, self.number, arrivals, self.held.shapes)
         outputs = self.through(call, passage)
         return outputs if self.last else passage.departures()
 
     def through(self, call: Callable[[nn.Module], Any], passage: Passage) -> Any:
-        """Run the forward pass as `passage` says; gives the model's outputs on the last stage."""
+        """Run the forward pass with `passage`; return the model's outputs on the last stage."""
         outputs = None
         with self.held.running(passage), suppress(_Over):
             outputs = call(self.held.module)
@@ -124,16 +125,17 @@ class Stage:
 
 
 class Unit(StandIn):
-    """In the place of a unit's forward."""
+    """Replacement of a unit's forward."""
 
     def __init__(self, name: str, block: nn.Module, held: Stages) -> None:
         self.held = held
         super().__init__(name, block)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """What the running stage makes of this call.
+        """Let the running stage handle this call.
 
-        Without one, as when a checkpointed part of the model runs again, the unit's own forward.
+        If none runs, as when a checkpointed part of the model is recomputed, run the unit's own
+        forward.
         """
         passage = self.held.passage
         if passage is None and any(p.is_meta for p in self.block.parameters()):
@@ -148,14 +150,14 @@ class Unit(StandIn):
 
 
 class Root(StandIn):
-    """In the place of the model's own forward: gives what departs where a stage ends before it."""
+    """Replacement of the model's own forward; returns the departures if a stage ends early."""
 
     def __init__(self, name: str, block: nn.Module, held: Stages) -> None:
         self.held = held
         super().__init__(name, block)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's outputs, or what departs."""
+        """Return the model's outputs, or the departures."""
         try:
             return self.forward(*inputs, **named)
         except _Over:
@@ -166,13 +168,13 @@ class Root(StandIn):
 
 
 class _Over(BaseException):
-    """The stage has all that it makes; no user's `except Exception` stops it."""
+    """Exception that ends a stage's forward pass; no user's `except Exception` stops it."""
 
 
 class Passage:
     """One forward pass of one stage.
 
-    fill   what stands for values of no consequence
+    fill   the value of irrelevant elements
     """
 
     fill = 0.0
@@ -192,7 +194,7 @@ class Passage:
         self.stop = len(cut.calls) if last else max(mine)
 
     def call(self, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The next call of a unit."""
+        """Handle the next call of a unit."""
         number = self.at
         if number > self.stop:
             raise _Over
@@ -217,23 +219,27 @@ class Passage:
         return outputs
 
     def own(self, number: int, unit: Unit, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call `number`, of a unit of this stage."""
+        """Run call `number`, of a unit of this stage."""
         return unit.forward(*inputs, **named)
 
     def departures(self) -> Tensors:
-        """What the next stage gets."""
+        """Return the tensors for the next stage."""
         crossing = self.cut.crossings[self.number + 1]
         return tuple(
             self.made[leaf] if leaf in self.made else self.arrived[leaf] for leaf in crossing
         )
 
     def finish(self) -> None:
-        """The forward pass is over. Errors: PlanError if it made fewer calls than the sample's."""
+        """End the forward pass.
+
+        Raises:
+            PlanError: it made fewer calls than the sample's.
+        """
         if self.at < min(self.stop + 1, len(self.cut.calls)):
             raise self._other("no other block")
 
     def _keep(self, number: int, outputs: Any) -> None:
-        """Note what departs, as it is now: code between the units may write into it."""
+        """Keep the departures of a call now, since code between the units may write into them."""
         plan = self.cut.calls[number]
         leaves = tensors_of(outputs)
         if len(leaves) != len(plan.devices):
@@ -244,7 +250,7 @@ class Passage:
                 self.made[number, place] = kept
 
     def _left_out(self, number: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """What a unit of another stage gave there, or would have the shape of."""
+        """Return the outputs of a unit of another stage: arrived tensors, or fill values."""
         plan = self.cut.calls[number]
         count = len(plan.devices)
         known = all((number, place) in self.arrived for place in range(count))
@@ -257,7 +263,7 @@ class Passage:
             place = next(places)
             arrived = self.arrived.get((number, place))
             if arrived is not None:
-                # A leaf of autograd cannot be written into, and it may depart once more.
+                # An autograd leaf cannot be written into, and it may be sent on to the next stage.
                 return arrived.clone() if place in plan.written else arrived
             fill = self.fill if shape.is_floating_point() else 0
             one = torch.full((), fill, dtype=shape.dtype, device=plan.devices[place])
@@ -284,10 +290,11 @@ class Passage:
 
 
 def _between(module: nn.Module, cut: StageCut) -> list[tuple[nn.Module, str]]:
-    """Where the parameters hang that code between units reads, tied names included.
+    """Return the locations of parameters that code between units reads, tied names included.
 
-    So does the first parameter of whatever holds units: code there asks it for "the device of the
-    model" (transformers' `self.device`), and would send what it makes to the meta device.
+    These include the first parameter of each container of units: code there reads "the device of
+    the model" from it (transformers' `self.device`), and would create its tensors on the meta
+    device.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     paths = [plan.name.split(".") for plan in cut.calls]
@@ -302,11 +309,11 @@ def _between(module: nn.Module, cut: StageCut) -> list[tuple[nn.Module, str]]:
 
 
 class _OtherCheckpoint:
-    """In the place of the function behind `checkpoint(…, use_reentrant=True)`."""
+    """Replacement of the function behind `checkpoint(…, use_reentrant=True)`."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *inputs: Any) -> Any:
-        """Compute what the checkpoint gives, with a graph that knows the block."""
+        """Run the checkpoint as a non-reentrant one, whose graph includes the block."""
         return checkpointing.checkpoint(
             function, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
@@ -323,7 +330,7 @@ def _no_reentrant_checkpoints() -> Iterator[None]:
 
 
 def _in_a_function() -> bool:
-    """Tell whether the forward pass of an autograd.Function is under way on this thread."""
+    """Return whether the forward pass of an autograd.Function runs on this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if any(isinstance(value, FunctionCtx) for value in frame.f_locals.values()):
@@ -334,7 +341,7 @@ def _in_a_function() -> bool:
 
 @contextmanager
 def _shaped(between: list[tuple[nn.Module, str]], device: torch.device) -> Iterator[None]:
-    """Where code between units reads a parameter of another stage: zeros that take no memory."""
+    """Put zeros without memory in place of other stages' parameters that code here reads."""
     replaced = [
         (part, name, parameter)
         for part, name in between
@@ -351,12 +358,12 @@ def _shaped(between: list[tuple[nn.Module, str]], device: torch.device) -> Itera
 
 
 class Shapes:
-    """What every call of a unit gives, as tensors on the meta device.
+    """Outputs of every call of a unit, as tensors on the meta device.
 
-    Where a block that lives elsewhere gives something of no consequence, that must at least have
-    the right shape: a mask may be made from it. The sample tells it for inputs of its own size. For
-    others a twin of the block without data runs once and is remembered; where the twin cannot run
-    (routing by values), a result that had the shape of an input has it again.
+    An irrelevant output of a block on another stage must at least have the right shape: a mask may
+    be made from it. The sample has it for inputs of its own size. For other sizes a copy of the
+    block on the meta device runs once, and its result is cached. If the copy cannot run (routing by
+    values), a result that had the shape of an input takes that input's new shape.
     """
 
     def __init__(self, cut: StageCut) -> None:
@@ -366,10 +373,10 @@ class Shapes:
             self.known[number, _signature(plan.inputs)] = plan.outputs
 
     def of(self, number: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The result of call `number` for these inputs.
+        """Return the result of call `number` for these inputs.
 
         Raises:
-            PlanError: where neither the sample nor the twin tells it.
+            PlanError: neither the sample nor the meta copy has the shape.
         """
         key = (number, _signature((inputs, named)))
         if key not in self.known:
@@ -384,7 +391,7 @@ class Shapes:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 outputs = twin(*args, **kwargs)
-        except Exception as failure:  # whatever a block of the user's needs values for
+        except Exception as failure:  # the user's block needs real values
             return _like_inputs(plan, (inputs, named), failure)
         return map_tensors(_meta, outputs)
 

@@ -1,19 +1,19 @@
-"""What the stages of a pipeline say to each other, derived from the action lists of all ranks.
+"""Messages between the stages of a pipeline, derived from the action lists of all ranks.
 
-Messages are no actions: the lists say who needs what. A forward's outputs arrive at the next stage,
-a backward's gradients at the one before; between two ranks they travel in the order of the sender's
+Messages are no actions: the lists imply them. A forward's outputs arrive at the next stage, a
+backward's gradients at the one before; between two ranks they are sent in the order of the sender's
 list, which the receiver reads too. So both sides agree without a tag:
 
     post   receives for the next action are posted before the present one computes; never waits.
-           Not while `early` is off: an allocator that finds no memory waits for all that its device
-           was given, and what is posted may hang on what this rank has yet to compute
-    take   waits for what an action needs; counts as exposed
-    send   begins and never waits. What is sent is let go of as soon as the schedule shows that it
-           was received: when something arrives that its taker made afterwards
+           Not while `early` is off: an allocator without free memory waits for all work of its
+           device, and posted receives may depend on work that this rank has yet to compute
+    take   waits for the message that an action needs; counts as exposed
+    send   begins and never waits. Sent tensors are freed as soon as the schedule shows that they
+           were received: when a message arrives that the receiver made afterwards
 
-The form of what crosses (shapes, dtypes, who needs a gradient) is told once per input signature, in
-a header of plain integers before the values: how many, then they. Gradients have the form of the
-values that need them.
+The form of the tensors (shapes, dtypes, requires_grad) is sent once per input signature, in a
+header of plain integers before the values: their count, then the integers. Gradients have the form
+of the values that need them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OUTPUTS, GRADIENTS = "F", "B"
 
 
 class Message(NamedTuple):
-    """Outputs ("F") of the stage before, or gradients ("B") from the one after, that arrive."""
+    """Outputs ("F") from the stage before, or gradients ("B") from the one after."""
 
     kind: str
     stage: int
@@ -43,22 +43,22 @@ class Message(NamedTuple):
 
     @property
     def source(self) -> int:
-        """The stage that sends it."""
+        """Return the stage that sends it."""
         return self.stage - 1 if self.kind == OUTPUTS else self.stage + 1
 
     @property
     def boundary(self) -> int:
-        """The stage whose inputs it is about."""
+        """Return the stage whose inputs it is about."""
         return self.stage if self.kind == OUTPUTS else self.stage + 1
 
     def text(self) -> str:
-        """For a person: what, whose, and to whom."""
+        """Return the message's kind, sender and receiver for error lines."""
         what = "outputs" if self.kind == OUTPUTS else "gradients"
         return f"{what} of stage {self.source} for stage {self.stage}, micro-batch"
 
 
 def needed(schedule: Schedule, act: Action) -> Message | None:
-    """The message that the action waits for; None at the ends of the chain and for W.
+    """Return the message that the action waits for; None at the ends of the chain and for W.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
     >>> needed(make_schedule("gpipe", 2, 1), Action("B", 0, 0))
@@ -73,7 +73,7 @@ def needed(schedule: Schedule, act: Action) -> Message | None:
 
 
 def given(schedule: Schedule, act: Action) -> Message | None:
-    """The message that the action makes; None at the ends of the chain and for W.
+    """Return the message that the action makes; None at the ends of the chain and for W.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
     >>> given(make_schedule("gpipe", 2, 1), Action("F", 0, 0))
@@ -89,7 +89,7 @@ def given(schedule: Schedule, act: Action) -> Message | None:
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank receives and sends in a schedule.
+    """Messages that one rank receives and sends in a schedule.
 
     Attributes:
         incoming: by peer: the messages for this rank, in the order in which the peer sends them.
@@ -103,7 +103,7 @@ class Route:
 
 
 def route(schedule: Schedule, rank: int) -> Route:
-    """The messages between `rank` and its peers.
+    """Return the messages between `rank` and its peers.
 
     >>> from shoal.planning.pipeline_schedules import make_schedule
     >>> [m.micro_batch for m in route(make_schedule("1f1b", 2, 3), 1).incoming[0]]
@@ -124,7 +124,7 @@ def route(schedule: Schedule, rank: int) -> Route:
 
 @dataclass
 class _Peer:
-    """What is still to come from one rank, and what it has not certainly received."""
+    """Messages still to come from one rank, and those sent to it that may still be in flight."""
 
     to_post: deque[Message]
     header: Transfer | None = None
@@ -132,10 +132,10 @@ class _Peer:
 
 
 class Messages:
-    """One rank's messages of the step that runs, and the forms known from steps before.
+    """Messages of one rank in the present step, and the forms known from earlier steps.
 
     Attributes:
-        early: receives are posted before they are needed; each rank may say so for itself.
+        early: post receives before they are needed; each rank may set it on its own.
     """
 
     def __init__(self, pipe: World) -> None:
@@ -151,25 +151,26 @@ class Messages:
     def begin(
         self, route: Route, stage_rank: tuple[int, ...], signature: Callable[[int], Hashable]
     ) -> None:
-        """A step comes; signature: of the inputs of a micro-batch, the same on every rank."""
+        """Start a step; signature: of a micro-batch's inputs, the same on every rank."""
         self.settle()
         self.route, self.rank_of, self.signature = route, stage_rank, signature
         self.posted = {}
         self.peers = {peer: _Peer(deque(told)) for peer, told in route.incoming.items()}
 
     def is_here(self, message: Message) -> bool:
-        """Whether the message stays on this rank, which then hands it over itself."""
+        """Return whether the message stays on this rank, which then passes it on itself."""
         return self.rank_of[message.stage] == self.rank_of[message.source]
 
     def post(self, message: Message) -> None:
-        """Post the receive for it and for what comes before it, as far as their forms are known."""
+        """Post the receives of a message and of those before it, if their forms are known."""
         if self.early:
             self._advance(message, wait=False)
 
     def take(self, message: Message) -> tuple[list[torch.Tensor], Form]:
-        """Wait for a message: its tensors, and their form.
+        """Wait for a message; return its tensors and their form.
 
-        Errors: ClusterError that names stages and micro-batch where it does not come
+        Raises:
+            ClusterError: the message does not come; the text names stages and micro-batch.
         """
         source = self.rank_of[message.source]
         try:
@@ -184,9 +185,11 @@ class Messages:
         return tensors, form
 
     def send(self, message: Message, tensors: Sequence[torch.Tensor], form: Form) -> None:
-        """Begin to send; forms of outputs must be as they were for the same signature.
+        """Begin to send; the form of outputs must be the known one for the same signature.
 
-        Errors: PlanError where a shape depends on data
+        Raises:
+            PlanError: a shape depends on data.
+            ClusterError: the message cannot be sent.
         """
         target = self.rank_of[message.stage]
         sent = list(tensors)
@@ -205,7 +208,7 @@ class Messages:
         peer.sent.append((self.route.taken_at[message], transfers))
 
     def settle(self) -> None:
-        """Wait until all that was sent has been received."""
+        """Wait until all sent messages have been received."""
         for target in self.peers:
             try:
                 self._received(target, None)
@@ -216,7 +219,7 @@ class Messages:
                 ) from failure
 
     def _received(self, target: int, position: int | None) -> None:
-        """Let go of what `target` took at or before this position of its list; None: of all."""
+        """Free messages that `target` took up to this position of its list; None: all."""
         peer = self.peers[target]
         kept = []
         for taken_at, transfers in peer.sent:
@@ -228,7 +231,7 @@ class Messages:
         peer.sent = kept
 
     def _advance(self, message: Message, *, wait: bool) -> None:
-        """Post receives in the sender's order until this one; stop at an unknown form or wait."""
+        """Post receives in the sender's order up to this one; at an unknown form stop or wait."""
         source = self.rank_of[message.source]
         peer = self.peers[source]
         while message not in self.posted:
@@ -254,7 +257,7 @@ class Messages:
         return message.boundary, signature, torch.is_grad_enabled()
 
     def _form(self, message: Message) -> Form | None:
-        """Of the values at the message's boundary."""
+        """Return the form of the values at the message's boundary, if known."""
         return self.forms.get(self._key(message))
 
     def _name(self, message: Message) -> str:

@@ -1,8 +1,8 @@
-"""What crosses between two stages of a pipeline: tensors of known form, with or without gradients.
+"""Tensors that pass between two stages of a pipeline, of known form, with or without gradients.
 
-A form lists shape, dtype and requires_grad of every value, and a tag for those that stand for
-something else. As integers, to be sent: per value dtype, requires_grad, length of the tag, tag,
-number of dims, shape.
+A form lists shape, dtype and requires_grad of every value, and a tag for values that stand for
+something else. Encoded as integers, to be sent: per value dtype, requires_grad, length of the tag,
+tag, number of dims, shape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.base.errors import BugError
 
 
 class Value(NamedTuple):
-    """The form of one tensor that crosses; tag: what `pack` said of it."""
+    """Form of one crossing tensor; tag: the integers that `pack` returned for it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,11 +28,11 @@ class Value(NamedTuple):
 Form = tuple[Value, ...]
 DTYPES = tuple(
     sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-)  # the same on every rank, which run one torch
+)  # the same on every rank: all run the same torch version
 
 
 def encode(form: Form) -> list[int]:
-    """A form as integers; `decode` reads them.
+    """Encode a form as integers; `decode` reads them.
 
     >>> encode((Value((2, 3), torch.bool, False, (7,)),))[1:]
     [0, 1, 7, 2, 2, 3]
@@ -45,7 +45,7 @@ def encode(form: Form) -> list[int]:
 
 
 def decode(told: Sequence[int]) -> Form:
-    """The form that was encoded.
+    """Decode a form that `encode` encoded.
 
     >>> form = (Value((), torch.float64, True), Value((0, 4), torch.int32, False, (1, 2)))
     >>> decode(encode(form)) == form
@@ -61,12 +61,12 @@ def decode(told: Sequence[int]) -> Form:
 
 
 def gradients_of(form: Form) -> Form:
-    """The form of the gradients that come back for values of this form."""
+    """Return the form of the gradients that come back for values of a form."""
     return tuple(Value(v.shape, v.dtype, False) for v in form if v.requires_grad)
 
 
 def shown(form: Form) -> str:
-    """For a person.
+    """Return a form as text for error lines.
 
     >>> shown((Value((2, 3), torch.float32, True), Value((), torch.int64, False)))
     '[2, 3] float32 with gradient, [] int64'
@@ -79,31 +79,31 @@ def shown(form: Form) -> str:
 
 
 class Crossing(Protocol):
-    """How values that are no plain tensors cross: as the one tensor that they stand for."""
+    """Protocol that packs values that are no plain tensors into one tensor each."""
 
     def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """The tensor to send, and integers that tell `unpack` what it is."""
+        """Return the tensor to send, and integers from which `unpack` rebuilds the value."""
 
     def unpack(self, tensor: torch.Tensor, tag: tuple[int, ...]) -> Any:
-        """The value again, on the rank where it arrived."""
+        """Return the value again, on the rank that received the tensor."""
 
 
 class PlainTensors:
-    """The crossing of tensors as they are."""
+    """Crossing of plain tensors, which are sent unchanged."""
 
     def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """The tensor itself; BugError for anything else."""
+        """Return the tensor itself; raise BugError for anything else."""
         if not isinstance(value, torch.Tensor):
             raise BugError(f"pipeline: a {type(value).__name__} cannot cross between stages")
         return value, ()
 
     def unpack(self, tensor: torch.Tensor, tag: tuple[int, ...]) -> Any:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
 class _Arrival(torch.autograd.Function):
-    """The same memory; gradients pass."""
+    """Identity that returns a view of the same memory and passes gradients on."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
@@ -115,6 +115,6 @@ class _Arrival(torch.autograd.Function):
 
 
 def arrive(leaf: torch.Tensor) -> torch.Tensor:
-    """The leaf's values, not a leaf: a stage may begin with an in-place operation on them."""
+    """Return a leaf's values as a non-leaf, so that a stage may modify them in place."""
     value: torch.Tensor = _Arrival.apply(leaf)
     return value

@@ -1,1 +1,1 @@
-"""The label engine: one layer computed by several processes, each with a part of its tensors."""
+"""Label engine for tensor parallelism: each rank computes a layer with its part of the tensors."""

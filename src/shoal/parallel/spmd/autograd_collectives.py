@@ -1,7 +1,8 @@
-"""What ranks tell each other inside a split layer, forward and backward.
+"""Differentiable collectives inside a split layer, with their forward and backward communication.
 
-A value that every rank holds whole has one of two gradients: the same whole one on every rank, or
-a part on each rank that must still be summed ("in parts"). Between them and split values stand
+A value that every rank holds whole has one of two gradients: the same whole gradient on every rank,
+or a part on each rank that must still be summed ("in parts"). These functions convert between the
+two kinds of whole value and split values:
 
     function    forward                     backward                   between
     enter       nothing                     all-reduce                 whole → whole, part gradients
@@ -30,35 +31,35 @@ from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Split, Tiled, cut
 
 
 class Sum(Protocol):
-    """A reduce-scatter under way."""
+    """Handle of a pending reduce-scatter."""
 
     def result(self) -> Tensor:
-        """Wait, then give this rank's part of the sum, flat."""
+        """Wait for the reduce-scatter and return this rank's part of the sum, flat."""
 
 
 class Axis(Protocol):
-    """The ranks that share a layer: a `fabric` World, or a stand-in for it."""
+    """Ranks that share a layer: a `fabric` World, or a stand-in for it."""
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """Index of this rank on the axis."""
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of ranks on the axis."""
 
     def all_reduce(self, tensor: Tensor) -> Any:
-        """Sum over the ranks, in place."""
+        """Sum a tensor over the ranks, in place."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[...] of every rank to [size, ...]."""
+        """All-gather a tensor [...] of every rank into [size, ...]."""
 
     def reduce_scatter(self, tensor: Tensor, cuts: Sequence[int]) -> Sum:
-        """Begin to sum a flat tensor of which rank r gets elements cuts[r] to cuts[r + 1]."""
+        """Start to sum a flat tensor; rank r receives elements cuts[r] to cuts[r + 1]."""
 
 
 def enter(value: Tensor, axis: Axis) -> Tensor:
-    """A whole value goes into split work; free where it needs no gradient."""
+    """Pass a whole value into split work; its gradient is all-reduced if it needs one."""
     if not value.requires_grad:
         return value
     entered: Tensor = _Enter.apply(value, axis)
@@ -66,28 +67,37 @@ def enter(value: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce(value: Tensor, axis: Axis) -> Tensor:
-    """Summands become the whole."""
+    """All-reduce the summands of all ranks to the whole value."""
     reduced: Tensor = _Reduce.apply(value, axis)
     return reduced
 
 
 def scatter(value: Tensor, axis: Axis, split: Split) -> Tensor:
-    """Summands become parts of the whole: the same bytes as `gather`, half of `reduce`."""
+    """Reduce-scatter summands to parts of the whole: the bytes of `gather`, half of `reduce`."""
     scattered: Tensor = _Scatter.apply(value, axis, split)
     return scattered
 
 
 def gather(value: Tensor, axis: Axis, split: Split | Tiled, part_gradients: bool) -> Tensor:
-    """Parts become the whole; `part_gradients`: what comes back must be summed."""
+    """All-gather the ranks' parts to the whole value.
+
+    Args:
+        part_gradients: the gradient of the whole is in parts: the backward pass reduce-scatters it.
+    """
     gathered: Tensor = _Gather.apply(value, axis, split, part_gradients)
     return gathered
 
 
 def part(value: Tensor, axis: Axis, label: Split | Tiled, part_gradients: bool) -> Tensor:
-    """Own part of a whole value; `part_gradients`: the zeros around it are summed elsewhere."""
+    """Return this rank's part of a whole value.
+
+    Args:
+        part_gradients: the gradient of the whole may stay in parts, with zeros around this rank's
+            part; it is summed over the ranks later.
+    """
     if not value.requires_grad:
         own_part = cut(value, label, axis.rank, axis.size)
-        # A view that is kept for the backward pass would keep the whole table.
+        # A view that autograd saves for the backward pass would keep the whole table in memory.
         is_view = own_part.untyped_storage().nbytes() > own_part.nbytes
         return own_part.clone() if is_view else own_part
     if part_gradients:
@@ -99,7 +109,7 @@ def part(value: Tensor, axis: Axis, label: Split | Tiled, part_gradients: bool) 
 
 
 def once(value: Tensor, axis: Axis) -> Tensor:
-    """A value that is added before a sum over ranks and may be counted once: rank 0 adds it."""
+    """Return the value on rank 0 and zeros elsewhere, so that a sum over ranks counts it once."""
     if axis.rank == 0:
         return value
     zeros: Tensor = _Zeros.apply(value)
@@ -107,7 +117,7 @@ def once(value: Tensor, axis: Axis) -> Tensor:
 
 
 def counted_once(value: Tensor, axis: Axis) -> Tensor:
-    """A value whose gradient every rank will find whole, while the ranks' gradients are summed."""
+    """Keep the gradient of a value on rank 0 only, so that a sum over ranks counts it once."""
     if not value.requires_grad:
         return value
     counted: Tensor = _CountedOnce.apply(value, axis)
@@ -121,12 +131,12 @@ def dropout(
     probability: float,
     order: tuple[int, ...],
 ) -> Tensor:
-    """Own part of dropout on the whole value, with the very mask that one process draws.
+    """Apply dropout to this rank's part, with the mask that one process draws for the whole value.
 
     Args:
         value: this rank's part, labelled `labels` over the axes, the outermost first.
-        order: dims of the whole value as one process has it in memory, the slowest first: on CPU
-            torch draws masks in the order of memory.
+        order: dims of the whole value in the order of its memory on one process, the slowest first:
+            on CPU torch draws masks in the order of memory.
     """
     shape = list(value.shape)
     for axis, label in zip(axes, labels, strict=True):
@@ -140,13 +150,13 @@ def dropout(
 
 
 def complete(own: Tensor, axis: Axis, buffer: Tensor, split: Split) -> None:
-    """Every rank wrote its part `own` of a whole buffer: now all have all of it."""
+    """All-gather a buffer of which every rank wrote its own part."""
     # past the count of writes, as F.batch_norm itself does: its backward pass reads no statistics
     buffer.data.copy_(_gathered(own, axis, split))
 
 
 def whole_shape(part: Sequence[int], label: Label, degree: int) -> list[int]:
-    """The shape of the tensor of which a part has shape `part`."""
+    """Return the shape of the whole tensor, from the shape of a rank's part."""
     shape = list(part)
     axes = label.axes if isinstance(label, Tiled) else ((degree, label),)
     for parts, one in axes:
@@ -232,7 +242,7 @@ class _Gather(torch.autograd.Function):
         else:
             own = cut(upstream, ctx.split, ctx.axis.rank, ctx.axis.size)
         if isinstance(ctx.split, Tiled) and _is_copy(ctx.split, ctx.axis.rank):
-            own = torch.zeros_like(own)  # what was gathered came from the first of equal parts
+            own = torch.zeros_like(own)  # the gather used the first of equal parts only
         return own, None, None, None
 
 

@@ -1,14 +1,14 @@
-"""The check at the start: does a block that is split compute what the block alone computes?
+"""Check at the start that a split block computes the same as the whole block.
 
-One block of every class, on the real ranks, in float64, with perturbed parameters (zero biases and
-unit norms hide mistakes), on the sample's own inputs: outputs, gradients of inputs and of all
-parameters. A mistake shows as a difference of 1e-3 to 1, rounding as 1e-15, so they never meet.
-A block that does not run in float64 is checked in float32, where rounding is 1e-7.
+The check takes one block of every class, on the real ranks, in float64, with perturbed parameters
+(zero biases and unit norms hide mistakes) and the sample's own inputs. It compares outputs and the
+gradients of inputs and of all parameters. A mistake shows as a difference of 1e-3 to 1, rounding as
+1e-15, so the two never overlap. A block that does not run in float64 is checked in float32, where
+rounding is 1e-7.
 
-A block that fails stays whole, and is named with what differs and the cause (`check_causes.py`).
+A block that fails stays whole; the notice names the difference and the cause (`check_causes.py`).
 
-Source: planted bugs and what shows them were measured; a missing backward reduction leaves outputs
-and loss exact.
+Source: measured with planted bugs; a missing backward reduction leaves outputs and loss exact.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ if TYPE_CHECKING:
     from shoal.parallel.spmd.check_causes import Finding
 
 EXACT, CAST = 1e-10, 1e-4
-"""Largest difference that is rounding, of the whole's norm: in float64, and where the block
-computes in float32."""
+"""Largest difference that counts as rounding, relative to the norm of the whole tensor: in float64,
+and where the block computes in float32.
+"""
 
 
 def checked(
     module: nn.Module, split: ModelSplit, axis: Axis, *, strict: bool = False
 ) -> ModelSplit:
-    """`split` without the blocks that fail the check, which stay whole and are named.
+    """Return `split` without the blocks that fail the check; a failed block stays whole.
+
+    A notice names each failed block and the cause.
 
     Args:
-        module: still whole, equal on every rank of `axis`; every rank calls at once.
+        module: the model, still whole and equal on every rank of `axis`; every rank must call.
 
     Raises:
-        PlanError: under `strict`, or where nothing is left that is split.
+        PlanError: a block fails under `strict`, or no split parameter is left.
     """
     failed: dict[str, str] = {}
     for group in counting("check layers", len(split.classes), split.classes):
@@ -60,26 +63,26 @@ def checked(
             )
     if not failed:
         return split
-    from shoal.parallel.spmd.model_split import without  # no module of cp's, which checks too
+    from shoal.parallel.spmd.model_split import without  # only tp needs it; cp checks too
 
     return without(module, split, failed)
 
 
 def check_class(module: nn.Module, group: BlockClass, *axes: Axis) -> Finding | None:
-    """The check of a class's first block; None where all is equal. Every rank must call.
+    """Check the first block of a class; return the finding, or None if all results are equal.
+
+    A block that casts to float32 internally is checked without its casts: casts can amplify the
+    rounding of a correct split and hide a small mistake. Every rank must call.
 
     Args:
-        axes: those of the group's split, and of the split inside of it.
-
-    A block that casts to float32 on its way is checked without its casts: they may blow up the
-    rounding of a right split, and hide a small mistake.
+        axes: the axis of the group's split, then that of the split inside of it.
     """
     passed, known = PASSED.get(), known_by(group, axes)
     if passed is None or known is None:
         return _checked(module, group, axes)
     device = next(module.parameters()).device
     here = torch.tensor([int(known in passed)], device="cpu" if device.type == "meta" else device)
-    for axis in axes:  # a check is a collective: all ranks skip it, or none
+    for axis in axes:  # a check is a collective: either all ranks skip it, or none does
         here = axis.all_gather(here).min().reshape(1)
     if bool(here):
         return None
@@ -90,10 +93,11 @@ def check_class(module: nn.Module, group: BlockClass, *axes: Axis) -> Finding | 
 
 
 def known_by(group: BlockClass, axes: tuple[Axis, ...]) -> object:
-    """What a check hangs on: the program, written in float64, its shapes, and how it is split.
+    """Return a key for all that a check depends on: program, shapes and split; None: no such key.
 
-    The model's own autograd functions are compared by identity, their names are not enough; None
-    for a program with constants, whose code does not tell them.
+    The program is written in float64. The model's own autograd functions are compared by identity,
+    because their names are not unique. A program with constants has no key: its code does not show
+    their values.
     """
     split = group.split
     nodes = split.run.graph.nodes
@@ -114,7 +118,7 @@ def known_by(group: BlockClass, axes: tuple[Axis, ...]) -> object:
 
 
 def _division(split: BlockSplit) -> object:
-    """How one axis divides a block's tensors, and where its ranks exchange them."""
+    """Return a key for how one axis divides a block's tensors and where its ranks communicate."""
     return (
         tuple(split.shapes.items()),
         tuple(split.parameters.items()),
@@ -136,7 +140,7 @@ def _checked(module: nn.Module, group: BlockClass, axes: Sequence[Axis]) -> Find
                 return _check(module, group, axes, torch.float32)
             except torch.OutOfMemoryError:  # nothing is wrong with the split
                 raise
-            except Exception as error:  # as on every rank: their parts are of one size
+            except Exception as error:  # alike on every rank: their parts have one size
                 from shoal.parallel.spmd.check_causes import Finding
 
                 line = (str(error).splitlines() or [""])[0]

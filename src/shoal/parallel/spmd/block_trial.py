@@ -1,11 +1,11 @@
-"""Runs one block alone and split over the ranks, on the same perturbed numbers, in one format.
+"""Trial runs of one block, whole and split over the ranks, on the same perturbed numbers.
 
-The split run gets its parts of the parameters and inputs. Its outputs are put together again and
-compared number by number; of a gradient each rank compares the part that it has, by a few random
-combinations of its rows. They differ where it differs, with probability 1.
+The split run receives its parts of the parameters and inputs. Its outputs are joined and compared
+number by number. Of each gradient, a rank compares its own part, by a few random combinations of
+the rows. The combinations differ where the gradients differ, with probability 1.
 
 Memory    float64 is twice a model's bytes, and all ranks of a machine check at once: a device holds
-          the parameters of the run under way and one gradient, which is let go of as soon as it was
+          the parameters of the current run and one gradient, which is freed as soon as it was
           combined; numbers are drawn a few rows at a time, for each run anew
 Source    Freivalds 1977, "Probabilistic machines can use less running time": products of matrices
           compared by random vectors
@@ -34,29 +34,31 @@ from shoal.trace.isolation.module_copies import copied_module
 HOST = torch.device("cpu")
 
 NOISE = 0.1
-"""Standard deviation of the perturbation, of that of the values; at least as for values of 0.1."""
+"""Standard deviation of the perturbation, relative to that of the values (at least 0.1)."""
 
 PIECE = 2**13
-"""Elements that are drawn at once, but at least a row."""
+"""Elements that are drawn at once; at least one row."""
 
 COMBINATIONS = 8
-"""Of a gradient's rows. Their norm is its own times 1/100 to 3, but for once in 10¹¹."""
+"""Random combinations of a gradient's rows. Their norm is 1/100 to 3 times the gradient's norm,
+except with probability 10⁻¹¹.
+"""
 
 Labels = tuple[Label, ...]
-"""A label over every axis, the outermost first."""
+"""Labels of a tensor over every axis, the outermost first."""
 
 Changed = Callable[[str, Tensor], Tensor]
 
 
 @dataclass
 class Results:
-    """What a run gave; inputs that take a gradient are named `input 0`, …
+    """Outputs and gradients of one trial run; inputs with gradients are named `input 0`, etc.
 
     Attributes:
-        outputs: whole, on the host.
-        gradients: this rank's part of each, in brief (`brief`).
-        own: of what is not cut, before sums over ranks that come once a step.
-        norm: of all whole gradients as one, where they were there.
+        outputs: whole outputs, on the host.
+        gradients: this rank's part of each gradient, in brief (`brief`).
+        own: gradients of parameters that are not cut, before the sums over ranks of each step.
+        norm: norm of all whole gradients together; 1 if this run has no whole gradients.
     """
 
     outputs: list[Tensor]
@@ -65,17 +67,17 @@ class Results:
     norm: float = 1.0
 
     def off(self, difference: Tensor) -> float:
-        """How large a gradient's difference is, of `norm`."""
+        """Return the size of a gradient's difference, relative to `norm`."""
         return float(difference.norm()) / self.norm
 
 
 class Trial:
-    """A block with perturbed numbers, its inputs, and the gradients that pull at its outputs.
+    """Trial of a block: perturbed parameters, inputs, and random gradients of its outputs.
 
     Args:
-        block: holds its parameters whole; they stay as they are.
-        axes: those of the split, and of the one inside of it.
-        dtype: what it computes in: float64, or float32 for a block that knows no float64.
+        block: the block with whole parameters, which the trial does not change.
+        axes: the axis of the split, then that of the split inside of it.
+        dtype: compute dtype: float64, or float32 for a block that does not run in float64.
     """
 
     def __init__(
@@ -107,11 +109,15 @@ class Trial:
 
     @property
     def casts(self) -> bool:
-        """Whether the block computes in float32 somewhere."""
+        """Return whether the block computes in float32 somewhere."""
         return self.dtype == torch.float32 or "torch.float32" in self.program.run.code
 
     def alone(self, changed: Changed | None = None) -> Results:
-        """As one process computes it; `changed` is done to the perturbed parameters, by name."""
+        """Run the whole block on one process, without communication.
+
+        Args:
+            changed: function applied to each perturbed parameter, by name.
+        """
         leaves = {n: self._leaf(n, changed) for n in self.parameters}
         cuts = {n: self._cuts(n) for n in leaves}
         args, kwargs, inputs = self._fresh_inputs()
@@ -130,11 +136,11 @@ class Trial:
     def together(
         self, changed: Changed | None = None, labels: Mapping[str, Label] | None = None
     ) -> Results:
-        """As the ranks compute it.
+        """Run the block split over the ranks.
 
         Args:
-            changed: done to the perturbed parameters, by name.
-            labels: of how some are cut.
+            changed: function applied to each perturbed parameter, by name.
+            labels: other labels for some parameters.
         """
         program = self.program
         cuts = {n: self._cuts(n) for n in self.parameters}
@@ -165,7 +171,7 @@ class Trial:
         return Results(wholes, gradients, {n: g for n, g in told.items() if n not in cut_ones})
 
     def everywhere(self, number: float) -> float:
-        """The largest of the ranks' numbers; not a number counts as infinite."""
+        """Return the largest of the ranks' numbers; NaN counts as infinite."""
         told = torch.tensor([number], dtype=torch.float64, device=self.device)
         told = told.nan_to_num(nan=1e300)
         for axis in self.axes:
@@ -173,13 +179,13 @@ class Trial:
         return float(told)
 
     def summed(self, part: Tensor, axis: Axis | None = None) -> Tensor:
-        """The sum of the ranks' tensors; over the outer axis if none is named."""
+        """Return the sum of the ranks' tensors, over the outer axis unless another is named."""
         total = part.to(self.device).clone(memory_format=torch.contiguous_format)
         (axis or self.axis).all_reduce(total)
         return total.to(part.device)
 
     def _input(self, leaf: Tensor) -> Tensor:
-        """Hidden states with noise; masks and tables as they are."""
+        """Add noise to hidden states; leave masks and tables unchanged."""
         if not leaf.is_floating_point():
             return leaf
         if leaf.requires_grad:
@@ -187,14 +193,14 @@ class Trial:
         return leaf.to(self.dtype)
 
     def _leaf(self, name: str, changed: Changed | None, labels: Labels = ()) -> Tensor:
-        """A parameter for one run, or this rank's part of it: the same numbers every time."""
+        """Return a perturbed parameter, or this rank's part of it: equal numbers in every run."""
         generator = torch.Generator().manual_seed(3 + list(self.parameters).index(name))
         value = self._perturbed(self.parameters[name], generator, self.device)
         value = changed(name, value) if changed else value
         return self._part(value, labels).clone().requires_grad_(name in self.trained)
 
     def _perturbed(self, value: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
-        """Values with noise, of which the host has a few rows at a time."""
+        """Return values with noise; the host holds a few rows of them at a time."""
         made = torch.empty_like(value.detach(), dtype=self.dtype, device=device)
         rows = value.detach() if value.dim() else value.detach()[None]
         pieces = rows.split(max(1, PIECE // max(1, math.prod(rows.shape[1:]))))
@@ -208,7 +214,7 @@ class Trial:
         return made
 
     def _fresh_inputs(self) -> tuple[Any, Any, dict[int, str]]:
-        """(args, kwargs, names of those that take a gradient, by id), part of no graph yet."""
+        """Return (args, kwargs, names of inputs with gradients by id), detached from any graph."""
         fresh: dict[int, str] = {}
 
         def copied(leaf: Tensor) -> Tensor:
@@ -221,8 +227,8 @@ class Trial:
         return args, kwargs, fresh
 
     def _pull(self, outputs: list[Tensor], labels: Iterable[Labels]) -> None:
-        """Backward, from the same random gradients of the outputs every time."""
-        if not self.pulls:  # the run alone comes first: it knows the whole shapes
+        """Run the backward pass, from the same random gradients of the outputs every time."""
+        if not self.pulls:  # `alone` runs first: it knows the whole shapes
             self.pulls = [
                 torch.randn(o.shape, generator=self.generator, dtype=torch.float64) for o in outputs
             ]
@@ -241,13 +247,13 @@ class Trial:
         return zip(self.program.flatten(args, kwargs), labels, strict=True)
 
     def _part(self, whole: Tensor, labels: Labels) -> Tensor:
-        """This rank's part of a tensor, maybe a view; without labels all of it."""
+        """Return this rank's part of a tensor, maybe a view; without labels the whole tensor."""
         for axis, label in zip(self.axes, labels, strict=False):
             whole = cut(whole, label, axis.rank, axis.size)
         return whole
 
     def _read(self, name: str, value: Tensor) -> Tensor:
-        """A parameter as the graph reads it, whose gradients are summed as the split says."""
+        """Return a parameter as the graph reads it, with gradients summed as the split says."""
         for axis, split, program in zip(self.axes, self.splits, self.programs, strict=True):
             if name in split.partial and name not in program.partial:
                 value = autograd_collectives.counted_once(value, axis)
@@ -256,7 +262,7 @@ class Trial:
     def _listen(
         self, leaves: Mapping[str, Tensor], cuts: Mapping[str, Labels]
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """(gradients of this rank's parts in brief, norms), which a backward pass will fill in."""
+        """Return (brief gradients of this rank's parts, norms); the backward pass fills both."""
         told, norms = dict[str, Tensor](), list[Tensor]()
 
         def take(leaf: Tensor, name: str) -> None:
@@ -272,7 +278,7 @@ class Trial:
         return told, norms
 
     def _over_ranks(self, name: str, part: Tensor, labels: Labels) -> Tensor:
-        """A gradient, in brief, after the sums over ranks that come once a step."""
+        """Sum a brief gradient over the ranks where the split sums it once per step."""
         for axis, split, label in reversed(list(zip(self.axes, self.splits, labels, strict=True))):
             if name in split.partial or isinstance(label, Partial):
                 part = self.summed(part, axis)
@@ -285,7 +291,7 @@ class Trial:
 
 
 def _computes_in(group: BlockClass, dtype: torch.dtype) -> bool:
-    """Whether the split's own program computes in this format, and casts to no narrower one."""
+    """Return whether the split's program computes in `dtype` and casts to no narrower one."""
     given = [*group.bare.parameters(), *group.bare.buffers()]
     given += pytree.tree_leaves((group.call.args, group.call.kwargs))
     formats = {t.dtype for t in given if isinstance(t, Tensor) and t.is_floating_point()}
@@ -293,7 +299,7 @@ def _computes_in(group: BlockClass, dtype: torch.dtype) -> bool:
 
 
 def _in_format(bare: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in another format, its parameters still without numbers."""
+    """Copy a block to another dtype; its parameters still have no numbers."""
     twin = copied_module(bare)
     for p in twin.parameters():
         p.data = torch.zeros((), dtype=dtype, device=p.device).expand(p.shape)
@@ -305,8 +311,8 @@ def _in_format(bare: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _deviation(pieces: Sequence[Tensor]) -> float:
-    """The standard deviation of a parameter's values, at least 0.1; 0 if they have infinities."""
-    if pieces[0].is_meta:  # not made yet: any numbers of a usual size do
+    """Return the standard deviation of a parameter, at least 0.1; 0 if it has infinities."""
+    if pieces[0].is_meta:  # not initialized yet: any numbers of a usual size will do
         return float(max(1, pieces[0].shape[-1]) ** -0.5) / NOISE
     count, total, squares = 0, 0.0, 0.0
     for piece in pieces:
@@ -319,7 +325,7 @@ def _deviation(pieces: Sequence[Tensor]) -> float:
 
 
 def brief(gradient: Tensor) -> Tensor:
-    """Take `COMBINATIONS` of a gradient's rows, linear ones, always the same; fewer rows as is.
+    """Compress a gradient to `COMBINATIONS` fixed linear combinations of its rows; keep fewer rows.
 
     >>> brief(torch.ones(3, 100)).shape, brief(torch.ones(50, 100)).shape
     (torch.Size([3, 100]), torch.Size([8, 100]))
@@ -335,13 +341,13 @@ def brief(gradient: Tensor) -> Tensor:
 
 
 def distance_of(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Measure how far tensors are from others: the norm of all differences, by that of all."""
+    """Return the norm of all differences, relative to the norm of the expected tensors."""
     pairs = [(g, e) for g, e in zip(got, expected, strict=True) if e.is_floating_point()]
     norm = norm_of(e for _, e in pairs)
     return float(norm_of(g - e for g, e in pairs) / norm)
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Take the norm of several tensors as one, never 0; 1 where there are none."""
+    """Return the norm of several tensors together, never 0; 1 if there are none."""
     norms = [t.detach().cpu().double().norm() for t in tensors]
     return torch.stack(norms).norm().clamp(min=1e-300) if norms else torch.ones(())

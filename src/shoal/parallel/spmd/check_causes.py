@@ -1,4 +1,4 @@
-"""Says what a block's failed check found, and its likely cause: by trying what would undo it.
+"""Diagnosis of a block's failed check: the difference, and the likely cause, found by undoing it.
 
 difference      likely cause
 outputs         a bias that every rank adds · a fused weight cut into the wrong segments · a
@@ -17,19 +17,19 @@ from shoal.parallel.spmd.block_trial import Results, Trial, distance_of
 from shoal.parallel.spmd.labelling.labels import Label, Split, divides, in_segments
 
 SEGMENTS = (1, 2, 3, 4)
-"""Numbers of segments that are tried to name a cause."""
+"""Numbers of segments that the diagnosis tries."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a split block.
+    """Mistake of a split block, and its likely cause.
 
     Attributes:
-        block: its name.
-        outputs: their difference, of their norm; 0 if they are right.
-        wrong: gradients that differ, that of the last parameter first.
-        cause: the likely one.
-        fails: what it raises where it does not run at all.
+        block: name of the block.
+        outputs: difference of the outputs, relative to their norm; 0 if they are right.
+        wrong: names of the gradients that differ, that of the last parameter first.
+        cause: the likely cause.
+        fails: text of the exception, if the split block does not run at all.
     """
 
     block: str
@@ -39,7 +39,7 @@ class Finding:
     fails: str = ""
 
     def text(self) -> str:
-        """One line."""
+        """Return the finding as one line."""
         if self.fails:
             return f"split, it does not run ({self.fails})"
         what = f"its outputs differ by {self.outputs:.1e} of their norm"
@@ -50,7 +50,7 @@ class Finding:
 
 
 def in_outputs(trial: Trial, tolerance: float) -> str:
-    """Name the likely cause of wrong outputs; of two axes the inner one was right by itself."""
+    """Name the likely cause of wrong outputs; the split inside, if any, is right by itself."""
     expected = trial.alone().outputs
 
     def mended(got: Results, wanted: list[Tensor]) -> bool:
@@ -91,7 +91,7 @@ def in_outputs(trial: Trial, tolerance: float) -> str:
 def in_gradients(
     trial: Trial, tolerance: float, wrong: Sequence[str], got: Results, expected: Results
 ) -> str:
-    """Name the likely cause of wrong gradients behind right outputs."""
+    """Name the likely cause of wrong gradients if the outputs are right."""
     degree = trial.axis.size
     parts, repeated = [], []
     for n in wrong:
@@ -114,7 +114,7 @@ def in_gradients(
 
 
 def _row_biases(trial: Trial) -> list[str]:
-    """Whole vectors beside a split weight of the same layer."""
+    """Return names of whole vectors in a layer that has a split weight."""
     layers = {n.rpartition(".")[0] for n in trial.split.parameters}
     return [
         n
@@ -124,7 +124,7 @@ def _row_biases(trial: Trial) -> list[str]:
 
 
 def _fused(trial: Trial) -> dict[int, list[str]]:
-    """Cut parameters by the size of the dim that is cut: a weight and its bias go together."""
+    """Group cut parameters by the size of the dim that is cut, so that a weight meets its bias."""
     sizes: dict[int, list[str]] = {}
     for n, label in trial.split.parameters.items():
         if isinstance(label, Split):
@@ -133,7 +133,7 @@ def _fused(trial: Trial) -> dict[int, list[str]]:
 
 
 def _shared_matrices(trial: Trial) -> list[str]:
-    """Matrices of which several ranks hold the same part."""
+    """Return names of matrices of which several ranks hold the same part."""
     return [
         n
         for n, p in trial.parameters.items()

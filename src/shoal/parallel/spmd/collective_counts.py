@@ -1,8 +1,9 @@
-"""Counts a split model's collectives, those between blocks included.
+"""Count a split model's collectives, including those between blocks.
 
-Inside of a block they are what `split_block` wrote into its graph. Between blocks a part of the
-sequence costs nothing while it goes from block to block; a whole tensor that becomes parts is
-gathered in the backward pass, parts at which other code looks are gathered in the forward pass.
+Inside of a block they are the collectives that `split_block` wrote into its graph. Between blocks,
+a part of the sequence that goes from block to block costs nothing. A whole tensor that becomes
+parts is gathered in the backward pass; parts that other code reads are gathered in the forward
+pass.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from shoal.trace.find.vocabulary_use import Tables
 from shoal.trace.isolation.layer_calls import Call
 
 NUMBERS_PER_TOKEN = 3
-"""What ranks tell each other of every token in the loss: largest logit, sum, the target's logit."""
+"""Numbers per token that ranks exchange in the loss: largest logit, sum, the target's logit."""
 
 
 class Class(Protocol):
-    """Equal layers, split alike."""
+    """Group of equal layers that are split in the same way."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The layers."""
+        """Names of the layers."""
 
     @property
     def split(self) -> BlockSplit:
-        """How each is split."""
+        """Split of each layer."""
 
 
 def exchanges_of(
@@ -42,9 +43,9 @@ def exchanges_of(
     calls: Mapping[str, Call],
     degree: int,
 ) -> dict[str, tuple[Exchange, ...]]:
-    """Collectives of one forward and backward pass on the sample, by module, in call order.
+    """Return the collectives of one forward and backward pass, by module, in call order.
 
-    The loss is taken to be the default one, which looks at this rank's classes only.
+    The loss is assumed to be the default loss, which reads the logits of this rank's classes only.
     """
     splits = {name: one.split for one in classes for name in one.names}
     scattered = scattered_lookups(classes, tables, calls)
@@ -81,9 +82,9 @@ def exchanges_of(
 def scattered_lookups(
     classes: Sequence[Class], tables: Tables, calls: Mapping[str, Call]
 ) -> frozenset[str]:
-    """Split embeddings whose output goes straight into a block that takes parts of the sequence.
+    """Return split embeddings whose output goes straight into a block that takes sequence parts.
 
-    One that computes with what it finds hands on the whole: what it does may mix tokens.
+    An embedding with a forward of its own passes on the whole output: its code may mix tokens.
     """
     return frozenset(
         before
@@ -97,7 +98,7 @@ def scattered_lookups(
 
 
 def _lookup(name: str, output: Tensor, scattered: bool) -> tuple[Exchange, ...]:
-    """Collectives of a split embedding."""
+    """Return the collectives of a split embedding."""
     if not scattered:
         return (Exchange("all_reduce", "forward", _bytes(output), f"{name}: lookup"),)
     return (

@@ -1,13 +1,13 @@
-"""Plans how a whole model is split over n ranks: its blocks, its vocabulary, and what stays whole.
+"""Plan how a whole model is split over n ranks: its blocks, its vocabulary, and what stays whole.
 
     repeated blocks     one of each class is solved (`split_block`), equal ones share the result
     the vocabulary      embeddings and output heads outside of blocks (`tables`)
     everything else     whole on every rank, computed by every rank alike
 
-A block that cannot be split as one is split child by child, and stays whole where that fails too;
-whatever stays whole is named in the notices with the reason. What is no graph and draws random
-numbers is refused: how many it draws may hang on values, which layouts round differently. Nothing
-here changes the model.
+A block that cannot be split as a unit is split child by child; it stays whole if that fails too. A
+notice names everything that stays whole, with the reason. The planner refuses a layer that draws
+random numbers and cannot be traced: the number of draws may depend on values, which layouts round
+differently. Nothing here changes the model.
 """
 
 from __future__ import annotations
@@ -53,27 +53,27 @@ def plan_split(
     sequence: bool = False,
     opaque: bool = True,
 ) -> ModelSplit:
-    """How `degree` ranks compute a model.
+    """Plan how `degree` ranks compute a model.
 
     Args:
-        record: of the model.
-        staged: a pipeline cuts between its blocks, so each is split by itself.
+        record: record of a forward pass of the model.
+        staged: a pipeline cuts between the blocks, so each block is split by itself.
         strict: refuse instead of leaving something whole.
         overrides: pattern of parameter names (as in a shell) → whole │ column │ row.
-        sequence: hand parts of the sequence from block to block.
-        opaque: parts that are no graph may be one operation of a block's (experts).
+        sequence: pass parts of the sequence from block to block.
+        opaque: untraceable parts may be one operation of a block's graph (experts).
 
     Raises:
-        PlanError: where nothing can be split, where `strict` refuses, where a layer draws random
-            numbers and is no graph, and for a pattern that matches no parameter; ConfigError for
-            another wish.
+        PlanError: nothing can be split; `strict` refuses; an untraceable layer draws random
+            numbers; or a pattern matches no parameter.
+        ConfigError: an override is neither whole, column nor row.
     """
     planner = _Planner(record, degree, _wishes(record.module, overrides), sequence, opaque)
     return planner.plan(staged, strict)
 
 
 def _wishes(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
-    """What the user says of each parameter; later patterns win."""
+    """Return the user's override of each parameter; later patterns win."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     wishes: dict[str, str] = {}
     for pattern, wish in overrides.items():
@@ -91,7 +91,7 @@ def _wishes(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Planner:
-    """One plan under way."""
+    """Planner of one model's split, with the results so far."""
 
     def __init__(
         self, record: Record, degree: int, wishes: dict[str, str], sequence: bool, opaque: bool
@@ -116,7 +116,7 @@ class _Planner:
         tables = self.record.tables(blocks, self.degree, self.wishes.get)
         reached = self.record.reached(blocks)
         for name, part in reached.items():
-            # Another layer computes with what a split one would hold in parts.
+            # Another layer computes with parameters that a split one would hold in parts.
             why = f"{part} is called from outside of it"
             self.refused.append(f"{name} stays whole: {why}")
             self.untraced[name] = why
@@ -150,7 +150,7 @@ class _Planner:
         )
 
     def holder(self, trunk: Trunk) -> tuple[str, ...]:
-        """The layer that holds all leaves of a trunk, to be split as one."""
+        """Return the layer that holds all leaves of a trunk, which is split as a unit."""
         parents = [name.split(".")[:-1] for name in trunk.blocks]
         shared = []
         for parts in zip(*parents, strict=False):
@@ -164,7 +164,7 @@ class _Planner:
         return (".".join(shared),) if trunk.blocks else ()
 
     def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
-        """Layers in groups of equal ones that the user wants split alike."""
+        """Group equal layers for which the user wants the same split."""
         found = []
         for alike in self.likeness.groups(names, calls):
             by_wish: dict[Any, list[str]] = {}
@@ -174,7 +174,7 @@ class _Planner:
         return found
 
     def relative(self, name: str) -> tuple[tuple[str, str], ...]:
-        """The user's wishes for a layer's parameters, by their names in it."""
+        """Return the user's overrides for a layer's parameters, by their names in the layer."""
         start = f"{name}." if name else ""
         wishes = {
             full.removeprefix(start): wish
@@ -187,13 +187,13 @@ class _Planner:
         return tuple(sorted(wishes.items()))
 
     def shared_with(self, name: str, parameter: nn.Parameter) -> str:
-        """Where else than in layer `name` a tied parameter lives."""
+        """Return another name of a tied parameter outside of layer `name`, or ""."""
         start = f"{name}." if name else ""
         others = [home for home in self.homes[id(parameter)] if not home.startswith(start)]
         return others[0] if others else ""
 
     def solve(self, names: list[str], calls: dict[str, Call], whole_if_not: bool) -> bool:
-        """Split a group of equal layers, as one or by their children; tells whether it worked."""
+        """Split a group of equal layers, as a unit or by their children; return the success."""
         name = names[0]
         like = f" (and {len(names) - 1} like it)" if len(names) > 1 else ""
         why = self.try_to_split(names, calls)
@@ -217,7 +217,7 @@ class _Planner:
         return any(worked)
 
     def try_to_split(self, names: list[str], calls: dict[str, Call]) -> str:
-        """Split equal layers as one; gives the reason where that fails."""
+        """Split equal layers as a unit; return the reason if that fails, else ""."""
         if why := keyed_inside(names[0], self.record.blocks, self.record.draws):
             return why
         part, call = self.module.get_submodule(names[0]), calls[names[0]]
@@ -233,7 +233,7 @@ class _Planner:
             except NotSplit as refusal:
                 self.refused.append(f"{names[0]} takes whole sequences: {refusal}")
                 split = self.split(twin, call, None, wishes)
-        except Exception as failure:  # whatever it is, a layer can always stay whole, by name
+        except Exception as failure:  # on any failure a layer can stay whole; a notice names it
             why = (str(failure).splitlines() or [type(failure).__name__])[0]
             self.untraced |= dict.fromkeys(names, why)
             return why
@@ -258,7 +258,11 @@ class _Planner:
         return ""
 
     def refuse_draws(self) -> None:
-        """Errors: PlanError where a layer that is no graph draws by itself, in no traced part."""
+        """Raise PlanError if an untraceable layer draws random numbers outside of all traced parts.
+
+        Raises:
+            PlanError: the draws of such a layer may depend on the layout.
+        """
         for draw in self.record.draws:
             if not self.graphs.isdisjoint(draw.around):
                 continue
@@ -271,7 +275,11 @@ class _Planner:
                 )
 
     def check_wishes(self, name: str, split: BlockSplit, wishes: Mapping[str, str]) -> None:
-        """What the user wants split is split, or they are told why not."""
+        """Raise PlanError if a parameter could not be cut as the user wants.
+
+        Raises:
+            PlanError: the split does not follow an override; the text says why.
+        """
         for own, wish in wishes.items():
             if wish != "whole" and own in split.reasons and own not in split.parameters:
                 full = f"{name}.{own}" if name else own
@@ -294,10 +302,11 @@ class _Planner:
         )
 
     def sequence_dim(self, names: list[str], calls: dict[str, Call]) -> int | None:
-        """Dim 1 of [batch, seq, dim]; other inputs have no sequence.
+        """Return dim 1 of [batch, seq, dim], or None for other inputs, which have no sequence.
 
-        Only for layers one of which hands its output straight to another: code between them would
-        look at the parts and gather them, for more bytes than whole tensors take.
+        The sequence is split only for layers one of which passes its output straight to another.
+        Code between the layers would read the parts and so gather them, for more bytes than whole
+        tensors take.
         """
         if not self.sequence or not any(
             before in calls for n in names if n in calls for before in calls[n].follows
@@ -309,7 +318,7 @@ class _Planner:
         return 1 if hidden is not None and hidden.dim() == 3 else None
 
     def parameters(self, tables: Tables) -> dict[str, ParameterSplit]:
-        """What a rank holds of every parameter."""
+        """Return the part of every parameter that a rank holds."""
         held = dict.fromkeys(self.first.values(), ParameterSplit(WHOLE, False, "outside of blocks"))
         for name, why in tables.whole.items():
             held[name] = ParameterSplit(WHOLE, False, why)
@@ -326,7 +335,7 @@ class _Planner:
 
 
 def _children(part: nn.Module) -> list[str]:
-    """Children with parameters; entries of a list or dict of modules stand for it."""
+    """Return children with parameters; a list or dict of modules is replaced by its entries."""
     found = []
     for name, child in part.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -337,13 +346,13 @@ def _children(part: nn.Module) -> list[str]:
 
 
 def without(module: nn.Module, split: ModelSplit, failed: Mapping[str, str]) -> ModelSplit:
-    """The split with some classes of layers left whole after all.
+    """Return the split with some classes of layers left whole.
 
     Args:
-        failed: name of a class's first layer → why.
+        failed: name of a class's first layer → why it stays whole.
 
     Raises:
-        PlanError: where nothing is left that is split.
+        PlanError: no split parameter is left.
     """
     gone = [group for group in split.classes if group.names[0] in failed]
     kept = tuple(group for group in split.classes if group.names[0] not in failed)

@@ -1,7 +1,7 @@
-"""Makes other programs of a split layer than the sample's: for other inputs, and for a compiler.
+"""Other programs of a split layer than the sample's: for other inputs, and for a compiler.
 
-The last micro-batch of an epoch is shorter, an evaluation's is longer, a flag has changed. The
-parameters stay cut as they are; a copy of the layer without numbers shows their whole shapes.
+The last micro-batch of an epoch is shorter, that of an evaluation longer, or a flag has changed.
+The parameters stay cut as they are; a copy of the layer without numbers shows their whole shapes.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from shoal.trace.isolation.equal_layers import OF_TORCH, PLAIN
 def made_for(
     first: BlockSplit, bare: nn.Module, name: str, block: nn.Module, leaves: list[Any], tree: Any
 ) -> BlockSplit:
-    """Make the graph for a call's flat arguments, which `tree` holds together.
+    """Make the split graph for the flat arguments of a call, whose structure is `tree`.
 
     Args:
-        first: of the sample's kind of input.
-        bare: the copy without numbers.
+        first: split for the sample's kind of input.
+        bare: the copy of the layer without numbers.
 
     Raises:
-        PlanError: for inputs that the cut parameters cannot serve, or that no graph follows.
+        PlanError: the cut parameters cannot serve these inputs, or the layer is not traceable with
+            them.
     """
     if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
-        from shoal.trace.isolation.argument_keys import handed  # few models hand objects around
+        from shoal.trace.isolation.argument_keys import handed  # few models pass objects
 
         if why := max(map(handed, leaves)):
             raise PlanError(f"{name}: unlike in the sample, {why}; try: the tensors themselves")
     wholes = [_as_whole(leaf) if is_shard(leaf) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(wholes, tree)
     try:
-        # It may be needed in the middle of a forward pass that somebody follows.
+        # This may run inside a forward pass under another dispatch mode.
         with unwatched(), _like(bare, block):
             try:
                 return again(first, bare, args, kwargs)
@@ -60,9 +61,10 @@ def made_for(
 
 
 def between_exchanges(run: fx.GraphModule) -> fx.GraphModule:
-    """The same program for a compiler, which makes code of what stands between the exchanges.
+    """Return the same program for a compiler, which compiles the code between collectives.
 
-    They, shared attention and a user's autograd functions are Python, and run as they are.
+    Collectives, shared attention and a user's autograd functions are Python; the compiler skips
+    them.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(run.graph, {}))
@@ -73,7 +75,7 @@ def between_exchanges(run: fx.GraphModule) -> fx.GraphModule:
 
 
 def _uncompiled(function: FunctionType) -> Callable[..., Any]:
-    """The function, which the compiler leaves alone, under a name that generated code can hold."""
+    """Return a function that the compiler skips, with a name that generated code can use."""
     left: Any = torch.compiler.disable(function)
     left.__name__ = left.__qualname__ = function.__name__
     left.__module__ = function.__module__
@@ -82,14 +84,14 @@ def _uncompiled(function: FunctionType) -> Callable[..., Any]:
 
 
 def _as_whole(shard: Tensor) -> Tensor:
-    """A tensor of the whole's shape; its numbers do not matter."""
+    """Return a tensor with the whole's shape; its numbers do not matter."""
     shape, dtype, device = shard.shape, shard.dtype, shard.device
     return torch.zeros(shape, dtype=dtype, device=device, requires_grad=shard.requires_grad)
 
 
 @contextmanager
 def _like(bare: nn.Module, block: nn.Module) -> Iterator[None]:
-    """The copy in the block's modes and formats, with its plain attributes."""
+    """Give the copy the block's modes, dtypes and plain attributes while the context is open."""
     for copied, own in zip(bare.modules(), block.modules(), strict=True):
         copied.training = own.training
         plain = {k: v for k, v in vars(own).items() if isinstance(v, (*PLAIN, Tensor))}

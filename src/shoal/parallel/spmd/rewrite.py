@@ -1,8 +1,8 @@
-"""Writes the program of one rank: the traced operations on parts, with exchanges between them.
+"""Write the program of one rank: the traced operations on parts, with collectives between them.
 
-Every operation gets its inputs under the labels that its rule wants, sizes among its arguments
-divided where the rule says so, dropout with the part of the whole mask. A value is gathered,
-summed, cut or entered once, however many operations read it.
+Every operation receives its inputs under the labels that its rule wants. Integer arguments that are
+sizes are divided if the rule says so, and dropout uses the rank's part of the whole mask. A value
+is gathered, summed, cut or entered once, however many operations read it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Shared = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective of a split layer's forward or backward pass.
+    """Collective of a split layer's forward or backward pass.
 
     Attributes:
         kind: all_reduce │ all_gather │ reduce_scatter.
@@ -56,7 +56,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Division:
-    """How the ranks of one axis divide a layer: labels of its values, and where gradients sum."""
+    """Division of a layer over one axis: labels of its values, and where gradients are summed."""
 
     labelling: Labelling
     sums: Sums
@@ -65,15 +65,17 @@ class Division:
 def rewrite(
     divisions: Sequence[Division], attention: Shared | None = None
 ) -> tuple[fx.GraphModule, tuple[tuple[Exchange, ...], ...]]:
-    """`run(*axes, *local parameters, *local buffers, *inputs)` and every axis's collectives.
+    """Write the program of one rank and list the collectives of every axis.
+
+    The program is `run(*axes, *local parameters, *local buffers, *inputs)`.
 
     Args:
-        divisions: of one traced layer, the outermost first: each divides what the ones before
-            leave.
-        attention: what computes attention that is shared: (q, axis, k, v, causal=, scale=).
+        divisions: divisions of one traced layer, the outermost first: each divides the parts that
+            the ones before it leave.
+        attention: function for shared attention: (q, axis, k, v, causal=, scale=).
 
     Raises:
-        Untraceable where two axes divide one dim and the outer one would change its part.
+        Untraceable: two axes divide one dim and the outer one would change the inner one's part.
     """
     writer = _Writer(divisions, attention)
     for node in writer.problem.traced.graph.nodes:
@@ -84,7 +86,7 @@ def rewrite(
 
 
 class _Side:
-    """What the program of one axis needs: its labels, its ranks, its collectives so far."""
+    """Program state of one axis: its labels, its ranks, its collectives so far."""
 
     def __init__(self, division: Division, axis: fx.Node) -> None:
         self.labelling, self.sums = division.labelling, division.sums
@@ -93,11 +95,11 @@ class _Side:
         self.exchanges: list[Exchange] = []
 
     def stays_whole(self, node: fx.Node) -> bool:
-        """Whether an operation is computed alike on all ranks, with whole gradients."""
+        """Return whether all ranks compute an operation alike, with whole gradients."""
         return self.is_plain(node) and (node, "own") not in self.sums.parts
 
     def is_plain(self, node: fx.Node) -> bool:
-        """Whether an operation is computed alike on all ranks."""
+        """Return whether all ranks compute an operation alike."""
         step = self.labelling.steps.get(node)
         return step is None or (all(want == WHOLE for want in step.wants) and not step.once)
 
@@ -111,7 +113,7 @@ class _Side:
 
     def _told(self, node: fx.Node) -> str:
         names = sorted({n for one in node.all_input_nodes for n in self.problem.sources[one]})
-        target = node.target  # a plain function would tell its address in memory
+        target = node.target  # str() of a plain function shows its address in memory
         named = target.__name__ if isinstance(target, FunctionType) else str(target)
         operation = named.removeprefix("aten.").split(".")[0]
         if node.op == "placeholder":
@@ -120,7 +122,7 @@ class _Side:
 
 
 class _Writer:
-    """The program under way; values are known by the nodes of the traced graph."""
+    """Writer of one rank's program; values are identified by nodes of the traced graph."""
 
     def __init__(self, divisions: Sequence[Division], attention: Shared | None) -> None:
         self.graph, self.attention = fx.Graph(), attention
@@ -180,7 +182,7 @@ class _Writer:
         return made
 
     def _slots(self, node: fx.Node) -> list[fx.Node]:
-        """An operation's tensors as each axis wants them."""
+        """Return an operation's tensors as each axis wants them."""
         steps = [(side, side.labelling.steps.get(node)) for side in self.sides]
         stay_whole = [side.stays_whole(node) for side in self.sides]
         handed = []
@@ -197,7 +199,7 @@ class _Writer:
         return handed
 
     def _complete(self, buffer: fx.Node, own: fx.Node, side: _Side, label: Label) -> None:
-        """A buffer of which this rank changed its part."""
+        """Gather a buffer of which this rank changed its part."""
         if label == WHOLE:
             return
         if len(self.sides) > 1:
@@ -221,10 +223,10 @@ class _Writer:
     # ---- values under the labels that are wanted
 
     def _handed(self, node: fx.Node, wants: Sequence[Label], whole: Sequence[bool]) -> fx.Node:
-        """A value as each axis wants it; `whole`: its gradient comes back whole over that axis.
+        """Return a value as each axis wants it; `whole`: its gradient is whole over that axis.
 
-        What becomes whole does so from the innermost axis on, what is cut from the outermost on:
-        between the two every axis divides what the ones before it leave.
+        Gathers and sums start at the innermost axis, cuts at the outermost. In between, every axis
+        divides the part that the axes before it leave.
         """
         value = self.local[node]
         sides = list(zip(self.sides, wants, whole, strict=True))
@@ -242,14 +244,18 @@ class _Writer:
         return value
 
     def _check_nested(self, node: fx.Node, place: int, wants: Sequence[Label]) -> None:
-        """Errors: Untraceable where an inner axis keeps its part of a dim that this one changes."""
+        """Raise Untraceable if an inner axis keeps its part of a dim that this axis changes.
+
+        Raises:
+            Untraceable: ranks of two axes divide the value along one dim.
+        """
         changed = _dims(self.sides[place].labelling.label(node)) | _dims(wants[place])
         for inner, want in zip(self.sides[place + 1 :], wants[place + 1 :], strict=True):
             if inner.labelling.label(node) == want and _dims(want) & changed:
                 raise Untraceable(f"{node.name} is divided along one dim by ranks of two axes")
 
     def _form(self, node: fx.Node, side: _Side, want: Label) -> str:
-        """In which form a value is handed on: one of `held_as`, scattered, or as it is."""
+        """Return the form in which a value is read: one of `held_as`, scattered, or as it is."""
         label = side.labelling.label(node)
         if isinstance(label, tuple):
             return "as it is"
@@ -344,16 +350,16 @@ class _Writer:
 
 
 def _dims(label: Label) -> set[int]:
-    """The dims that a label divides."""
+    """Return the dims that a label divides."""
     if isinstance(label, Tiled):
         return {one.dim for _, one in label.axes if isinstance(one, Split)}
     return {label.dim} if isinstance(label, Split) else set()
 
 
 def _is_strided_dropout(node: fx.Node, slots: list[fx.Node]) -> bool:
-    """Dropout whose mask one process draws in another order than that of the dims.
+    """Return whether a node is dropout whose mask one process draws in another order of dims.
 
-    Here the value may lie in memory otherwise: what was summed or gathered is contiguous.
+    On a rank the value may have other strides: sums and gathers return contiguous tensors.
     """
     if node.target not in DROPOUTS or not (node.args[1] and node.args[2]):
         return False
@@ -366,7 +372,7 @@ def _order_in_memory(node: fx.Node) -> tuple[int, ...]:
 
 
 def _with(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """The function with its options, under a name that generated code can hold."""
+    """Bind options to a function, under a name that generated code can use."""
 
     def call(*tensors: Any) -> Any:
         return function(*tensors, **options)

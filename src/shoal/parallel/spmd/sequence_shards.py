@@ -1,14 +1,15 @@
-"""A tensor that lies in parts on several ranks and looks whole to everybody else.
+"""Tensor that holds one rank's part of a sequence and looks whole to other code.
 
-Under sequence parallelism a block hands its rank's part of the sequence straight to the next block.
-Between two blocks stands the user's own code, which knows nothing of parts: whatever it does with a
-`SequenceShard` gathers the whole first, so it is always right, and free where it does nothing.
+Under sequence parallelism a block passes its rank's part of the sequence straight to the next
+block. Between two blocks runs the user's own code, which does not know about parts. Any operation
+on a `SequenceShard` gathers the whole first, so the result is always right; without operations it
+is free.
 
 Protocol  shape, dtype, device …: the whole tensor's, at once   `.local`: this rank's part
           any torch function on it: all-gather, kept with the shard, then the function on the whole
-          What is computed from a gathered whole is computed by every rank alike, so the gradient of
-          the whole is complete on each and a rank just takes its part of it: gather forward, slice
-          backward. A deal of `summands` says otherwise: only their sum over the ranks is complete.
+          Every rank computes alike on a gathered whole, so each has the complete gradient of the
+          whole, and a rank takes its part of it: gather forward, slice backward. With
+          `Deal.summands`, only the sum of the ranks' gradients is complete.
           A library that walks structures (recompute, FSDP's hooks) sees `.local`, an ordinary
           tensor: the class is registered with torch's pytree.
 Source    Korthikanti et al. 2022 (2205.05198) for the parts; the wrapper is our own
@@ -32,13 +33,13 @@ from shoal.parallel.spmd.labelling.labels import Label, Split
 
 @dataclass(frozen=True)
 class Deal:
-    """How one dim of a tensor is dealt to the ranks of an axis.
+    """Distribution of one dim of a tensor over the ranks of an axis.
 
     Attributes:
-        dim: which one.
+        dim: the distributed dim.
         cuts: rank r has the indices from cuts[r] to cuts[r + 1].
         summands: the ranks' gradients of a gathered whole add up to its gradient, and so do those
-            of a whole that is cut; else each rank has all of it.
+            of a whole that is cut; otherwise each rank has the whole gradient.
     """
 
     axis: Axis
@@ -48,16 +49,16 @@ class Deal:
 
     @staticmethod
     def even(axis: Axis, dim: int, length: int, *, summands: bool = False) -> Deal:
-        """As equal as it goes: the first `length % size` ranks have one index more."""
+        """Distribute a dim evenly: the first `length % size` ranks have one index more."""
         return Deal(axis, dim, even_cuts(length, axis.size), summands)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part, in memory of its own."""
+        """Copy this rank's part of a whole tensor."""
         start, stop = self.cuts[self.axis.rank], self.cuts[self.axis.rank + 1]
         return whole.narrow(self.dim, start, stop - start).contiguous()
 
     def part_of_gradient(self, whole: Tensor) -> Tensor:
-        """This rank's part of the gradient of a gathered whole."""
+        """Return this rank's part of the gradient of a gathered whole."""
         if not self.summands:
             return self.part(whole)
         spans = list(zip(self.cuts, self.cuts[1:], strict=False))
@@ -68,7 +69,7 @@ class Deal:
         return self.axis.reduce_scatter(torch.cat(parts), cuts).result().view(shape)
 
     def whole_gradient(self, local: Tensor) -> Tensor:
-        """The gradient of a whole that was cut, or this rank's summand of it."""
+        """Return the gradient of a whole that was cut, or this rank's summand of it."""
         if not self.summands:
             return self.join(local)
         before, length = self.cuts[self.axis.rank], self.cuts[-1]
@@ -79,7 +80,7 @@ class Deal:
         return whole
 
     def join(self, local: Tensor) -> Tensor:
-        """The whole from every rank's part; short parts are padded on the way."""
+        """All-gather the whole from every rank's part; short parts are padded for the transfer."""
         lengths = [b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
         mine, most = lengths[self.axis.rank], max(lengths)
         local = local.contiguous()
@@ -94,7 +95,7 @@ class Deal:
 
 
 def even_cuts(length: int, degree: int) -> tuple[int, ...]:
-    """Where `length` indices are cut for `degree` ranks.
+    """Return the indices at which `length` elements are cut for `degree` ranks.
 
     >>> even_cuts(10, 4)
     (0, 3, 6, 8, 10)
@@ -104,10 +105,10 @@ def even_cuts(length: int, degree: int) -> tuple[int, ...]:
 
 
 class SequenceShard(Tensor):
-    """Shows the whole tensor's shape and holds this rank's part of one dim in `.local`.
+    """Tensor with the whole's shape that holds this rank's part of one dim in `.local`.
 
-    Made by `show`. Errors: none of its own; every rank must do the same things with it, as always
-    under tensor parallelism.
+    `show` makes it. It raises no errors of its own. Every rank must apply the same operations to
+    it, as always under tensor parallelism.
     """
 
     deal: Deal
@@ -117,7 +118,7 @@ class SequenceShard(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, deal: Deal) -> SequenceShard:
-        """The bare wrapper, outside of autograd."""
+        """Make the bare wrapper, outside of autograd."""
         shape = list(local.shape)
         shape[deal.dim] = deal.cuts[-1]
         wrapper: SequenceShard = torch.Tensor._make_wrapper_subclass(
@@ -127,16 +128,16 @@ class SequenceShard(Tensor):
         return wrapper
 
     def __init__(self, local: Tensor, deal: Deal) -> None:
-        """All is done in `__new__`."""
+        """Accept the arguments of `__new__`, which does all the work."""
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, with its own history for autograd."""
+        """Return this rank's part, with its own autograd history."""
         self._follow()
         return self._local
 
     def whole(self) -> Tensor:
-        """All of it, gathered at the first call and kept as long as the shard."""
+        """Return the whole tensor, gathered at the first call and cached with the shard."""
         if self._whole is None:
             with torch.enable_grad():
                 self._whole = gather(self._local, self.deal)
@@ -144,7 +145,7 @@ class SequenceShard(Tensor):
         return self._whole if torch.is_grad_enabled() else self._whole.detach()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Without gathering: printing on one rank must not wait for the others."""
+        """Format without gathering: printing on one rank must not wait for the others."""
         cuts, rank = self.deal.cuts, self.deal.axis.rank
         return (
             f"{type(self).__name__}({list(self.shape)}, here {cuts[rank]} … {cuts[rank + 1] - 1} "
@@ -155,7 +156,7 @@ class SequenceShard(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Free for what needs no numbers; everything else on the whole."""
+        """Answer metadata without communication; run other functions on the whole."""
         kwargs = kwargs or {}
         if func in _FREE:
             with torch._C.DisableTorchFunctionSubclass():
@@ -177,13 +178,13 @@ class SequenceShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Below autograd (a user's own autograd function) the numbers are the whole's too."""
+        """Use the whole below autograd too (in a user's own autograd function)."""
         with torch.no_grad():
             args, kwargs = _with_wholes((args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _follow(self) -> None:
-        """If the whole was changed in place, let autograd's view of the wrapper follow."""
+        """Update autograd's view of the wrapper if the whole was changed in place."""
         whole = self._whole
         if whole is None or whole._version == self._seen:
             return
@@ -200,37 +201,37 @@ class SequenceShard(Tensor):
 
 
 def show(local: Tensor, deal: Deal, kind: type[SequenceShard] = SequenceShard) -> SequenceShard:
-    """This rank's part, shown as the whole that the parts of all ranks make.
+    """Wrap this rank's part so that it looks like the whole tensor.
 
     Args:
         local: [..., own part of dim, ...], part of autograd's graph or not.
     """
     shard: SequenceShard = _Show.apply(local, deal, kind)
-    shard._local = local  # with its history: the next block goes on from here, without the wrapper
+    shard._local = local  # with its autograd history: the next block uses it without the wrapper
     return shard
 
 
 def handed_on(value: Tensor, label: Label, axis: Axis) -> Tensor:
-    """A block's result as its reader gets it: whole, or this rank's part shown as the whole."""
+    """Return a block's result for its reader: whole, or this rank's part in a shard."""
     if not isinstance(label, Split):
         return value
     return show(value, Deal.even(axis, label.dim, value.shape[label.dim] * axis.size))
 
 
 def gather(local: Tensor, deal: Deal) -> Tensor:
-    """The whole on every rank; backward: the own part of a gradient that every rank has whole."""
+    """Gather the whole on every rank; backward: take the own part of the whole gradient."""
     whole: Tensor = _Gather.apply(local, deal)
     return whole
 
 
 def cut(whole: Tensor, deal: Deal) -> Tensor:
-    """The own part; backward: the parts' gradients, gathered, so that every rank has them whole."""
+    """Take this rank's part; backward: gather the parts' gradients to the whole on every rank."""
     local: Tensor = _Cut.apply(whole, deal)
     return local
 
 
 def local_of(value: Tensor, deal: Deal) -> Tensor:
-    """The own part of a whole tensor or of a shard that is dealt likewise."""
+    """Return this rank's part of a whole tensor, or of a shard with the same distribution."""
     if isinstance(value, SequenceShard):
         same = value.deal.dim == deal.dim and value.deal.cuts == deal.cuts
         if same and value.deal.axis is deal.axis:
@@ -240,7 +241,7 @@ def local_of(value: Tensor, deal: Deal) -> Tensor:
 
 
 def whole_of(value: Any) -> Any:
-    """The whole of a shard; anything else as it is."""
+    """Gather a shard; return any other value unchanged."""
     return value.whole() if isinstance(value, SequenceShard) else value
 
 
@@ -253,7 +254,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def is_shard(value: Any) -> bool:
-    """For pytree functions that should keep shards whole."""
+    """Return whether a value is a shard, as `is_leaf` of pytree functions."""
     return isinstance(value, SequenceShard)
 
 
@@ -280,12 +281,12 @@ class _Cut(torch.autograd.Function):
 
 
 class _Show(torch.autograd.Function):
-    """Gives the wrapper a place in autograd's graph, for users' own autograd functions on it."""
+    """Node of a wrapper in autograd's graph, for users' own autograd functions on it."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, deal: Deal, kind: type[SequenceShard]) -> Tensor:
         ctx.deal = deal
-        return kind(local, deal)  # which `show` gives its part with its history
+        return kind(local, deal)  # `show` then sets the part with its autograd history
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
@@ -293,7 +294,7 @@ class _Show(torch.autograd.Function):
 
 
 class _Replace(torch.autograd.Function):
-    """From here on the wrapper stands for `whole`."""
+    """Node that lets the wrapper represent `whole` from here on."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, whole: Tensor) -> Tensor:
@@ -326,11 +327,11 @@ _FREE = frozenset(getattr(Tensor, name).__get__ for name in _METADATA) | {
     torch.is_floating_point,
     torch.is_complex,
 }
-"""What the wrapper answers itself."""
+"""Functions that the wrapper answers without a gather."""
 
 
 def rebuild(children: Any, context: Any) -> Any:
-    """A shard again, of what a walk through a structure made of its part."""
+    """Wrap a pytree child again, the inverse of the shard's flatten function."""
     (child,), (deal, kind) = children, context
     return show(child, deal, kind) if isinstance(child, Tensor) else child
 

@@ -1,4 +1,4 @@
-"""Splits one layer of a model over n ranks: which parameters are cut how, and the program to run.
+"""Split one layer of a model over n ranks: the cut of each parameter, and the program to run.
 
     trace the layer as on one device → label every value → place sums → rewrite for one rank
 
@@ -28,34 +28,34 @@ from shoal.trace.isolation.layer_calls import Call
 SUMMED = "; its gradient is summed over the ranks once a step"
 
 RULES = Rules()
-"""Found once per process: equal layers ask the same questions."""
+"""Rules found in this process: equal layers need the same rules."""
 
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """How one layer is computed by `degree` ranks, for one kind of input.
+    """Split of one layer over `degree` ranks, for one kind of input.
 
     Attributes:
-        parameters: how each cut parameter is cut, by its name in the layer; absent: whole.
-        partial: whole parameters whose gradient is a part on every rank: to be summed once a step.
+        parameters: the label of each cut parameter, by its name in the layer; others are whole.
+        partial: whole parameters whose gradient is a part on every rank, to be summed once a step.
         summed: parameters whose gradients are summed over the ranks once a step: those that are
-            `partial` for the sample's kind of input, and if only the sequence is split, all.
-        inputs: labels of the flattened tensor arguments (None and numbers left out).
-        outputs: labels of the flattened tensor results; a later one may be Split(d) without
-            sequence parallelism: hand it on as a tensor that gathers itself when it is read.
-        run: `run(axis, *local parameters, *local buffers, *inputs)` gives the flat outputs.
+            `partial` for the sample's kind of input, and all if only the sequence is split.
+        inputs: labels of the flattened tensor arguments (without None and numbers).
+        outputs: labels of the flattened tensor results. A later one may be Split(d) without
+            sequence parallelism: return it as a tensor that gathers itself when it is read.
+        run: `run(axis, *local parameters, *local buffers, *inputs)` returns the flat outputs.
         exchanges: collectives of one forward and backward pass, in the order of the graph.
-        reasons: why a parameter is as it is, one line each.
-        gathered: values that could not stay split, one line each: costly, and only where asked for.
+        reasons: why each parameter is cut or whole, one line each.
+        gathered: values that could not stay split, one line each: costly, and only for overrides.
         shapes: whole shapes of the parameters, in the order in which `run` takes them.
         buffers: names of the buffers, in the order in which `run` takes them.
         mutated: buffers that the layer changes: the same on every rank.
         flatten: (args, kwargs) → the flat tensor inputs.
-        rebuild: flat outputs → what the layer's forward returns.
-        attention: what the ranks compute attention with, together.
-        labelling: of a split of the sequence alone, as first found: it serves other lengths too.
-        inner: how the ranks of another axis divide what each rank of this one holds; `run` then
-            takes both axes, and what is said above of `inputs` and `outputs` holds in turn.
+        rebuild: flat outputs → the return value of the layer's forward.
+        attention: function with which the ranks compute attention together.
+        labelling: first labelling of a pure sequence split: it serves other lengths too.
+        inner: division of each rank's part over another axis; `run` then takes both axes, and
+            `inputs` and `outputs` of both splits apply in turn.
         opaque: parts of the layer that are one operation each of its graph.
     """
 
@@ -97,20 +97,21 @@ def split_block(
     """Choose how a layer's parameters are cut over `degree` ranks, and make its program.
 
     Args:
-        args, kwargs: a sample call: shapes, types, the values of whole numbers and booleans, and
+        args, kwargs: a sample call: shapes, types, the values of integers and booleans, and
             which floating inputs require gradients (they decide which backward sums are counted).
         sequence_dim: sequence parallelism: the first floating input and outputs of its shape are
             Split(sequence_dim).
         overrides: name pattern (relative to the layer) → "whole" │ "column" │ "row".
         split_parameters: False: all parameters stay whole, and with a sequence_dim only the
             sequence is split (context parallelism: keys and values are gathered).
-        attention: instead of gathering them, what computes attention from the ranks' parts.
-        inner: how the ranks of another axis divide the layer, whose parameters stay as they are cut
-            there; with `split_parameters` False only.
-        opaque: parts that are no graph become one operation each, if their parameters are split.
+        attention: function that computes attention from the ranks' parts, instead of a gather.
+        inner: split of the layer over another axis, which keeps its cut parameters; only with
+            `split_parameters` False.
+        opaque: untraceable parts become one operation each, if their parameters are split.
 
-    Errors: Untraceable(reason); NotSplit where the sequence does not divide: use plain tensor
-    parallelism then.
+    Raises:
+        Untraceable: the layer cannot be split; the text is the reason.
+        NotSplit: the sequence does not divide: use plain tensor parallelism then.
     """
     if split_parameters and opaque:
         from shoal.trace.graph.opaque_parts import trace_with_opaque  # tp alone
@@ -146,10 +147,13 @@ def split_block(
 def again(
     split: BlockSplit, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> BlockSplit:
-    """The program for another kind of input, the parameters cut as they are in `split`.
+    """Make the program for another kind of input, with the parameters cut as in `split`.
 
     The layer may hold the parts of its parameters now. Floating inputs only show shapes and types.
-    Errors: Untraceable, also where the layer does not work on these inputs in parts; NotSplit.
+
+    Raises:
+        Untraceable: the layer cannot be traced, or does not work on parts of these inputs.
+        NotSplit: the sequence does not divide.
     """
     masks = split.sequence_dim is not None and not split.parameters
     shared = split.attention is not None
@@ -170,15 +174,18 @@ def again(
 def _labelled_again(
     split: BlockSplit, traced: Traced, sequence_dim: int | None, *, shares: bool = True
 ) -> Labelling:
-    """The labels of another graph of the layer, its parameters cut as they are in `split`.
+    """Label another graph of the layer, with its parameters cut as in `split`.
 
     Args:
-        shares: see `Problem` · Errors as `again`.
+        shares: see `Problem`.
+
+    Raises:
+        Untraceable, NotSplit: as `again`.
     """
     problem = Problem(traced, RULES, split.degree, sequence_dim, shares=shares)
     if split.labelling is not None:
         from shoal.parallel.spmd.labelling.analogy import (
-            carried_over,  # asked of split sequences only
+            carried_over,  # only needed for split sequences
         )
 
         if alike := carried_over(split.labelling, problem):
@@ -186,7 +193,7 @@ def _labelled_again(
     fixed: dict[str, Label] = {name: split.parameters.get(name, WHOLE) for name in split.shapes}
     lazy = frozenset(k for k, label in enumerate(split.outputs) if label != WHOLE)
     labelling, _ = _solved(problem, fixed=fixed, lazy=lazy)
-    # A sum that is dear for few tokens works all the same.
+    # A sum that is costly for few tokens is still correct.
     if sum(not one.dear for one in labelling.conflicts) > len(split.gathered):
         shapes = ", ".join(str(list(t.shape)) for t in traced.inputs)
         raise Untraceable(
@@ -197,7 +204,7 @@ def _labelled_again(
 
 
 def _inside(traced: Traced, outer: Labelling, inner: BlockSplit) -> Division:
-    """How the inner axis divides the layer in parts of the outer one's sequence."""
+    """Divide the outer axis's sequence parts of a layer over the inner axis."""
     along, parts = inner.sequence_dim, outer.problem.degree * inner.degree
     hidden = next((t for t in traced.inputs if t.is_floating_point()), None)
     if along is not None and (hidden is None or hidden.shape[along] % parts):
@@ -213,10 +220,10 @@ def _solved(
     fixed: Mapping[str, Label] | None = None,
     lazy: frozenset[int] = frozenset(),
 ) -> tuple[Labelling, dict[str, str]]:
-    """Solve, leaving neither drawn random numbers nor tensors behind.
+    """Solve a labelling problem; restore the random state and free the experiments' tensors.
 
     Args:
-        fixed, lazy: labels of parameters, and outputs that stay split, where that is settled.
+        fixed, lazy: labels of parameters, and outputs that stay split, if they are decided.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -238,7 +245,7 @@ def _made(
     *,
     keeps: bool = False,
 ) -> BlockSplit:
-    """The program of one rank; `keeps`: the labels, for other lengths of the sequence."""
+    """Make one rank's program; `keeps`: keep the labels for other lengths of the sequence."""
     divisions = [outer]
     if inner is not None:
         divisions.append(_inside(traced, outer.labelling, inner))
@@ -265,7 +272,7 @@ def _described(
     exchanges: tuple[Exchange, ...],
     whole: Mapping[str, str],
 ) -> BlockSplit:
-    """What is said of a program over one of its axes."""
+    """Describe a program over one of its axes as a `BlockSplit`."""
     labelling, sums = division.labelling, division.sums
     problem = labelling.problem
     cuts = {
@@ -298,7 +305,7 @@ def _described(
 
 
 def reason_of(labelling: Labelling, name: str, reasons: Mapping[str, str]) -> str:
-    """One line: how a parameter lies on the ranks, and why."""
+    """Return one line on how a parameter is distributed over the ranks, and why."""
     label = labelling.parameters.get(name, WHOLE)
     if isinstance(label, Split):
         return f"{labelling.roles.get(name, 'column')}: dim {label.dim}{in_segments(label)}"
@@ -308,7 +315,7 @@ def reason_of(labelling: Labelling, name: str, reasons: Mapping[str, str]) -> st
 
 
 def _all_shared(labelling: Labelling) -> bool:
-    """Whether all attention that could be shared is: else masks must be written."""
+    """Return whether all sharable attention is shared; otherwise masks must be written out."""
     return all(
         step.rule.joint for node, step in labelling.steps.items() if node.target is shared_attention
     )
@@ -332,10 +339,10 @@ def _partial(problem: Problem, sums: Sums, cuts: Mapping[str, Split]) -> frozens
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """What a rank holds of one parameter.
+    """Part of one parameter that a rank holds.
 
     Attributes:
-        label: Split: a part; Whole: all of it.
+        label: Split: a part; Whole: the whole parameter.
         partial: whole, but its gradient is a part on every rank: to be summed over tp once a step.
         reason: one line.
     """
@@ -347,13 +354,13 @@ class ParameterSplit:
 
 @dataclass(frozen=True)
 class BlockClass:
-    """Equal layers, split alike.
+    """Class of equal layers that are split in the same way.
 
     Attributes:
-        names: of the layers in the model.
-        split: for the sample's kind of input.
-        bare: one of them without numbers, for tracing other kinds of input.
-        call: the sample's call of the first one.
+        names: names of the layers in the model.
+        split: split for the sample's kind of input.
+        bare: a copy of one of them without numbers, for tracing other kinds of input.
+        call: the sample's call of the first layer.
     """
 
     names: tuple[str, ...]
@@ -364,17 +371,17 @@ class BlockClass:
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """How a model is computed by `degree` ranks.
+    """Split of a model over `degree` ranks.
 
     Attributes:
-        sequence: blocks hand each other parts of the sequence where they can.
-        classes: split layers.
+        sequence: blocks pass each other parts of the sequence where they can.
+        classes: classes of split layers.
         tables: split embeddings and heads.
         parameters: every parameter by its first name.
         exchanges: collectives of a forward and backward pass on the sample, by module.
-        notices: what stays whole that could be expected to be split, one line each.
-        scattered: embeddings that hand their rank's part of the sequence to the first block.
-        calls: how the sample called the layers, without numbers.
+        notices: parts that stay whole against expectation, one line each.
+        scattered: embeddings that pass their rank's part of the sequence to the first block.
+        calls: the sample's calls of the layers, without numbers.
     """
 
     degree: int

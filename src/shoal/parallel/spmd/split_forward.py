@@ -1,10 +1,10 @@
-"""Runs a block as its split graph, in the place of its own forward.
+"""Run a block as its split graph, instead of its own forward.
 
 Protocol  first call with a kind of input (shapes, formats, values of non-tensor arguments, training
           or not): the graph is made, from a copy of the block that shows whole shapes.
           every call: inputs become what the graph takes (whole, or this rank's part of the
-          sequence), the block's parameters and buffers are looked up where they are now (a layout
-          may swap them), and results that are parts are shown as wholes (`sequence_shards.py`).
+          sequence), the block's parameters and buffers are looked up anew (a layout may swap
+          them), and results that are parts are wrapped as shards (`sequence_shards.py`).
 Equal blocks share their graphs: a graph holds no numbers of its block.
 """
 
@@ -26,7 +26,7 @@ from shoal.trace.isolation.replaced_forward import StandIn
 
 
 class Insides:
-    """A block's tensors and modes, looked up where they are now."""
+    """Tensors and modes of a block, looked up at each use because a layout may swap them."""
 
     def __init__(self, block: nn.Module) -> None:
         self.parts = tuple(block.modules())
@@ -49,12 +49,12 @@ class Insides:
         )
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter or buffer."""
+        """Return a parameter or buffer."""
         found: Tensor = getattr(*self.homes[name])
         return found
 
     def kind(self, leaves: list[Any], structure: Any) -> Hashable:
-        """What a graph depends on beside numbers."""
+        """Return a key for all that a graph depends on, except numbers."""
         told = tuple(
             (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else _plain(leaf)
             for leaf in leaves
@@ -70,7 +70,7 @@ class Insides:
 
 
 class Programs:
-    """The graphs of a class of equal blocks, one for each kind of input."""
+    """Graphs of a class of equal blocks, one for each kind of input."""
 
     def __init__(self, split: BlockSplit, bare: nn.Module) -> None:
         self.first, self.bare = split, bare
@@ -79,12 +79,12 @@ class Programs:
         self.compiled: dict[int, Callable[..., Any]] = {}
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The sample's kind of input is what the first graph serves."""
+        """Register the first graph for the sample's kind of input."""
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_shard)
         self.known[Insides(self.bare).kind(leaves, structure)] = self.first
 
     def code(self, split: BlockSplit) -> Callable[..., Any]:
-        """What runs a graph: itself, or compiled code between its exchanges."""
+        """Return the callable of a graph: the graph, or code compiled between collectives."""
         if self.compiler is None:
             return split.run
         if id(split) not in self.compiled:
@@ -94,9 +94,10 @@ class Programs:
         return self.compiled[id(split)]
 
     def make(self, name: str, block: nn.Module, leaves: list[Any], structure: Any) -> BlockSplit:
-        """The graph for another kind of input.
+        """Make the graph for another kind of input.
 
-        Errors: PlanError for inputs that the cut parameters cannot serve.
+        Raises:
+            PlanError: the cut parameters cannot serve these inputs.
         """
         from shoal.parallel.spmd.other_programs import made_for  # the sample's kind needs none
 
@@ -104,7 +105,7 @@ class Programs:
 
 
 class SplitForward(StandIn):
-    """A block's forward as its split graph."""
+    """Replacement of a block's forward that runs its split graph."""
 
     def __init__(self, name: str, block: nn.Module, programs: Programs, axis: Axis) -> None:
         self.programs, self.axis = programs, axis
@@ -112,7 +113,7 @@ class SplitForward(StandIn):
         super().__init__(name, block)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """What the block's own forward gives: whole tensors, or parts that look whole."""
+        """Return the results of the block's forward: whole tensors, or shards of them."""
         leaves, structure = pytree.tree_flatten((inputs, named), is_leaf=is_shard)
         kind, known = self.insides.kind(leaves, structure), self.programs.known
         if kind not in known:
@@ -133,12 +134,12 @@ class SplitForward(StandIn):
         )
 
     def compile_inside(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-        """The graphs, which all equal layers share, become code."""
+        """Compile the graphs, which all equal layers share."""
         self.programs.compiler = compiler
         return True
 
     def take_away(self) -> None:
-        """Leave the layer as it was; nothing is compiled any more."""
+        """Restore the layer's own forward and drop the compiled graphs."""
         self.programs.compiler = None
         super().take_away()
 
@@ -149,7 +150,7 @@ class SplitForward(StandIn):
         return whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of the model talks to the same ranks and shares the graphs."""
+        """Copy with the model; the copy uses the same ranks and shares the graphs."""
         memo[id(self.axis)], memo[id(self.programs)] = self.axis, self.programs
         twin = object.__new__(type(self))
         memo[id(self)] = twin
@@ -158,7 +159,7 @@ class SplitForward(StandIn):
 
 
 def summand(name: str, value: Tensor, split: BlockSplit, axis: Axis) -> Tensor:
-    """A parameter as a graph reads it: its gradient is a part wherever the ranks' are summed."""
+    """Return a parameter as a graph reads it, with its gradient counted once in the ranks' sum."""
     if name not in split.summed or name in split.partial:
         return value
     return counted_once(value, axis)
@@ -168,7 +169,7 @@ def _plain(value: Any) -> Hashable:
     if isinstance(value, PLAIN):
         return type(value), value
     from shoal.trace.isolation.argument_keys import (
-        contents,  # few layers are handed anything else, or keep tensors
+        contents,  # few layers receive other arguments, or keep tensors
     )
 
     return contents(value)

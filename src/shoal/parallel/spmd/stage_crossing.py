@@ -1,9 +1,9 @@
-"""How a pipeline sends what may be parts of a sequence: the part, and where it belongs.
+"""Encode sequence shards for a pipeline's transfers: the part, and integers that describe it.
 
-A value between two layers is a tensor, or stands for one that lies in parts on the ranks of tp, of
-cp, or of both, one inside the other. The part itself crosses, to the same rank of the next stage;
-integers beside it tell what was around it, the outermost first: which axis, which dim, whether the
-gradients of a gathered whole are summands, and the cuts.
+A value between two layers is a tensor, or a shard of one that lies in parts on the ranks of tp, of
+cp, or of both, one inside the other. The part itself is sent, to the same rank of the next stage.
+Integers sent with it describe its shards, the outermost first: axis, dim, whether the gradients of
+a gathered whole are summands, and the cuts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from shoal.parallel.spmd.autograd_collectives import Axis
 from shoal.parallel.spmd.sequence_shards import Deal, SequenceShard, show
 
 Kind = tuple[Axis, type[SequenceShard]]
-"""The ranks of an axis, and what stands for a tensor that lies in parts on them."""
+"""(axis, class of the shards whose parts lie on the ranks of that axis)."""
 
 
 class Crossing:
-    """How values cross between stages; all ranks have the same kinds, in one order."""
+    """Encoder of values between stages; all ranks have the same kinds, in one order."""
 
     def __init__(self, kinds: Sequence[Kind]) -> None:
         self.kinds = tuple(kinds)
 
     def pack(self, value: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """The tensor to send, and integers that tell `unpack` what it is."""
+        """Return the tensor to send, and integers that describe it to `unpack`."""
         if not isinstance(value, torch.Tensor):
             raise BugError(f"pipeline: a {type(value).__name__} cannot cross between stages")
         tag: list[int] = []
@@ -41,7 +41,7 @@ class Crossing:
         return value, tuple(tag)
 
     def unpack(self, tensor: torch.Tensor, tag: tuple[int, ...]) -> Any:
-        """The value again, on the same rank of another stage."""
+        """Rebuild a sent value on the same rank of another stage."""
         rest, around = deque(tag), []
         while rest:
             place, dim, summands = (rest.popleft() for _ in range(3))

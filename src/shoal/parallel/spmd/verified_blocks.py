@@ -1,8 +1,9 @@
-"""What passed its check in this start: a start that proves its layout builds the model twice.
+"""Record of the blocks that passed their check in this start, so that none is checked twice.
 
-Once in float64, as the proof trains it, and once as the run has it. Both builds are traced and
-labelled anew; a split whose program is that of one that passed, but for its format, is not checked
-a second time. Outside of `checked_once`, in a loop of one's own, nothing is kept.
+A start that proves its layout builds the model twice: once in float64, as the proof trains it, and
+once as the run uses it. Both builds are traced and labelled anew. A split whose program equals one
+that passed, except for the dtype, is not checked again. Outside of `checked_once`, in a user's own
+loop, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 PASSED: ContextVar[set[object] | None] = ContextVar("passed", default=None)
-"""Programs that passed, as `check.known_by` tells them apart; None outside of a start."""
+"""Programs that passed, by the keys of `block_check.known_by`; None outside of a start."""
 
 
 @contextmanager
 def checked_once() -> Iterator[None]:
-    """Context manager of one start, in which a block that passed is not checked a second time."""
+    """Open a start, in which a block that passed is not checked a second time."""
     before = PASSED.set(set())
     try:
         yield

@@ -1,9 +1,10 @@
 """Tensor and sequence parallelism: ranks hold parts of every layer and compute it together.
 
-How a layer is split is derived from the layer itself (`spmd/`): its graph is traced as on one
-device, labels for what each rank holds are propagated by rules found by running the operations, and
-the rewritten graph runs in the layer's place. Under sequence parallelism ranks hold parts of the
-sequence between the split layers as well, which takes no more bytes and keeps fewer activations.
+The split of a layer is derived from the layer itself (`spmd/`). Its graph is traced as on one
+device. Labels for the part that each rank holds are propagated by rules, which are found by running
+the operations. The rewritten graph then runs instead of the layer. Under sequence parallelism ranks
+hold parts of the sequence between the split layers as well, which takes no more bytes and keeps
+fewer activations.
 
 Source: Shoeybi et al. 2019 (1909.08053), Korthikanti et al. 2022 (2205.05198); the derivation is
 described in docs/any-module.md
@@ -29,17 +30,17 @@ from shoal.trace.flow.forward_record import Record
 
 
 def apply(program: Program, split: ModelSplit | None) -> Program:
-    """Cut the module's parameters in place, and let its blocks run as their split graphs."""
+    """Cut the module's parameters in place, and run its blocks as their split graphs."""
     if split is None:
         return program
-    with mmap_init():  # other stages' parts are let go before they take private memory
+    with mmap_init():  # other stages' parts are freed before they take private memory
         undo = apply_split(program.module, split, program.tensor)
     program.notices.extend(split.notices)
     return replace(program, on_close=(*program.on_close, *undo))
 
 
 def place(rows: Mapping[str, Placement], split: ModelSplit) -> dict[str, Placement]:
-    """Say how tp cuts each parameter, and which gradients are summed over its ranks."""
+    """Set how tp cuts each parameter, and which gradients are summed over its ranks."""
     found = dict(rows)
     for name, one in split.parameters.items():
         row = found[name]
@@ -49,13 +50,13 @@ def place(rows: Mapping[str, Placement], split: ModelSplit) -> dict[str, Placeme
 
 
 def plan(program: Program, record: Record) -> ModelSplit | None:
-    """How the module is split, found out and checked at every start (decision 12).
+    """Plan and check how the module is split, at every start (decision 12).
 
     Returns:
         None without tensor parallelism.
 
     Raises:
-        PlanError: where nothing can be split, or something cannot and the plan is strict.
+        PlanError: nothing can be split, or a part cannot and the plan is strict.
     """
     degree, policy = program.tensor.size, program.plan
     if degree == 1:
@@ -66,18 +67,21 @@ def plan(program: Program, record: Record) -> ModelSplit | None:
 
 
 def alone(layout: Layout) -> bool:
-    """Whether tp may take layers of experts with what is around them: cp and ep divide them too."""
+    """Return whether tp may split expert layers inside blocks: neither cp nor ep divides them."""
     return layout.ep == 1 and layout.cp == 1
 
 
 def split_by(
     policy: TensorPolicy, record: Record, degree: int, *, staged: bool, opaque: bool
 ) -> ModelSplit:
-    """Find how a model is split over `degree` ranks under a policy; errors as `plan`.
+    """Plan how a model is split over `degree` ranks under a policy.
 
     Args:
-        staged: a pipeline cuts it too.
-        opaque: parts that are no graph may be an operation of one.
+        staged: a pipeline cuts the model too.
+        opaque: untraceable parts may be one operation of a block's graph.
+
+    Raises:
+        PlanError: as `plan`.
     """
     return plan_split(
         record,
@@ -91,5 +95,5 @@ def split_by(
 
 
 def kinds(program: Program) -> list[Kind]:
-    """What may cross between stages in parts on the ranks of tp."""
+    """Return the kinds of shards on the ranks of tp that may cross between stages."""
     return [(program.tensor, SequenceShard)]

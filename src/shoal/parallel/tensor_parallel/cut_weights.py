@@ -1,4 +1,4 @@
-"""Applies a split to a model: parameters are cut in place, blocks run as their split graphs.
+"""Apply a split to a model: cut the parameters in place, run the blocks as their split graphs.
 
 Every parameter object stays (optimizers and ties refer to it); its numbers become this rank's part.
 The module tree and all names stay too.
@@ -26,10 +26,10 @@ def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callab
     """Make `module`, whole and equal on every rank of `axis`, compute with this rank's parts.
 
     Args:
-        axis: as many ranks as the split is for.
+        axis: the ranks; as many as the degree of the split.
 
     Returns:
-        what takes the stand-ins away, in this order; parameters stay cut.
+        functions that remove the replaced forwards, in this order; parameters stay cut.
     """
     if axis.size != split.degree:
         raise BugError(f"a split for {split.degree} ranks was applied to {axis.size}")
@@ -52,9 +52,9 @@ def apply_split(module: nn.Module, split: ModelSplit, axis: Axis) -> list[Callab
 
 
 def cut_of(name: str, shape: tuple[int, ...], split: ModelSplit) -> Cut | None:
-    """How a split cuts a parameter; None where every rank has all of it."""
+    """Return how a split cuts a parameter; None if every rank has the whole parameter."""
     label, degree = split.parameters[name].label, split.degree
-    if name in split.tables.split:  # a vocabulary need not divide
+    if name in split.tables.split:  # the rows of a vocabulary need not divide evenly
         return Cut("tp", 0, (even_cuts(shape[0], degree),), tuple(range(degree)))
     if isinstance(label, Split):
         return even_cut("tp", label.dim, shape[label.dim], degree, groups=label.groups)

@@ -1,11 +1,11 @@
-"""Embedding, output head and loss with every rank holding some rows of the vocabulary.
+"""Embedding, output head and loss with the vocabulary's rows split over the ranks.
 
-Formula   rows of a table with V rows on n ranks: as equal as it goes, the first V mod n ranks have
-          one more. Lookup: own rows or 0, summed over the ranks (one of them has it)
+Formula   rows of a table with V rows on n ranks: split evenly, the first V mod n ranks have one
+          more. Lookup: own rows or 0, summed over the ranks (one of them has the row)
           head: own columns of the logits from the whole hidden states, whose gradient is summed
-Protocol  `trace/find/vocabulary_use.py` says which tables; stand-ins on modules compute with their
-          rows. Logits come as a `LogitsShard`: the default loss takes its parts, everybody else's
-          code gathers them by looking at them.
+Protocol  `trace/find/vocabulary_use.py` finds the tables; replaced forwards of modules compute with
+          this rank's rows. Logits come as a `LogitsShard`: the default loss takes its parts, any
+          other code gathers them by reading them.
 Source    Shoeybi et al. 2019 (1909.08053), sections 3 and 5
 """
 
@@ -31,42 +31,42 @@ from shoal.trace.isolation.replaced_forward import StandIn
 
 @dataclass(frozen=True)
 class SplitVocabulary:
-    """The rows of one table over the ranks of an axis: what shoal.models.split_head asks for."""
+    """Rows of one table over the ranks of an axis, as shoal.models.split_head expects them."""
 
     axis: Axis
     cuts: tuple[int, ...]
 
     @property
     def start(self) -> int:
-        """This rank's first row."""
+        """Return this rank's first row."""
         return self.cuts[self.axis.rank]
 
     @property
     def stop(self) -> int:
-        """The row after this rank's last."""
+        """Return the row after this rank's last."""
         return self.cuts[self.axis.rank + 1]
 
     @property
     def size(self) -> int:
-        """Rows of all ranks."""
+        """Return the number of rows of all ranks."""
         return self.cuts[-1]
 
     @property
     def most(self) -> int:
-        """Rows of the rank that holds most: the first."""
+        """Return the number of rows of the rank that holds most: the first."""
         return self.cuts[1]
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every rank's [...] as [ranks, ...]."""
+        """All-gather every rank's [...] as [ranks, ...]."""
         gathered: Tensor = self.axis.all_gather(tensor.contiguous())
         return gathered
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over the ranks, in place."""
+        """Sum a tensor over the ranks, in place."""
         self.axis.all_reduce(tensor)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., size] from hidden states [..., dim] and this rank's rows; looking gathers it."""
+        """Return [..., size] from hidden [..., dim] and own rows, gathered when it is read."""
         local = F.linear(enter(whole_of(hidden), self.axis), weight, bias)
         return show(local, Deal(self.axis, local.dim() - 1, self.cuts), LogitsShard)
 
@@ -76,18 +76,18 @@ class LogitsShard(SequenceShard):
 
     @property
     def vocabulary(self) -> SplitVocabulary:
-        """Which classes those are."""
+        """Return the distribution of the classes over the ranks."""
         return SplitVocabulary(self.deal.axis, self.deal.cuts)
 
 
 class SplitEmbedding(StandIn):
-    """Looks up this rank's rows and sums over the ranks.
+    """Embedding that looks up this rank's rows and sums them over the ranks.
+
+    An embedding whose class has a forward of its own (a scale, an offset) runs that forward; only
+    the lookup inside of it is replaced.
 
     Args:
-        along: the dim of its output that blocks hand on in parts, or None.
-
-    An embedding whose class has a forward of its own (a scale, an offset) runs it: only the lookup
-    inside of it is this one.
+        along: the dim of its output that blocks pass on in parts, or None.
     """
 
     def __init__(self, name: str, table: nn.Embedding, rows: SplitVocabulary, along: int | None):
@@ -96,14 +96,18 @@ class SplitEmbedding(StandIn):
         super().__init__(name, table)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """As the embedding: ids [...] to [..., dim]; IndexError for an id outside (on the CPU)."""
+        """Look up ids [...] as the embedding does, to [..., dim].
+
+        Raises:
+            IndexError: an id lies outside of the vocabulary (on the CPU).
+        """
         if not self.own_forward:
             return self.look_up(*inputs, **named, padding=self.table.padding_idx)
         with _Lookups(self):
             return self.forward(*inputs, **named)
 
     def look_up(self, input: Tensor, *, padding: int | None) -> Tensor:
-        """Rows [..., dim] of ids [...], whichever ranks hold them; `padding`: no gradient there."""
+        """Return rows [..., dim] of ids [...] from all ranks; no gradient at `padding`."""
         rows, table, ids = self.rows, self.table, input
         if ids.device.type == "cpu" and ids.numel() and not _all_within(ids, rows.size):
             raise IndexError(f"{self.name}: an id lies outside of 0 … {rows.size - 1}")
@@ -121,7 +125,7 @@ class SplitEmbedding(StandIn):
 
 
 class _Lookups(TorchFunctionMode):
-    """While it is on, what looks rows up in a split table gets those of all ranks."""
+    """Torch function mode in which lookups in a split table return rows of all ranks."""
 
     def __init__(self, embedding: SplitEmbedding) -> None:
         super().__init__()
@@ -130,7 +134,7 @@ class _Lookups(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Look up, or run the operation as it is."""
+        """Replace lookups in the split table; run any other operation as it is."""
         if func is not F.embedding and func is not torch.embedding:
             return func(*args, **(kwargs or {}))
         names = ("input", "weight") if func is F.embedding else ("weight", "indices")
@@ -145,26 +149,26 @@ class _Lookups(TorchFunctionMode):
 
 
 class SplitHead(StandIn):
-    """Gives this rank's columns of the logits."""
+    """Output head that returns this rank's columns of the logits."""
 
     def __init__(self, name: str, head: nn.Linear, rows: SplitVocabulary) -> None:
         self.head, self.rows = head, rows
         super().__init__(name, head)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """As nn.Linear: [..., dim] to [..., classes]."""
+        """Map [..., dim] to [..., classes], as nn.Linear does."""
         return self.rows.logits(hidden, self.head.weight, self.head.bias)
 
 
 class TellsVocabulary(StandIn):
-    """On the model itself: outputs that hand a split head to the loss say which rows it holds."""
+    """Replacement of the model's forward that adds a split head's rows to outputs for the loss."""
 
     def __init__(self, name: str, model: nn.Module, head: nn.Module, rows: SplitVocabulary) -> None:
         self.head, self.rows = head, rows
         super().__init__(name, model)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's outputs."""
+        """Return the model's outputs, with the split vocabulary of the head."""
         outputs = self.forward(*inputs, **named)
         if not any(map(for_loss, pytree.tree_leaves(outputs, is_leaf=for_loss))):
             return outputs
@@ -179,12 +183,12 @@ class TellsVocabulary(StandIn):
 def install(
     module: nn.Module, tables: Tables, axis: Axis, scattered: Collection[str]
 ) -> list[StandIn]:
-    """Put stand-ins on tables, heads and the model; the weights are cut by somebody else.
+    """Replace the forwards of tables, heads and the model; `apply_split` cuts the weights later.
+
+    Every weight must still be whole: its number of rows decides where it is cut.
 
     Args:
-        scattered: embeddings that give this rank's part of dim 1, the sequence.
-
-    Every weight must still be whole: its rows tell where it is cut.
+        scattered: embeddings that return this rank's part of dim 1, the sequence.
     """
 
     def rows(table: nn.Module) -> SplitVocabulary:

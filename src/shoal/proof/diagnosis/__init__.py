@@ -1,1 +1,1 @@
-"""From a difference to its cause: gradients, norms, clues."""
+"""Diagnosis of a difference: gradients, norms, clues, and the likely cause."""

@@ -1,10 +1,10 @@
-"""From a difference to its likely cause: one line on what was seen, what makes that, what to do.
+"""Name the likely cause of a difference: one line with the numbers, their cause and a remedy.
 
-Causes are tried in the order in which they explain each other: a weight that should not move, or
-ranks that decide differently, make all later gradients wrong, so they are looked at first; then it
-is said where and how much the first wrong gradient differs (gradient_clue.py); what is left is told
-as it was seen. Whatever is named here is something that a model, an optimizer, data or hooks of the
-user's own can cause; a mistake inside Shoal is placed and measured, and is to be reported.
+Causes are tried in the order in which they explain each other. A weight that should not move, or
+ranks that decide differently, make all later gradients wrong, so they come first. Then the place
+and size of the first wrong gradient are described (gradient_clue.py); any other difference is
+reported as observed. Every cause named here is one that a user's model, optimizer, data or hooks
+can have; a mistake inside Shoal is located and measured, and is to be reported.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shoal.proof.diagnosis.gradient_clue import AXES, degree_of, nearest, wrong_
 from shoal.proof.diagnosis.norm_mismatch import norms_differ
 
 UNMOVED_SHARE = 0.02
-"""From this share of elements that stay where they should move, a slice is called stale."""
+"""Share of unchanged elements from which a slice counts as stale."""
 
 
 def explain(evidence: Evidence, inside: Sequence[Look] = ()) -> Clue:
     """Name the likely cause of the first difference.
 
     Args:
-        inside: looks that are asked before the product's own.
+        inside: causes that are tried before the product's own.
     """
     for look in (*inside, *LOOKS):
         clue = look(evidence)
@@ -99,7 +99,7 @@ def _stale(evidence: Evidence) -> Clue | None:
         should = evidence.expected.weights[name] != evidence.expected.start[name]
         stays = (ended == start) & should
         count, all_ = int(stays.sum()), int(should.sum())
-        apart = got.drift.get(name)  # a whole parameter that only other ranks see moving
+        apart = got.drift.get(name)  # a whole parameter that changes on other ranks only
         if all_ and count / all_ >= UNMOVED_SHARE and (count < all_ or apart):
             where = f"on rank 0; {_camps(apart)}" if apart else "on all ranks"
             return Clue(
@@ -186,7 +186,7 @@ def _ranks_drift(evidence: Evidence) -> Clue | None:
 
 
 def _update(evidence: Evidence) -> Clue | None:
-    """All gradients are equal and weights are not."""
+    """Return a clue if all gradients are equal and weights are not."""
     kinds = {d.what for d in evidence.comparison.differences}
     if "weights" not in kinds or evidence.number is not None:
         return None
@@ -218,7 +218,7 @@ def _as_seen(evidence: Evidence) -> Clue:
 
 
 def _camps(groups: list[list[int]]) -> str:
-    """Which ranks agree with each other.
+    """Return in words which ranks agree with each other.
 
     >>> _camps([[0, 1], [2]]), _camps([[0], [1], [2]])
     ('ranks 0 and 1 against rank 2', 'each of 3 ranks has its own')

@@ -1,25 +1,26 @@
-"""A clue: where a layout first differs from one process, by how much, why, and what to do next."""
+"""A clue: the first difference of a layout from one process, its size, cause and remedy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 REPORT = "report it with proof.json (shoal prove run.toml --json > proof.json)"
-"""What is left to do where nothing of the user's own can be the cause."""
+"""Advice if no part of the user's own code can be the cause."""
 
 OURS = f"{REPORT}: this is a mistake of Shoal, not of your model"
 
 
 @dataclass(frozen=True)
 class Clue:
-    """A likely cause, in the words of someone who trains a model and does not know Shoal's source.
+    """A likely cause, in words for a user who trains a model and does not know Shoal's source.
 
     Attributes:
         name: short and stable, for programs.
-        parameter: the first tensor in which it shows, or the run's label.
-        seen: what differs, with numbers.
+        parameter: the first tensor that shows it, or the run's label.
+        seen: the difference, with numbers.
         cause: what makes such numbers.
-        advice: what to do next: a setting that does without, a part of one's own code, or a report.
+        advice: what to do next: a setting that avoids it, a part of the user's own code, or a
+            report.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Clue:
     advice: str
 
     def text(self) -> str:
-        """Give the clue as one line for a person."""
+        """Return the clue as one line for a person."""
         where = f"{self.parameter}: " if self.parameter else ""
         return f"{where}{self.seen}. Likely cause: {self.cause}. Next: {self.advice}"
 
@@ -45,7 +46,7 @@ def listed(numbers: list[int] | tuple[int, ...]) -> str:
 
 
 def ranks_text(numbers: list[int] | tuple[int, ...]) -> str:
-    """Name ranks for a person.
+    """Return the names of ranks for a person.
 
     >>> ranks_text([3]), ranks_text((0, 2))
     ('rank 3', 'ranks 0 and 2')

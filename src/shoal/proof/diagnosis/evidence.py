@@ -1,7 +1,7 @@
-"""All that is known about a trajectory that is not equal; what costs time is found when asked for.
+"""Evidence about a trajectory that is not equal; expensive parts are computed on first use.
 
-A look is one question asked of it: is this the cause? `causes.py` has those of the product; our
-tests ask their own first, which name the mistakes that they plant inside Shoal.
+A look is a function that tests one cause against it. `causes.py` has those of the product; our
+tests try their own first, which name the mistakes that they plant inside Shoal.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ OnRun = Callable[[str, Run], None]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one process and the layout computed, and where they differ.
+    """Records of one process and of the layout, and their differences.
 
     Attributes:
         expected, got: the records of the one process and of the layout.
-        again: trains the one process once more up to (label, step), and gives each of its runs to a
-            function.
+        again: trains the one process once more up to (label, step), and passes each of its runs to
+            a function.
     """
 
     expected: Record
@@ -45,37 +45,39 @@ class Evidence:
 
     @cached_property
     def sums(self) -> Sums | None:
-        """Both sides' gradients in that row, clipping taken off."""
+        """Both sides' gradients in that row, with clipping undone."""
         return None if self.number is None else sums_of(self.expected, self.got, self.number)
 
     @cached_property
     def atoms(self) -> Atoms | None:
-        """The gradient of every micro-batch of that step; None where it cannot be run again."""
+        """Gradients of every micro-batch of that step; None if it cannot be run again."""
         if self.number is None:
             return None
         found = Atoms(self.got.layout.data_degree, shelf=Shelf(self.expected.shelf.folder))
         row = self.expected.rows[self.number]
         try:
             self.run_again(partial(watch_micro_batches, found, row.label, row.step))
-        except Exception:  # a difference that is proven must be told, with less of a cause
+        except Exception:  # a proven difference must be reported, even without the whole cause
             return None
         return found
 
     @cached_property
     def shares(self) -> Shares | None:
-        """What the wrong gradients are made of, as well as shares of micro-batches tell it."""
+        """Shares of the micro-batches' gradients in the wrong gradients, if solvable."""
         return None if self.sums is None else solve(self.sums, self.atoms)
 
     @cached_property
     def weights(self) -> tuple[float, ...] | None:
-        """The weight of each micro-batch in the wrong gradients, if those explain them."""
+        """Weight of each micro-batch in the wrong gradients, if those explain them."""
         return fits(self.shares)
 
     def run_again(self, watch: OnRun) -> None:
         """Train the one process once more up to the end of the first wrong step.
 
+        Does nothing if no gradient is wrong.
+
         Raises:
-            whatever the model raises; nothing is done where no gradient is wrong.
+            Exception: any of the model's own.
         """
         if self.number is not None:
             row = self.expected.rows[self.number]
@@ -83,4 +85,4 @@ class Evidence:
 
 
 Look = Callable[[Evidence], Clue | None]
-"""Names a cause, or gives None where it does not know the like."""
+"""A function that tests for one cause: it returns a clue, or None if the cause is another."""

@@ -1,4 +1,4 @@
-"""Where a gradient first differs from one process's, by how much, and what a user can do about it.
+"""Locate and measure the first wrong gradient, and name a setting that avoids it.
 
     where       the first parameter that differs, how many others do and what they have in common (a
                 stage, whole or in parts over tensor-parallel ranks, experts); which ranks hold the
@@ -7,7 +7,7 @@
                 rank or micro-batch; rounding to a narrow format; else a share of the whole
     which pass  the loss is right: the backward pass went wrong; it is not: the forward pass did
 
-These give the axis under suspicion, and with it a setting that does without.
+These give the axis under suspicion, and with it a setting that avoids it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ AXES = {
 """The ranks of an axis, and what they do to a model, in words. dp: both data axes together."""
 
 FEW = 12
-"""Weights that are shown."""
+"""Most weights in a message."""
 
 
 @dataclass(frozen=True)
 class _Amount:
-    """How far gradients are from the right ones: the end of a sentence.
+    """Size of the error of gradients, as the end of a sentence.
 
     Attributes:
-        axes: those that the numbers point at.
-        cause: where the numbers alone tell it.
+        axes: those that the numbers suggest.
+        cause: if the numbers alone determine it.
     """
 
     text: str
@@ -60,12 +60,12 @@ class _Amount:
 
 
 def degree_of(layout: Layout, axis: str) -> int:
-    """Give the degree of one of `AXES`."""
+    """Return the degree of one of `AXES`."""
     return layout.data_degree if axis == "dp" else int(getattr(layout, axis))
 
 
 def wrong_gradient(evidence: Evidence) -> Clue | None:
-    """Say where and how much the first wrong gradient, or gradient norm, differs."""
+    """Return a clue on the place and size of the first wrong gradient, or gradient norm."""
     sums, number = evidence.sums, evidence.number
     if sums is None or number is None:
         return None
@@ -94,7 +94,7 @@ def wrong_gradient(evidence: Evidence) -> Clue | None:
 
 
 def common(names: Sequence[str], got: Record) -> str:
-    """What the wrong parameters have in common, if the layout says something of them."""
+    """Return in words what the wrong parameters have in common in the layout, if anything."""
     words = []
     if got.layout.ep > 1 and set(names) <= set(got.experts):
         words.append(f"only experts, dealt to {got.layout.ep} ranks")
@@ -111,13 +111,13 @@ def common(names: Sequence[str], got: Record) -> str:
 
 
 def _are_all(names: Sequence[str], got: Record) -> bool:
-    """Whether these are all parameters of their stage."""
+    """Return whether these are all parameters of their stage."""
     stages = got.held[names[0]].stages
     return set(names) == {n for n, one in got.held.items() if one.stages == stages}
 
 
 def _where(sums: Sums, got: Record) -> str:
-    """The beginning of a sentence about the first wrong gradient, whose parameter was named."""
+    """Return the sentence's part on the other wrong gradients, after the first one's name."""
     others = len(sums.names) - 1
     tied = [second for second, first in got.tied.items() if first == sums.names[0]]
     also = f" (it is {' and '.join(tied)} too)" if tied and not others else ""
@@ -129,7 +129,7 @@ def _where(sums: Sums, got: Record) -> str:
 
 
 def _holders(sums: Sums) -> str:
-    """Which ranks disagree about the gradient of what each of them holds."""
+    """Return in words which ranks disagree about the gradient of a part that each of them holds."""
     name = next((n for n in sums.names if n in sums.apart), None)
     if name is None:
         return ""
@@ -150,7 +150,7 @@ def _loss(sums: Sums, rows: tuple[Row, Row]) -> str:
 
 
 def _short(sums: Sums) -> str:
-    """That only a short last step is wrong."""
+    """Return a remark if only a short last step is wrong."""
     if sums.short is None:
         return ""
     return (
@@ -160,7 +160,7 @@ def _short(sums: Sums) -> str:
 
 
 def _behind(sums: Sums, got: Record) -> str:
-    """From where on gradients are right: they are made from the last parameter to the first."""
+    """Return the parameters whose gradients are right: backward goes from last to first."""
     order = [n for n in got.trainable if n in sums.right]
     last = order.index(sums.names[-1])
     behind = next((n for n in order[last + 1 :] if norm_of(sums.right[n])), None)
@@ -171,7 +171,7 @@ def _behind(sums: Sums, got: Record) -> str:
 
 
 def _amount(evidence: Evidence, sums: Sums, rows: tuple[Row, Row]) -> _Amount:
-    """How far the gradients are off, by the simplest description that fits."""
+    """Return the size of the gradients' error, by the simplest description that fits."""
     if all(not norm_of(sums.wrong[n]) for n in sums.names):
         skipped = "; the step was skipped on all ranks" if rows[1].skipped else ""
         return _Amount(f"is 0, in one process it is not{skipped}")
@@ -202,7 +202,7 @@ def _amount(evidence: Evidence, sums: Sums, rows: tuple[Row, Row]) -> _Amount:
 
 
 def _factor(evidence: Evidence, sums: Sums, times: float, rows: tuple[Row, Row]) -> _Amount:
-    """One factor in every element: whose degree is it?"""
+    """Describe one factor in every element, and the axis whose degree it is."""
     layout = evidence.got.layout
     degrees = {axis: degree_of(layout, axis) for axis in AXES}
     axes = tuple(a for a, d in degrees.items() if d > 1 and (near(times, d) or near(times, 1 / d)))
@@ -235,7 +235,10 @@ def _weights(values: Sequence[float]) -> str:
 
 
 def _mean_of_means(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
-    """A mean of n means weighs part i by N / (n · Nᵢ); the Nᵢ add up to N."""
+    """Return a clue if the numbers are those of a mean of means.
+
+    A mean of n means weighs part i by N / (n · Nᵢ); the Nᵢ add up to N.
+    """
     values, atoms = evidence.weights, evidence.atoms
     if values is None or atoms is None or atoms.ranks == 1:
         return None
@@ -259,7 +262,7 @@ def _mean_of_means(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
 
 
 def _rounded(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
-    """Small errors without a direction: numbers were kept in a format with fewer digits."""
+    """Return a clue if errors are small and random: numbers were stored with fewer digits."""
     times = factor_of(sums, sums.names)
     told = [*(evidence.weights or ()), *(() if times is None else (times,))]
     if not sums.loss_right or sums.apart or not all(math.isnan(v) or near(v, 1.0) for v in told):
@@ -267,7 +270,7 @@ def _rounded(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
     pairs = ((sums.wrong[n] - sums.right[n], sums.right[n]) for n in sums.names)
     shares = [(norm_of(difference), norm_of(right)) for difference, right in pairs]
     size, whole = (math.hypot(*norms) for norms in zip(*shares, strict=True))
-    # What goes wrong in one place is far off in some parameters; rounding is far off in none.
+    # A mistake in one place makes some parameters very wrong; rounding makes none very wrong.
     worst = max(far / right if right else math.inf for far, right in shares)
     if not whole or not math.isfinite(size):
         return None
@@ -289,7 +292,7 @@ def _rounded(evidence: Evidence, sums: Sums, where: str) -> Clue | None:
 
 
 def _suspects(evidence: Evidence, sums: Sums, amount: _Amount) -> tuple[str, ...]:
-    """The axes that may be at fault, those that only sum gradients last."""
+    """Return the axes that may be at fault, those that only sum gradients last."""
     got, names = evidence.got, sums.names
     there = tuple(axis for axis in AXES if degree_of(got.layout, axis) > 1)
     apart = tuple(dict.fromkeys(sums.apart[n].along for n in names if n in sums.apart))
@@ -332,7 +335,7 @@ def _advice(layout: Layout, axes: tuple[str, ...], is_forward: bool) -> str:
 
 
 def nearest(layout: Layout, axes: Sequence[str]) -> str:
-    """Propose settings that do without some of `AXES`: the beginning of an advice, or "".
+    """Return settings that avoid some of `AXES`, as the beginning of an advice, or "".
 
     >>> nearest(Layout(tp=2, pp=2), ("tp", "pp"))
     'try: layout.tp=1, or layout.pp=1; '

@@ -1,8 +1,8 @@
-"""One step's gradients, comparable: clipping and the count of targets taken off again.
+"""One step's gradients, comparable: with clipping and the division by the count of targets undone.
 
-Clipping hides scales, so it is taken off first: the gradient that the optimizer saw is divided by
-the coefficient that this layout's own gradient norm gave, and multiplied by the true count of
-targets; a right one is then the plain sum of what the micro-batches gave.
+Clipping hides scales, so it is undone first: the gradient that the optimizer saw is divided by
+the coefficient of this layout's own gradient norm, and multiplied by the true count of
+targets. A right one is then the plain sum of the micro-batches' gradients.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DIGITS = 1e-11
 
 @dataclass(frozen=True)
 class Sums:
-    """One step's gradients of loss sums, clipping taken off.
+    """One step's gradients of loss sums, with clipping undone.
 
     Attributes:
-        right, wrong: what one process and the layout have.
+        right, wrong: of one process and of the layout.
         names: parameters that differ, in the module's order.
-        short: the step is the first that differs and holds less than the ones before it.
+        short: the step is the first that differs and has fewer samples than the ones before it.
         loss_right: the loss of the step is that of one process.
-        apart: parameters whose holders disagree: the sum over holders, clipping taken off.
+        apart: parameters whose holders disagree: the sum over holders, with clipping undone.
     """
 
     right: Tensors
@@ -49,12 +49,12 @@ class Sums:
 
 
 def coefficient(norm: float | None, clip: float) -> float:
-    """What clipping multiplied the mean gradient by, as a step does."""
+    """Return the factor by which clipping multiplied the mean gradient."""
     return min(1.0, clip / (norm + 1e-6)) if clip > 0 and norm is not None else 1.0
 
 
 def sums_of(expected: Record, got: Record, number: int) -> Sums:
-    """Both sides' sums at row `number`; what only one side used is zero on the other."""
+    """Return both sides' sums at row `number`; parameters unused on one side are zero there."""
     mine, given = expected.gradients[number], got.gradients[number]
     right = Scaled(mine, _taken_off(expected, number), given)
     wrong = Scaled(given, _taken_off(got, number), mine)
@@ -78,18 +78,18 @@ def sums_of(expected: Record, got: Record, number: int) -> Sums:
 
 
 def _taken_off(side: Record, number: int) -> float:
-    """From a clipped mean to a sum, by what that side itself divided by."""
+    """Return the factor from a clipped mean to a sum, by that side's own divisors."""
     row = side.rows[number]
     return row.targets / coefficient(row.grad_norm, side.clip)
 
 
 def norm_of(tensor: torch.Tensor) -> float:
-    """Euclidean norm."""
+    """Return the Euclidean norm."""
     return float(torch.linalg.vector_norm(tensor))
 
 
 def solve(sums: Sums, atoms: Atoms | None) -> Shares | None:
-    """Shares of the wrong gradients by micro-batch, or by rank where those are too alike."""
+    """Return shares of the wrong gradients by micro-batch, or by rank if those are too similar."""
     if atoms is None or not atoms.gradients:
         return None
     solved = shares(sums.wrong, atoms, sums.names)
@@ -104,19 +104,19 @@ def solve(sums: Sums, atoms: Atoms | None) -> Shares | None:
 
 
 def fits(solved: Shares | None) -> tuple[float, ...] | None:
-    """The shares, if they explain the gradient."""
+    """Return the shares, if they explain the gradient."""
     if solved is None or solved.values is None or solved.residual > TOLERANCE:
         return None
     return solved.values
 
 
 def near(value: float, wanted: float) -> bool:
-    """Equal as far as solving for shares can tell."""
+    """Return whether two values are equal within the precision of the solution for shares."""
     return math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def same(values: Sequence[float]) -> float | None:
-    """The value that all share, NaN left out; None if there are several."""
+    """Return the value that all share, NaN left out; None if there are several."""
     known = [v for v in values if not math.isnan(v)]
     return known[0] if known and all(near(v, known[0]) for v in known) else None
 
@@ -124,7 +124,7 @@ def same(values: Sequence[float]) -> float | None:
 def groups(
     values: Sequence[float], of: Callable[[int], int], count: int
 ) -> tuple[float, ...] | None:
-    """The value of each group of micro-batches if each group has one; else None."""
+    """Return the value of each group of micro-batches if each group has one; else None."""
     found = []
     for group in range(count):
         members = [v for i, v in enumerate(values) if of(i) == group and not math.isnan(v)]
@@ -138,7 +138,7 @@ def groups(
 
 
 def factor_of(sums: Sums, names: Sequence[str]) -> float | None:
-    """f where wrong = f · right, if it is so."""
+    """Return f if wrong = f · right, else None."""
     dot = math.fsum(float((sums.wrong[n] * sums.right[n]).sum()) for n in names)
     square = math.fsum(norm_of(sums.right[n]) ** 2 for n in names)
     if not square or not math.isfinite(dot):

@@ -1,12 +1,12 @@
-"""What a wrong gradient is made of: shares of the gradients that single micro-batches gave.
+"""Composition of a wrong gradient: shares of the gradients of single micro-batches.
 
 A right gradient is the sum of the micro-batches' gradients, each taken once. In one process they
 can be had one by one: G₀, G₁, …. A gradient g that a layout got wrong is then solved for shares,
 
     g ≈ c₀·G₀ + c₁·G₁ + …        least squares over all elements of all parameters
 
-and the shares tell the mistake: all ½, a rank's micro-batches missing, weights that follow ranks.
-If nothing but noise fits, the residual says so.
+and the shares identify the mistake: all ½, a rank's micro-batches missing, weights that follow
+ranks. If nothing but noise fits, the residual is large.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Atoms:
 
     Attributes:
         gradients: one dict per micro-batch, in their order.
-        ranks: how many the layout has: rank r runs micro-batches r, r + ranks, …
-        shelf: where they are.
+        ranks: number in the layout: rank r runs micro-batches r, r + ranks, …
+        shelf: where the tensors are stored.
     """
 
     ranks: int
@@ -39,30 +39,30 @@ class Atoms:
     shelf: Shelf = field(default_factory=Shelf)
 
     def summed(self, numbers: Sequence[int]) -> Tensors:
-        """The sum over some micro-batches; parameters that none of them used are missing."""
+        """Return the sum over some micro-batches, without parameters that none of them used."""
         some = [self.gradients[number] for number in numbers]
         names = dict.fromkeys(name for one in some for name in one)
         return self.shelf.keep((n, sum_of([one[n] for one in some if n in one])) for n in names)
 
     def by_rank(self) -> Atoms:
-        """One atom per rank, where single micro-batches cannot be told apart."""
+        """Return one atom per rank, for micro-batches that cannot be told apart."""
         count = len(self.gradients)
         each = [self.summed(range(rank, count, self.ranks)) for rank in range(self.ranks)]
         return Atoms(self.ranks, each, self.shelf)
 
     def rank_of(self, number: int) -> int:
-        """The data rank that runs micro-batch `number`."""
+        """Return the data rank that runs micro-batch `number`."""
         return number % self.ranks
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How much of each micro-batch's gradient is in a gradient, and what they leave unexplained.
+    """Share of each micro-batch's gradient in a gradient, and the unexplained residual.
 
     Attributes:
         values: one per micro-batch, 1.0 where it is right, NaN where it had no gradient here; None
             if they cannot be told apart.
-        residual: norm of what no shares explain over the norm of the gradient.
+        residual: norm of the unexplained part over the norm of the gradient.
     """
 
     values: tuple[float, ...] | None
@@ -73,8 +73,8 @@ def watch_micro_batches(atoms: Atoms, label: str, step: int, of: str, run: Run) 
     """Fill `atoms` while a run of one process takes a step.
 
     Args:
-        label, step: which run, and which of its steps, from 1.
-        of, run: the run as it is made.
+        label, step: the run, and which of its steps, from 1.
+        of, run: the label and the run as it is made.
     """
     if of != label:
         return
@@ -102,7 +102,7 @@ def watch_micro_batches(atoms: Atoms, label: str, step: int, of: str, run: Run) 
 
 
 def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of some tensors, one at least."""
+    """Return the sum of some tensors, one at least."""
     first, *others = tensors
     for tensor in others:
         first = first + tensor
@@ -110,7 +110,7 @@ def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def shares(gradient: Tensors, atoms: Atoms, names: Sequence[str]) -> Shares:
-    """Solve `gradient` for shares of the atoms over the parameters `names`."""
+    """Solve `gradient` for shares of the micro-batches' gradients over the parameters `names`."""
     count = len(atoms.gradients)
     gram = torch.zeros(count, count, dtype=torch.float64)
     right = torch.zeros(count, dtype=torch.float64)
@@ -140,6 +140,6 @@ def shares(gradient: Tensors, atoms: Atoms, names: Sequence[str]) -> Shares:
 
 
 def _rows(atoms: Atoms, name: str, like: torch.Tensor) -> torch.Tensor:
-    """The atoms of one parameter, one row per micro-batch: [micro-batches, elements]."""
+    """Return the atoms of one parameter, one row per micro-batch: [micro-batches, elements]."""
     none = torch.zeros(like.numel(), dtype=torch.float64)
     return torch.stack([g[name].flatten() if name in g else none for g in atoms.gradients])

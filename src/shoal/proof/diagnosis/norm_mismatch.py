@@ -1,8 +1,8 @@
-"""A wrong gradient norm over right gradients: which ranks tell which norm, and how far off it is.
+"""Clues on a wrong gradient norm over right gradients: the norm of each rank, and its error.
 
-The true norm counts every element of the model once. Ranks hold different parts of a divided model,
-and some the same ones, so a norm can leave parts out or count them several times; whoever clips by
-it scales the gradient wrongly.
+The true norm counts every element of the model once. Ranks hold different parts of a sharded model,
+and some the same ones, so a norm can leave parts out or count them several times; clipping by it
+scales the gradient wrongly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ADVICE = (
 
 
 def norms_differ(evidence: Evidence) -> Clue | None:
-    """Name a step at which ranks tell different gradient norms: each clips by what it holds."""
+    """Return a clue on a step at which ranks compute different gradient norms."""
     got, expected_rows = evidence.got, evidence.expected.rows
     for number, rows in enumerate(zip(*got.rank_rows, strict=False)):
         norms = [row.grad_norm for row in rows]
@@ -58,7 +58,7 @@ def norms_differ(evidence: Evidence) -> Clue | None:
 
 
 def wrong_norm(evidence: Evidence, number: int) -> Clue | None:
-    """Name a norm that is wrong on all ranks in row `number`, whose gradients are right."""
+    """Return a clue on a norm that is wrong on all ranks in row `number`, over right gradients."""
     ours, theirs = evidence.expected.rows[number], evidence.got.rows[number]
     if ours.grad_norm is None or theirs.grad_norm is None:
         return None
@@ -80,14 +80,14 @@ def wrong_norm(evidence: Evidence, number: int) -> Clue | None:
 
 
 def _apart(rows: tuple[Row, ...]) -> bool:
-    """Whether ranks agree on all but the gradient norm."""
+    """Return whether ranks agree on all but the gradient norm."""
     return any(apart(row, rows[0], 1e-9) for row in rows) and all(
         (row.skipped, row.loss) == (rows[0].skipped, rows[0].loss) for row in rows
     )
 
 
 def _along(norms: Sequence[float | None], got: Record) -> str:
-    """Along which axes ranks tell different norms, in words."""
+    """Return in words the axes along which ranks compute different norms."""
     degrees = got.layout.degrees
     if math.prod(degrees.values()) != len(norms):
         return ""

@@ -1,4 +1,4 @@
-"""How long n ranks take to add up, gather or spread a message, by the usual algorithms.
+"""Seconds of all-reduce, all-gather, all-to-all and broadcast on n ranks, by algorithm.
 
 Every message costs α seconds to start and β seconds per byte (β = 1 / bandwidth of one rank's
 link, in one direction), and a rank sends and receives at the same time.
@@ -11,8 +11,8 @@ link, in one direction), and a rank sends and receives at the same time.
     halving and doubling            2·log2(n)·α + 2(n−1)/n·M·β
     hierarchical, g per node        reduce-scatter(g, M) + all-reduce(G, M/g) + all-gather(g, M)
 
-log2(n) is rounded up to whole rounds. Where n is no power of two, halving and doubling first folds
-the surplus ranks into their neighbours, and unfolds at the end: 2 messages of M more.
+log2(n) is rounded up to whole rounds. If n is no power of two, halving and doubling first folds the
+surplus ranks into their neighbours, and unfolds at the end: 2 more messages of M.
 Sources: Thakur, Rabenseifner, Gropp 2005 (Optimization of Collective Communication Operations in
 MPICH); Patarasuk and Yuan 2009 (rings move the fewest bytes); Sanders, Speck, Träff 2009 (trees).
 """
@@ -39,9 +39,10 @@ def _check(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: fl
 def ring_all_reduce_s(
     ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
 ) -> float:
-    """Seconds to add up M bytes on n ranks in a ring: 2(n−1)·α + 2(n−1)/n·M·β.
+    """Return the seconds of a ring all-reduce of M bytes on n ranks: 2(n−1)·α + 2(n−1)/n·M·β.
 
-    Errors: PlanError for ranks < 1 or a negative size or cost.
+    Raises:
+        PlanError: ranks < 1, or a negative size or cost.
 
     1 MiB between 2 ranks over 100 Mbit/s takes 84 ms (measured on a shaped link: 89), over
     20 Mbit/s 419 ms (measured: 445).
@@ -57,7 +58,7 @@ def ring_all_reduce_s(
 def ring_all_gather_s(
     ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
 ) -> float:
-    """Seconds until all n ranks hold M bytes of which each had M/n; a reduce-scatter is the same.
+    """Return the seconds of a ring all-gather of M bytes in all; a reduce-scatter takes the same.
 
     >>> ring_all_gather_s(4, 100.0, 1.0, 1.0)
     78.0
@@ -66,7 +67,7 @@ def ring_all_gather_s(
 
 
 def all_to_all_s(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
-    """Seconds in which each rank sends an n-th of its M bytes to each other rank, pair by pair.
+    """Return the seconds of a pairwise all-to-all, in which each rank holds M bytes.
 
     >>> all_to_all_s(4, 100.0, 1.0, 1.0)
     78.0
@@ -77,9 +78,9 @@ def all_to_all_s(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_by
 def tree_all_reduce_s(
     ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
 ) -> float:
-    """Seconds to add up M bytes along a tree and spread the sum: 2·log2(n)·α + 2·M·β.
+    """Return the seconds of a pipelined tree all-reduce of M bytes: 2·log2(n)·α + 2·M·β.
 
-    Pipelined: the message goes in pieces, so that each byte is paid twice and not once per level.
+    Pipelined: the message travels in pieces, so that each byte costs twice and not once per level.
 
     >>> tree_all_reduce_s(8, 100.0, 1.0, 1.0)
     206.0
@@ -91,7 +92,7 @@ def tree_all_reduce_s(
 
 
 def broadcast_s(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
-    """Seconds until all n ranks hold the M bytes of one, along a pipelined tree.
+    """Return the seconds of a broadcast of M bytes to n ranks, along a pipelined tree.
 
     >>> broadcast_s(8, 100.0, 1.0, 1.0)
     103.0
@@ -102,10 +103,10 @@ def broadcast_s(ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byt
 def halving_doubling_s(
     ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
 ) -> float:
-    """Seconds to add up M bytes by recursive halving, then doubling (Rabenseifner).
+    """Return the seconds of an all-reduce of M bytes by halving, then doubling (Rabenseifner).
 
-    As few rounds as a tree and as few bytes as a ring, for a power of two; else the surplus ranks
-    cost one message of M before and one after, and the rest is done by the power of two below.
+    For a power of two it takes as few rounds as a tree and as few bytes as a ring. Else the surplus
+    ranks cost one message of M before and one after, and the power of two below does the rest.
 
     >>> halving_doubling_s(8, 100.0, 1.0, 1.0)
     181.0
@@ -130,11 +131,11 @@ def hierarchical_all_reduce_s(
     across_alpha_s: float,
     across_beta_s_per_byte: float,
 ) -> float:
-    """Seconds to add up M bytes on G nodes of g ranks, in three stages.
+    """Return the seconds of a hierarchical all-reduce of M bytes on G nodes of g ranks.
 
-    Reduce-scatter inside each node, a ring over the nodes of the g-th part that a rank then holds
-    (all g ranks of a node at once, so β across is what ONE rank gets of the node's network),
-    all-gather inside.
+    Three stages: a reduce-scatter inside each node, a ring over the nodes of the g-th part that a
+    rank then holds, an all-gather inside. All g ranks of a node use the network at once, so β
+    across is ONE rank's share of the node's network.
 
     >>> hierarchical_all_reduce_s(8, 1, 100.0, 1.0, 1.0, 9.0, 9.0)
     189.0
@@ -149,9 +150,10 @@ def hierarchical_all_reduce_s(
 
 
 def bus_bytes_per_s(ranks: int, message_bytes: float, seconds: float) -> float:
-    """What benchmarks print as `busbw` of an all-reduce: bytes that each link carried per second.
+    """Return the bus bandwidth (`busbw`) of an all-reduce: bytes per second on each link.
 
-    The message's own rate M / time times 2(n−1)/n: comparable for all n, and with the hardware.
+    It is the message's own rate M / time, times 2(n−1)/n: comparable for all n, and with the
+    hardware.
 
     >>> bus_bytes_per_s(4, 100e6, 1e-3) / 1e9
     150.0
@@ -173,7 +175,7 @@ ALL_REDUCES: dict[str, Callable[[int, float, float, float], float]] = {
 def fastest_all_reduce(
     ranks: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
 ) -> tuple[str, float]:
-    """The name and the seconds of the fastest flat all-reduce; the ring wins ties.
+    """Return the name and the seconds of the fastest flat all-reduce; the ring wins ties.
 
     >>> fastest_all_reduce(6, 8.0, 1e-5, 1e-9)[0], fastest_all_reduce(6, 1e9, 1e-5, 1e-9)[0]
     ('tree', 'ring')

@@ -1,4 +1,4 @@
-"""What islands that average their weights only every H steps must send (DiLoCo and its kin).
+"""Traffic of islands that average their weights only every H steps (DiLoCo and its variants).
 
     bytes per worker and step   2(R−1)/R · β·P / H         R workers, P parameters, β bytes each
     seconds per outer step      2(R−1)/R · β·P / W + ε     W bytes/s of a worker's link, ε latency
@@ -7,8 +7,8 @@
 
 β is 4 for fp32, 2 for bf16, 1 for 8-bit codes, 0.5 for 4-bit. Compared with data parallel that sums
 bf16 gradients every step, H = 100 in 4 bits sends 400 times less; compared with fp32 in 8 bits too,
-so a factor says nothing without what it is compared with. What H and the codec cost in quality is
-not arithmetic: see the papers.
+so a factor means nothing without its baseline. The papers report the loss of quality by H and by
+the codec, which is not arithmetic.
 Sources: DiLoCo (Douillard et al. 2023); Streaming DiLoCo (Douillard et al. 2025); INTELLECT-1
 (Jaghouar et al. 2024).
 """
@@ -19,13 +19,14 @@ from shoal.base.errors import PlanError
 from shoal.teach.calculators.collectives_costs import ring_all_reduce_s
 
 OUTER_STATE_BYTES = 8.0
-"""Per parameter: the outer momentum and the last round's weights, fp32; they may lie on CPU."""
+"""Bytes per parameter: outer momentum and last round's weights, fp32; may be on the host."""
 
 
 def bytes_per_outer_step(parameters: float, workers: int, wire_bits: float) -> float:
-    """Bytes that one worker sends, and receives, per outer step of a ring.
+    """Return the bytes that one worker sends, and receives, per outer step of a ring.
 
-    Errors: PlanError for less than 1 worker or no bits.
+    Raises:
+        PlanError: less than 1 worker, or no bits.
 
     >>> bytes_per_outer_step(10e9, 2, 16) / 1e9
     20.0
@@ -36,7 +37,7 @@ def bytes_per_outer_step(parameters: float, workers: int, wire_bits: float) -> f
 
 
 def bytes_per_step(parameters: float, workers: int, wire_bits: float, period: int) -> float:
-    """Bytes that one worker sends per inner step, in the mean over a round of H.
+    """Return the bytes that one worker sends per inner step, as the mean over a round of H.
 
     Streaming DiLoCo, 1B, FP4, H = 100: 400 times less than bf16 in every step.
 
@@ -54,10 +55,10 @@ def outer_step_s(
     bytes_per_s: float,
     latency_s: float = 0.0,
 ) -> float:
-    """Seconds in which a ring of workers adds up what they send; `latency_s` per message.
+    """Return the seconds of the ring all-reduce of one outer step; `latency_s` is per message.
 
-    10B parameters in int8 between 14 workers of 4 Gbit/s: 37 s, where INTELLECT-1 measured 103 s
-    within one country and 469 s across three continents: slow members, not bytes, ruled there.
+    10B parameters in int8 between 14 workers of 4 Gbit/s take 37 s. INTELLECT-1 measured 103 s
+    within one country and 469 s across three continents: slow members, not bytes, dominated there.
 
     >>> round(outer_step_s(10e9, 14, 8, 4e9 / 8), 1)
     37.1
@@ -71,7 +72,7 @@ def outer_step_s(
 
 
 def utilisation(compute_s: float, waiting_s: float) -> float:
-    """Share of the time in which a worker computes.
+    """Return the share of the time in which a worker computes.
 
     INTELLECT-1, 38 minutes of inner steps per round and all-reduces of 103, 382 and 469 s (printed:
     95.7, 85.6, 83.0):
@@ -85,7 +86,7 @@ def utilisation(compute_s: float, waiting_s: float) -> float:
 
 
 def less_traffic(period: int, wire_bits: float, compared_bits: float) -> float:
-    """Times fewer bytes than an all-reduce in `compared_bits` every step.
+    """Return the factor by which traffic falls against an all-reduce in `compared_bits` each step.
 
     INTELLECT-1 100 · 32/8, Streaming 100 · 16/4, DiLoCo 500; SparseLoCo's codec alone 146.
 
@@ -101,6 +102,10 @@ def less_traffic(period: int, wire_bits: float, compared_bits: float) -> float:
 
 
 def check_period(period: int) -> None:
-    """Refuse a number of inner steps below 1. Errors: PlanError."""
+    """Refuse a number of inner steps below 1.
+
+    Raises:
+        PlanError: period < 1.
+    """
     if period < 1:
         raise PlanError(f"period = {period}: at least 1 inner step; try: period=1")

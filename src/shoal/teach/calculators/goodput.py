@@ -1,20 +1,20 @@
-"""How often to save a checkpoint, and what share of a run's time is then progress.
+"""Checkpoint interval of Young, Daly and the exact optimum, and the goodput of a run.
 
-Failures of a machine with a mean time M between them strike at random. A checkpoint stops the run
-for C seconds, every τ seconds of work; a failure costs the work since the last checkpoint and R
-seconds of noticing, restarting and loading.
+A machine's failures are random, with a mean time M between them. A checkpoint stops the run for C
+seconds, every τ seconds of work; a failure costs the work since the last checkpoint and R seconds
+of detection, restart and loading.
 
     Young 1974    τ = √(2·C·M)
     Daly 2006     τ = √(2·C·M)·[1 + ⅓·√(C/2M) + (C/2M)/9] − C             for C < 2M, else M
     to 1st order  goodput ≈ 1 − C/τ − (τ/2 + R)/M
     exactly       goodput = τ / (M·(1 − e^(−(τ+C)/M))·e^((R+τ+C+D)/M))    exponential failures
 
-The exact form counts failures during checkpoints, restarts and repeated work too; D ≤ τ is the time
-that a checkpoint takes to be safe on disk after the run went on (0: as soon as the stall ends).
-Why: the run is safe at every kτ of work. From there an attempt takes a = τ + C to the next safe
-point; after a failure it takes R + a + D, again and again until one fits between two failures, in
-the mean M·(e^((R+a+D)/M) − 1). The first attempt ends after M·(1 − e^(−a/M)) in the mean, by
-success or failure. With D = 0 this is Daly's equation for τ/goodput.
+The exact form counts failures during checkpoints, restarts and repeated work too. D ≤ τ is the time
+from a checkpoint's stall until it is safe on disk (0: as soon as the stall ends). Derivation: the
+run is safe at every kτ of work. From there an attempt takes a = τ + C to the next safe point. After
+a failure it takes R + a + D, repeated until one fits between two failures, in the mean
+M·(e^((R+a+D)/M) − 1). The first attempt ends after M·(1 − e^(−a/M)) in the mean, by success or
+failure. With D = 0 this is Daly's equation for τ/goodput.
 Sources: Young 1974 (CACM 17:9); Daly 2006 (FGCS 22:3), eq. 13, 20, 37; Llama-3 and Meta RSC for M.
 """
 
@@ -36,7 +36,7 @@ PUBLISHED_MTBF = (
 
 
 def mtbf_s(devices: int, device_mtbf_s: float) -> float:
-    """Mean time between failures of n devices of which any one stops the run: M₁/n.
+    """Return the mean time between failures of n devices of which any one stops the run: M₁/n.
 
     419 unexpected stops of 16 384 GPUs in 54 days are one per 3.1 hours: one per GPU in 5.8 years.
 
@@ -51,7 +51,7 @@ def mtbf_s(devices: int, device_mtbf_s: float) -> float:
 
 
 def young_s(stall_s: float, mean_s: float) -> float:
-    """Seconds of work between checkpoints by Young: √(2·C·M).
+    """Return the seconds of work between checkpoints by Young: √(2·C·M).
 
     A stall of 6 s with 7.9 hours between failures: every 9.7 minutes.
 
@@ -64,7 +64,7 @@ def young_s(stall_s: float, mean_s: float) -> float:
 
 
 def daly_s(stall_s: float, mean_s: float) -> float:
-    """Seconds of work between checkpoints by Daly's higher order; M where C ≥ 2M.
+    """Return the seconds of work between checkpoints by Daly's higher order; M for C ≥ 2M.
 
     >>> [round(daly_s(c, 3.1 * 3600) / 60, 1) for c in (60, 5)]
     [18.6, 5.5]
@@ -79,7 +79,7 @@ def daly_s(stall_s: float, mean_s: float) -> float:
 def first_order_goodput(
     interval_s: float, stall_s: float, restart_s: float, mean_s: float
 ) -> float:
-    """Share of the time that is progress: 1 − C/τ − (τ/2 + R)/M; below 0 where failures win.
+    """Return goodput to first order: 1 − C/τ − (τ/2 + R)/M; below 0 if failures prevail.
 
     3.1 hours between failures, 10 minutes to restart: 0.84 with stalls of 60 s, 0.92 with 5 s.
 
@@ -99,17 +99,17 @@ def first_order_goodput(
 def goodput(
     interval_s: float, stall_s: float, restart_s: float, mean_s: float, write_s: float = 0.0
 ) -> float:
-    """Share of the time that is progress, exactly, for failures that strike at random.
+    """Return the exact goodput, the share of the time that is progress, for random failures.
 
     Args:
         interval_s: τ, work between checkpoints.
-        stall_s: C, for which a checkpoint stops the run.
+        stall_s: C, the stall of a checkpoint.
         restart_s: R.
         mean_s: M, between failures.
-        write_s: D, until it is safe after the stall.
+        write_s: D, until the checkpoint is safe on disk, after the stall.
 
     Raises:
-        PlanError: for τ ≤ 0, M ≤ 0, negative times or D > τ (checkpoints would pile up).
+        PlanError: τ ≤ 0, M ≤ 0, negative times or D > τ (checkpoints would pile up).
 
     >>> [round(goodput(young_s(c, 11160), c, 600, 11160), 3) for c in (60, 5)]
     [0.853, 0.92]
@@ -131,9 +131,12 @@ def goodput(
 
 
 def best_interval_s(stall_s: float, restart_s: float, mean_s: float, write_s: float = 0.0) -> float:
-    """The τ with the highest exact goodput, found by golden sections; Daly's is next to it.
+    """Return the τ with the highest exact goodput, found by golden-section search.
 
-    Errors: PlanError for a stall of 0: then the best is to save always.
+    Daly's interval is close to it.
+
+    Raises:
+        PlanError: a stall of 0, for which the best interval is 0.
 
     >>> round(best_interval_s(60, 600, 11160) / 60, 2), round(daly_s(60, 11160) / 60, 2)
     (18.63, 18.63)
@@ -158,10 +161,11 @@ def best_interval_s(stall_s: float, restart_s: float, mean_s: float, write_s: fl
 def wasted(
     interval_s: float, stall_s: float, restart_s: float, mean_s: float, write_s: float = 0.0
 ) -> dict[str, float]:
-    """Where the time goes, as shares that add up to 1: work, stalls, restarts, repeated work.
+    """Return the shares of the time, with sum 1: work, stalls, restarts, repeated work.
 
-    Restarts take R·(failures per second) of the time, less what is cut short by the next failure;
-    what is neither progress nor that nor a checkpoint that counted is work done in vain.
+    Restarts take R·(failures per second) of the time, less the part that the next failure cuts
+    short. The remainder, neither progress nor restart nor a checkpoint that counted, is repeated
+    work.
 
     >>> {k: round(v, 3) for k, v in wasted(1157, 60, 600, 11160).items()}
     {'work': 0.853, 'checkpoints': 0.044, 'restarts': 0.052, 'work done again': 0.051}

@@ -1,7 +1,7 @@
-"""What share of a pipeline's step is bubble, and how many micro-batches make it small enough.
+"""Bubble share of a pipeline's step, and the micro-batches that reduce it to a given share.
 
-    share of the ideal   bubble / (m·(F + B + W))            what papers call the bubble fraction
-    share of the step    bubble / (m·(F + B + W) + bubble)   what a device stands still
+    share of the ideal   bubble / (m·(F + B + W))            "bubble fraction" in papers
+    share of the step    bubble / (m·(F + B + W) + bubble)   idle share of a device
 
 F, B, W: seconds per micro-batch and rank; `planning/pipeline_bubble.py` has the bubble of each
 schedule. Sources: GPipe (Huang et al. 2019); Megatron (Narayanan et al. 2021), §2.2.
@@ -18,7 +18,7 @@ def bubble_of_ideal(
     schedule: str, ranks: int, micro_batches: int, forward: float = 1.0, backward: float = 2.0,
     chunks: int = 1,
 ) -> float:  # fmt: skip
-    """Bubble per second of work; half of the backward is taken as the weights' gradients.
+    """Return bubble per second of work; half of the backward counts as the weights' gradients.
 
     >>> round(bubble_of_ideal("1f1b", 8, 32), 4) == round(7 / 32, 4)
     True
@@ -40,7 +40,7 @@ def bubble_of_step(
     schedule: str, ranks: int, micro_batches: int, forward: float = 1.0, backward: float = 2.0,
     chunks: int = 1,
 ) -> float:  # fmt: skip
-    """Share of the step in which the fullest rank stands still: 1f1b has (p−1)/(m+p−1).
+    """Return the idle share of the busiest rank's step: (p−1)/(m+p−1) for 1f1b.
 
     >>> bubble_of_step("1f1b", 4, 9)
     0.25
@@ -50,7 +50,7 @@ def bubble_of_step(
 
 
 def least_micro_batches(schedule: str, ranks: int) -> int:
-    """Fewest micro-batches from which the schedule's formula holds.
+    """Return the fewest micro-batches from which the schedule's formula holds.
 
     >>> [least_micro_batches(name, 4) for name in ("1f1b", "interleaved", "zero-bubble", "zbv")]
     [1, 4, 4, 8]
@@ -67,10 +67,12 @@ def micro_batches_for(
     backward: float = 2.0,
     chunks: int = 1,
 ) -> int:
-    """Fewest micro-batches with which at most `share` of the step is bubble.
+    """Return the fewest micro-batches with which at most `share` of the step is bubble.
 
-    Never fewer than the schedule needs; whole multiples of the ranks for interleaved.
-    Errors: PlanError for a share outside 0 to 1, which no pipeline reaches.
+    The result is at least the schedule's minimum, and a multiple of the ranks for interleaved.
+
+    Raises:
+        PlanError: a share outside 0 to 1, which no pipeline reaches.
 
     >>> micro_batches_for("1f1b", 4, 0.25), micro_batches_for("gpipe", 16, 0.05)
     (9, 285)

@@ -1,12 +1,12 @@
-"""How much faster N devices are than one: Amdahl's law, and a step's time with communication.
+"""Speed-up of N devices over one: Amdahl's law, and a step's time with communication.
 
     Amdahl               S(N) = 1 / (q + (1 − q)/N)              q: the share that stays serial
     the serial share     q = (N/S − 1) / (N − 1)                 that a measured speed-up implies
-    as people write it   T(N) = T₁/N + α + β·M                   α latency, β s per byte, M bytes
-    with the ring        T(N) = T₁/N + 2(N−1)·α + 2(N−1)/N·M·β   what a ring all-reduce does
+    the common form      T(N) = T₁/N + α + β·M                   α latency, β s per byte, M bytes
+    with the ring        T(N) = T₁/N + 2(N−1)·α + 2(N−1)/N·M·β   a ring all-reduce
 
 The common form pays one message of M bytes whatever N is. A ring sends 2(N−1)/N·M per rank, up to
-twice as much, in 2(N−1) messages; with that, 1 MiB between two ranks on a link shaped to 100 and to
+twice as much, in 2(N−1) messages. With that, 1 MiB between two ranks on a link shaped to 100 and to
 20 Mbit/s came out 6 % faster than measured (84 ms for 89, 419 for 445).
 Sources: Amdahl 1967 (Validity of the single processor approach); Patarasuk and Yuan 2009.
 """
@@ -25,7 +25,7 @@ FOLK_SPEEDUPS = {
     "DDP": (1.9, 3.7, 7.2, 13.0),
     "FSDP": (1.9, 3.8, 7.5, 14.0),
 }
-"""The speed-up table that is passed around without model, machine or source, at FOLK_GPUS.
+"""Widely copied speed-up table without model, machine or source, at FOLK_GPUS devices.
 
 No row follows from one serial share, and FSDP stands above DDP although it sends 1.5 times the
 bytes: `folk_serial_shares`. Measure your own with `shoal compare`.
@@ -33,9 +33,10 @@ bytes: `folk_serial_shares`. Measure your own with `shoal compare`.
 
 
 def amdahl_speedup(serial: float, devices: int) -> float:
-    """Times faster than one device, if the share `serial` of the one-device time cannot be split.
+    """Return Amdahl's speed-up if the share `serial` of the one-device time stays serial.
 
-    Errors: PlanError for a share outside 0 to 1 or less than 1 device.
+    Raises:
+        PlanError: a share outside 0 to 1, or less than 1 device.
 
     >>> amdahl_speedup(0.1, 2), round(amdahl_speedup(0.1, 16), 1), amdahl_speedup(0.0, 8)
     (1.8181818181818181, 6.4, 8.0)
@@ -49,7 +50,7 @@ def amdahl_speedup(serial: float, devices: int) -> float:
 
 
 def amdahl_limit(serial: float) -> float:
-    """Times faster than one device with endlessly many: 1/q.
+    """Return Amdahl's limit of the speed-up for an unlimited number of devices: 1/q.
 
     >>> amdahl_limit(0.05)
     20.0
@@ -59,9 +60,10 @@ def amdahl_limit(serial: float) -> float:
 
 
 def serial_share(speedup: float, devices: int) -> float:
-    """The serial share q that Amdahl's law needs for this speed-up; negative: faster than ideal.
+    """Return the serial share q that Amdahl's law needs for a speed-up; negative: superlinear.
 
-    Errors: PlanError for less than 2 devices, from which nothing follows, or a speed-up of 0.
+    Raises:
+        PlanError: less than 2 devices, from which nothing follows, or a speed-up of 0.
 
     >>> [round(100 * serial_share(s, n), 1) for s, n in ((1.8, 2), (8, 16), (14, 16))]
     [11.1, 6.7, 1.0]
@@ -74,7 +76,7 @@ def serial_share(speedup: float, devices: int) -> float:
 
 
 def folk_serial_shares() -> dict[str, tuple[float, ...]]:
-    """The serial share behind each figure of the table that is passed around.
+    """Return the serial share that each figure of the widely copied speed-up table implies.
 
     >>> [f"{q:.1%}" for q in folk_serial_shares()["DDP"]]
     ['5.3%', '2.7%', '1.6%', '1.5%']
@@ -88,7 +90,7 @@ def folk_serial_shares() -> dict[str, tuple[float, ...]]:
 def folk_step_s(
     single_s: float, devices: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
 ) -> float:
-    """Seconds of a step as people write it: T₁/N + α + β·M, and T₁ on one device.
+    """Return the seconds of a step in the common form: T₁/N + α + β·M, and T₁ on one device.
 
     >>> folk_step_s(8.0, 4, 100.0, 0.1, 0.01)
     3.1
@@ -109,15 +111,15 @@ def ring_step_s(
     volume: float = 1.0,
     overlap: float = 0.0,
 ) -> float:
-    """Seconds of a step with a ring: T₁/N + max(0, ring − overlap · T₁/N).
+    """Return the seconds of a step with a ring: T₁/N + max(0, ring − overlap · T₁/N).
 
     Args:
         volume: bytes sent, in all-reduces of M: 1 for ddp, 1.5 for fsdp (two gathers, one scatter).
-        overlap: share of the computing behind which communication can hide: 0 none; for a backward
-            of two thirds of the step at most 2/3.
+        overlap: share of the compute time that can hide communication: 0 none; for a backward of
+            two thirds of the step at most 2/3.
 
     Raises:
-        PlanError: for an overlap outside 0 to 1.
+        PlanError: an overlap outside 0 to 1.
 
     >>> round(ring_step_s(8.0, 4, 100.0, 0.1, 0.01), 9)
     4.1
@@ -136,7 +138,7 @@ def ring_step_s(
 
 @dataclass(frozen=True)
 class SpeedupRow:
-    """One number of devices: seconds and speed-up by each form, and the serial share implied."""
+    """Times and speed-ups on one number of devices by each form, with the implied serial share."""
 
     devices: int
     folk_s: float
@@ -157,9 +159,13 @@ def speedup_table(
     *,
     overlap: float = 0.0,
 ) -> tuple[SpeedupRow, ...]:
-    """The well-known speed-up table with everything that it depends on.
+    """Return the widely copied speed-up table with all of its parameters.
 
-    Takes   T₁, gradient bytes M, α and β; `overlap` as in ring_step_s
+    Args:
+        single_s: T₁.
+        message_bytes: M, gradient bytes.
+        alpha_s, beta_s_per_byte: α and β.
+        overlap: as in ring_step_s.
 
     Returns:
         per number of devices: the common form, ddp (a ring), fsdp (1.5 of its bytes).

@@ -1,4 +1,4 @@
-"""How much time n devices lose because each step waits for the slowest of them.
+"""Time that n devices lose because each step waits for the slowest of them.
 
 A step takes the largest of n times. If one device's time has the distribution F, the largest has
 Fⁿ; its mean and its quantiles follow from one device's quantile function Q:
@@ -7,7 +7,7 @@ Fⁿ; its mean and its quantiles follow from one device's quantile function Q:
     its p-quantile           Q(p^(1/n))
     exponential tail         mean + s·(H_n − 1)       H_n = 1 + 1/2 + … + 1/n ≈ ln n + 0.577
     normal                   mean + s·z, z < √(2·ln n)   z = 3.24 for 1 000, 4.38 for 100 000
-    slow for good            1 − (1 − q)ⁿ             chance that one of n is among the slow share q
+    permanently slow         1 − (1 − q)ⁿ             chance that one of n is among the slow share q
 
 s is the standard deviation. Waiting only every k steps adds up k times before comparing, so for
 spread that is new in every step the loss falls with √k; a device that is always slow gains nothing.
@@ -29,21 +29,25 @@ DISTRIBUTIONS = ("normal", "lognormal", "exponential")
 """All with the same mean and standard deviation; their tails differ."""
 
 MOST_STEPS = 1_000_000
-"""Steps that are drawn at most: about a second."""
+"""Most steps that are drawn: about a second."""
 
 _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one device takes for a step: mean seconds, spread = deviation / mean, and the tail."""
+    """Distribution of one device's step time: mean seconds, spread = deviation / mean, tail."""
 
     mean_s: float
     spread: float
     distribution: str = "normal"
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning. Errors: PlanError."""
+        """Refuse values without a meaning.
+
+        Raises:
+            PlanError: mean ≤ 0, a spread outside 0 to 1, or an unknown distribution.
+        """
         if self.distribution not in DISTRIBUTIONS:
             raise PlanError(one_of("distribution", self.distribution, DISTRIBUTIONS))
         if not self.mean_s > 0:
@@ -55,7 +59,7 @@ class StepTimes:
             )
 
     def upper_quantile_s(self, above: float) -> float:
-        """Seconds that a share `above` of the steps of one device exceeds.
+        """Return the seconds that a share `above` of the steps of one device exceeds.
 
         >>> round(StepTimes(1.0, 0.1).upper_quantile_s(0.025), 3)
         1.196
@@ -71,7 +75,7 @@ class StepTimes:
 
 
 def largest_quantile_s(times: StepTimes, devices: int, share: float) -> float:
-    """Seconds that a share of the steps of n devices stays below: Q(p^(1/n)).
+    """Return the seconds below which a share of the steps of n devices stays: Q(p^(1/n)).
 
     >>> round(largest_quantile_s(StepTimes(1.0, 0.05), 100_000, 0.5), 3)
     1.217
@@ -83,10 +87,10 @@ def largest_quantile_s(times: StepTimes, devices: int, share: float) -> float:
 
 
 def largest_mean_s(times: StepTimes, devices: int) -> float:
-    """Mean seconds of a step of n devices: ∫ Q(u^(1/n)) du, with u = exp(−exp(−g)).
+    """Return the mean seconds of a step of n devices: ∫ Q(u^(1/n)) du, with u = exp(−exp(−g)).
 
-    In g the integrand dies off twice over, so that 1 % steps give all digits. Exponential tails
-    have the closed form mean + s·(H_n − 1), which this meets.
+    In g the integrand decays doubly exponentially, so a step width of 1 % gives all digits.
+    Exponential tails have the closed form mean + s·(H_n − 1), which the integral reproduces.
 
     >>> round(largest_mean_s(StepTimes(1.0, 0.1), 2), 6) == round(1 + 0.1 / math.sqrt(math.pi), 6)
     True
@@ -106,7 +110,7 @@ def largest_mean_s(times: StepTimes, devices: int) -> float:
 
 
 def waiting_share(times: StepTimes, devices: int, every: int = 1) -> float:
-    """Share of the time that a device waits in the mean, if ranks meet every k steps.
+    """Return the mean share of the time that a device waits, if ranks synchronise every k steps.
 
     Args:
         every: k > 1: k steps of a device add up to about a normal time with √k of the deviation.
@@ -120,12 +124,12 @@ def waiting_share(times: StepTimes, devices: int, every: int = 1) -> float:
         raise PlanError(f"every = {every}: at least 1 step; try: every=1")
     if every > 1:
         times = StepTimes(times.mean_s * every, times.spread / math.sqrt(every))
-    # the sum that stands for the integral is off by 1e-15 where nobody waits
+    # the sum that approximates the integral is off by 1e-15 without any waiting
     return max(0.0, 1 - times.mean_s / largest_mean_s(times, devices))
 
 
 def chance_of_slow(devices: int, slow_share: float) -> float:
-    """Chance that at least one of n devices is of the slow share: then every step is slow.
+    """Return the chance that at least one of n devices is slow, which slows every step.
 
     One bad device in 10 000 and 16 384 in the run: four in five runs have one.
 
@@ -141,7 +145,7 @@ def chance_of_slow(devices: int, slow_share: float) -> float:
 def simulate_steps(
     times: StepTimes, devices: int, steps: int, seed: int = 0
 ) -> tuple[float, float, float]:
-    """Mean, median and 99th percentile of the seconds of `steps` steps of n devices, by drawing.
+    """Draw the seconds of `steps` steps of n devices; return mean, median and 99th percentile.
 
     One draw per step, whatever n is: the largest of n draws is Q(U^(1/n)).
 

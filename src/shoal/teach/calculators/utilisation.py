@@ -1,8 +1,8 @@
-"""What share of a machine's arithmetic a training step uses: MFU and HFU.
+"""MFU and HFU: the share of a machine's peak FLOP/s that a training step uses.
 
     FLOP per token   6·N + 12·L·h·s        N parameters in matrices, L blocks, h hidden, s sequence
     MFU              tokens/s · FLOP per token / (devices · peak)
-    HFU              MFU · (1 + what recompute repeats): 4/3 for full recompute
+    HFU              MFU · (1 + recomputed share): 4/3 for full recompute
 
 6·N: a multiplication and an addition per weight, forward, and twice that backward. 12·L·h·s:
 queries times keys and scores times values; the whole square, as PaLM and torchtitan count, though a
@@ -18,7 +18,7 @@ from shoal.base.errors import PlanError
 
 
 def flops_per_token(parameters: float, layers: int, hidden: int, sequence: int) -> float:
-    """FLOP of forward and backward for one token, without recompute.
+    """Return the FLOP of forward and backward for one token, without recompute.
 
     Llama-3-8B at 8192 tokens (8.03e9 parameters, 32 blocks of 4096): a quarter is attention.
 
@@ -29,13 +29,13 @@ def flops_per_token(parameters: float, layers: int, hidden: int, sequence: int) 
 
 
 def recompute_factor(recompute: str, parameters: float, attention: float) -> float:
-    """FLOP run per FLOP needed: `none` 1, `full` 4/3, `selective` attention's forward once more.
+    """Return FLOP run per FLOP needed: `none` 1, `full` 4/3, `selective` attention's forward again.
 
     Args:
         parameters, attention: FLOP per token of the two terms of `flops_per_token`.
 
     Raises:
-        PlanError: for another word.
+        PlanError: another word.
 
     >>> recompute_factor("full", 48.0, 12.0), recompute_factor("selective", 48.0, 12.0)
     (1.3333333333333333, 1.0666666666666667)
@@ -52,7 +52,10 @@ def recompute_factor(recompute: str, parameters: float, attention: float) -> flo
 
 
 def mfu(tokens_per_s: float, flops_token: float, devices: int, peak_flops_per_s: float) -> float:
-    """Share of the peak that the model's own FLOP take. Errors: PlanError where nothing is divided.
+    """Return MFU, the share of the peak that the model's own FLOP take.
+
+    Raises:
+        PlanError: no devices or no peak.
 
     Llama-3-405B ran at 400 TFLOP/s per H100 on 16 384: 40 % of 989.
 
@@ -70,7 +73,7 @@ def mfu(tokens_per_s: float, flops_token: float, devices: int, peak_flops_per_s:
 def megatron_step_flops(
     layers: int, hidden: int, vocabulary: int, sequence: int, batch: int, recompute: str = "none"
 ) -> float:
-    """FLOP of one step of a GPT with ffn = 4·hidden, as Megatron's papers count it.
+    """Return the FLOP of one step of a GPT with ffn = 4·hidden, as Megatron's papers count them.
 
     none       72·B·s·L·h²·(1 + s/(6h) + V/(12·L·h)) · full  96·…·(1 + s/(6h) + V/(16·L·h))
     selective  attention's s/(6h) times 4/3: its forward runs twice (also quoted as s/(3h), which

@@ -1,1 +1,1 @@
-"""Pictures as text and SVG: timelines, tables of who holds what, curves, screens of figures."""
+"""Pictures as text and SVG: timelines, tables of ranks and their tensors, curves, screens."""

@@ -1,9 +1,9 @@
-"""Draws a few curves as text in a terminal of 100 columns; `plot_svg.py` draws the same as SVG.
+"""Draw a few curves as text in a terminal of 100 columns; `plot_svg.py` draws the same as SVG.
 
 A chart is data: titled axes (with their unit in the title, linear or logarithmic), series of points
-in the order of x, and marks on the x-axis for places worth naming. In the terminal every series has
-its own sign, so that nothing depends on colour.
-Points outside a logarithmic axis (0 and less) and infinite ones are left out.
+in the order of x, and marks at notable places of the x-axis. In the terminal every series has its
+own character, so that nothing depends on colour. Points outside a logarithmic axis (0 and less) and
+infinite ones are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ASCII_SIGNS = "*o+x#%"
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows, with its unit; `log` for a logarithmic one; `low`, `high` if fixed.
+    """Title of an axis with its unit; `log` for a logarithmic one; `low`, `high` if fixed.
 
     Attributes:
         base: of the ticks of a logarithmic axis: 10 (1, 2, 5, 10, …) or 2 (1, 2, 4, 8, …).
@@ -42,7 +42,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Axes, curves, and marks (x, what is there)."""
+    """Axes, curves, and marks (x, label)."""
 
     x: Axis
     y: Axis
@@ -53,7 +53,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps an axis's values to 0–1, and says where its ticks are."""
+    """Map from an axis's values to 0–1, with the values of its ticks."""
 
     low: float
     high: float
@@ -61,20 +61,20 @@ class Scale:
     ticks: tuple[float, ...]
 
     def shows(self, value: float) -> bool:
-        """Whether the value has a place on the axis."""
+        """Return whether the axis can show the value."""
         if not math.isfinite(value) or (self.log and value <= 0):
             return False
         return -1e-9 <= self.at(value) <= 1 + 1e-9
 
     def at(self, value: float) -> float:
-        """Place of a value between 0 and 1."""
+        """Return the position of a value between 0 and 1."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
 def tick_text(value: float) -> str:
-    """A tick with the shortest text that says it.
+    """Format a tick as briefly as is exact.
 
     >>> [tick_text(v) for v in (0, 0.05, 0.5, 20, 1500.5, 16384, 2.5e6, 1e-4)]
     ['0', '0.05', '0.5', '20', '1.5K', '16384', '2.5M', '1e-4']
@@ -92,7 +92,7 @@ def tick_text(value: float) -> str:
 
 
 def scale_of(axis: Axis, values: Iterable[float], most_ticks: int) -> Scale:
-    """The axis for these values: a linear one ends on ticks unless told.
+    """Return the axis for values: a linear one ends on ticks unless its ends are fixed.
 
     >>> scale_of(Axis("t"), [0.0, 0.83], 5).ticks
     (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -123,7 +123,7 @@ def scale_of(axis: Axis, values: Iterable[float], most_ticks: int) -> Scale:
 
 
 def _log_scale(axis: Axis, low: float, high: float, most_ticks: int) -> Scale:
-    """Ends as they are; ticks of the finest kind of which not too many lie between them."""
+    """Return a logarithmic axis with the given ends and at most `most_ticks` ticks."""
     if high <= low:
         high = low * 10
     kinds = [(1, 2, 5), (1,)] if axis.base == 10 else [(1,)]
@@ -141,7 +141,7 @@ def _log_scale(axis: Axis, low: float, high: float, most_ticks: int) -> Scale:
 
 
 def scales(chart: Chart, x_ticks: int, y_ticks: int) -> tuple[Scale, Scale]:
-    """Both axes of a chart."""
+    """Return both axes of a chart."""
     points = [point for series in chart.series for point in series.points]
     marked = [place for place, _ in chart.marks]
     x = scale_of(chart.x, [p[0] for p in points] + marked, x_ticks)
@@ -149,14 +149,14 @@ def scales(chart: Chart, x_ticks: int, y_ticks: int) -> tuple[Scale, Scale]:
 
 
 def inside_points(series: Series, x: Scale, y: Scale) -> list[tuple[float, float]]:
-    """The places (0–1, 0–1) of the points that the axes can show."""
+    """Return the positions (0–1, 0–1) of the points that the axes can show."""
     return [(x.at(px), y.at(py)) for px, py in series.points if x.shows(px) and y.shows(py)]
 
 
 def plot_lines(
     chart: Chart, width: int = 100, height: int = 14, ascii_only: bool = False
 ) -> list[str]:
-    """The chart as lines of at most `width` columns: title, curves, axis, marks, legend.
+    """Draw the chart as lines of at most `width` columns: title, curves, axis, marks, legend.
 
     >>> line = Chart(Axis("x"), Axis("y"), (Series("a", ((0, 0), (4, 4))),))
     >>> print("\\n".join(plot_lines(line, width=24, height=5)))
@@ -197,7 +197,7 @@ def plot_lines(
 
 
 def _row_labels(y: Scale, height: int) -> dict[int, str]:
-    """Row → text of its tick; rows count from the top."""
+    """Return row → text of its tick; rows count from the top."""
     return {height - 1 - round(y.at(t) * (height - 1)): tick_text(t) for t in y.ticks}
 
 
@@ -207,7 +207,7 @@ def _mark(grid: list[list[str]], column: int, sign: str) -> None:
 
 
 def _curve(grid: list[list[str]], series: Series, sign: str, x: Scale, y: Scale) -> None:
-    """One sign per column, between points in a straight line; steep parts filled up."""
+    """Draw one character per column along straight lines between points; fill steep parts."""
     height, columns = len(grid), len(grid[0])
 
     def cell(place: tuple[float, float]) -> tuple[int, float]:
@@ -226,7 +226,7 @@ def _curve(grid: list[list[str]], series: Series, sign: str, x: Scale, y: Scale)
 
 
 def _bottom(chart: Chart, x: Scale, margin: int, columns: int, ascii_only: bool) -> list[str]:
-    """The x-axis: its line with ticks, their texts, the names of the marks, the title."""
+    """Return the x-axis: its line with ticks, their texts, the names of the marks, the title."""
     corner, flat, down = ("+", "-", "+") if ascii_only else ("└", "─", "┬")
     line = [flat] * columns
     texts = [" "] * (columns + 8)
@@ -250,7 +250,7 @@ def _bottom(chart: Chart, x: Scale, margin: int, columns: int, ascii_only: bool)
 
 
 def _wrapped_words(words: list[str], width: int, pad: str) -> list[str]:
-    """Pieces side by side, three blanks apart, in as few lines as fit."""
+    """Pack texts side by side, three blanks apart, in as few lines as possible."""
     lines, line = [], ""
     for word in words:
         if line and len(line) + 3 + len(word) > width:

@@ -1,6 +1,7 @@
-"""Draws a chart of `plot.py` as one SVG document that needs nothing else: no font, script or style.
+"""Draw a chart of `plot.py` as one self-contained SVG document: no font, script or style.
 
-Every curve has a colour that most eyes tell apart, and its name in the legend and as a tooltip.
+Every curve has a colour that most eyes can distinguish, and its name in the legend and as a
+tooltip.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa7700", "#aa3377", "#555555")
 """Paul Tol's bright palette, its yellow darkened for white paper."""
 
 DASHES = ("", "8 3", "3 3", "10 3 2 3", "1 3", "14 4")
-"""Later curves lie on earlier ones, so that of two equal ones both show."""
+"""Later curves are drawn over earlier ones; of two equal curves both stay visible."""
 
 QUOTES = {'"': "&quot;"}
 
 
 def plot_svg(chart: Chart, width: int = 760, height: int = 440) -> str:
-    """The chart as an SVG document that needs nothing else; sizes in pixels."""
+    """Return the chart as a self-contained SVG document; sizes in pixels."""
     x, y = scales(chart, width // 90, height // 60)
     left, right, top, bottom = 64, 16, 52, 74
     inner_w, inner_h = width - left - right, height - top - bottom
@@ -63,7 +64,7 @@ def plot_svg(chart: Chart, width: int = 760, height: int = 440) -> str:
 
 
 def _legend(series: tuple[Series, ...], left: float, right: float, top: float) -> list[str]:
-    """Names with their colours, in as many lines as they need."""
+    """Return names with their colours, in as many lines as they need."""
     parts, beside = [], left
     for number, one in enumerate(series):
         length = 40 + 7 * len(one.label)

@@ -1,6 +1,6 @@
-"""One calculator's answer as one screen: formulas with the numbers put in, a plot, what it means.
+"""The screen of one calculator: formulas with numbers put in, a plot, an explanation.
 
-A screen is data, so that the same answer can be printed, saved as SVG, or given as JSON.
+A screen is data, so that the same answer can be printed, saved as SVG, or returned as JSON.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from shoal.teach.drawings.plot import Chart, plot_lines
 
 BAR = "█"
 LEAST_ROOM = 20
-"""Columns that a formula has, however long its name and its result are."""
+"""Least columns of a formula, however long its name and its result are."""
 
 PLAIN = str.maketrans({
     "−": "-", "–": "-", "·": "*", "×": "x", "√": "sqrt", "∫": "integral ", "≈": "~", "≥": ">=",
     "±": "+-", "₁": "1", "ⁿ": "^n", "⅓": "1/3 ", "…": "...", "←": "<-", "─": "-", "∞": "inf",
     "α": "alpha", "β": "beta", "τ": "tau", "ε": "eps", "█": "#", "\xa0": " ",
 })  # fmt: skip
-"""Signs that a plain terminal lacks, in letters that it has."""
+"""Characters that an ASCII terminal lacks → their spelling."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """One line: what it is, the formula with letters = with numbers, and the result with a unit."""
+    """One line: a name, the formula with letters = with numbers, and the result with a unit."""
 
     name: str
     text: str
@@ -35,11 +35,11 @@ class Formula:
 
 @dataclass(frozen=True)
 class Screen:
-    """A calculator's answer.
+    """Answer of a calculator.
 
     Attributes:
         results: the figures, plain, for JSON.
-        letters: what the formulas' letters are.
+        letters: meaning of the formulas' letters.
         table: rows of cells, the first one the head; numbers to the right.
         bars: name → share of the whole, drawn as bars.
     """
@@ -57,7 +57,7 @@ class Screen:
 
 
 def screen_lines(screen: Screen, width: int = 100, ascii_only: bool = False) -> list[str]:
-    """The screen as lines of at most `width` columns.
+    """Return the screen as lines of at most `width` columns.
 
     >>> from shoal.teach.drawings.plot import Axis, Series
     >>> chart = Chart(Axis("x"), Axis("y"), (Series("a", ((0, 0), (1, 1))),))
@@ -89,7 +89,7 @@ def screen_lines(screen: Screen, width: int = 100, ascii_only: bool = False) -> 
 
 
 def _formula_lines(formula: Formula, name_width: int, width: int) -> list[str]:
-    """The formula between its name and its result; long ones go on below."""
+    """Return the formula between its name and its result; long ones continue below."""
     room = max(LEAST_ROOM, width - name_width - len(formula.result) - 8)
     pieces = textwrap.wrap(formula.text, room) or [""]
     first = f"  {formula.name:<{name_width}}   {pieces[0]:<{room}}   {formula.result}"
@@ -97,7 +97,7 @@ def _formula_lines(formula: Formula, name_width: int, width: int) -> list[str]:
 
 
 def table_lines(table: tuple[tuple[str, ...], ...], width: int) -> list[str]:
-    """The first column to the left, the others to the right, a line under the head.
+    """Return table lines: the first column to the left, the others to the right, a ruled head.
 
     Last columns that do not fit are left out whole, and named below.
 
@@ -122,7 +122,7 @@ def table_lines(table: tuple[tuple[str, ...], ...], width: int) -> list[str]:
 
 
 def bar_lines(bars: dict[str, float], width: int) -> list[str]:
-    """A bar per share of the whole; a share above 0 shows at least one block.
+    """Return a bar per share of the whole; a share above 0 shows at least one block.
 
     >>> bar_lines({"work": 0.75, "lost": 0.25}, 40)
     ['  work   75.0 %  ████████████████', '  lost   25.0 %  █████']
@@ -137,9 +137,9 @@ def bar_lines(bars: dict[str, float], width: int) -> list[str]:
 
 
 def screen_record(screen: Screen, given: dict[str, Any]) -> dict[str, Any]:
-    """The answer as plain data for JSON: the options in use, results and curves.
+    """Return the answer as plain data for JSON: the options in use, results and curves.
 
-    What is infinite becomes null, which JSON can say.
+    Infinite figures become null, as JSON has no infinity.
     """
     curves = {s.label: [list(point) for point in s.points] for s in screen.chart.series}
     record = {

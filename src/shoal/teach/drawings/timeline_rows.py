@@ -1,8 +1,8 @@
-"""What every drawing of a timeline shares: names, letters and colours of its kinds, rows, ticks.
+"""Shared parts of timeline drawings: names, letters and colours of span kinds, rows, ticks.
 
 Ranks that do the same thing at the same time stand in one row. Times are shown in the unit that
 keeps their figures short. Colours are those of Okabe and Ito (2008, "Color Universal Design"),
-which people with any colour vision tell apart; a letter says the same as each colour.
+which people with any colour vision can distinguish; each colour also has a letter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.base.text.units import bytes_text
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of span is named and shown: one letter and a fill."""
+    """Name and appearance of one kind of span: one letter and a fill."""
 
     word: str
     letter: str
@@ -53,7 +53,7 @@ LANES = ("compute", "link")
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a drawing: the ranks it stands for, one lane of them, and what fills it."""
+    """One row of a drawing: the ranks it stands for, one lane of them, and its spans."""
 
     name: str
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ class Row:
 
 
 def kind_of(span: Span) -> Kind:
-    """The look of a span; an unknown kind looks like plain compute and keeps its own name.
+    """Return the appearance of a span; an unknown kind looks like compute and keeps its own name.
 
     >>> kind_of(Span(0, 0.0, 1.0, "forward")).letter, kind_of(Span(0, 0.0, 1.0, "nap")).word
     ('F', 'nap')
@@ -72,9 +72,9 @@ def kind_of(span: Span) -> Kind:
 
 
 def rank_groups(timeline: Timeline) -> list[tuple[int, ...]]:
-    """Ranks that do the same and hold the same, together; of up to 8 ranks only neighbours.
+    """Group ranks that do and hold the same; up to 8 ranks, only neighbours share a group.
 
-    With more ranks it does not matter with whom they exchange messages.
+    With more ranks, the partners of their messages are ignored.
 
     >>> alike = tuple(Span(rank, 0.0, 1.0, "forward") for rank in range(3))
     >>> rank_groups(Timeline("t", 4, (*alike, Span(3, 0.0, 2.0, "forward"))))
@@ -98,7 +98,7 @@ def rank_groups(timeline: Timeline) -> list[tuple[int, ...]]:
 
 
 def group_name(ranks: Sequence[int]) -> str:
-    """How a row names its ranks.
+    """Return the name of a group of ranks.
 
     >>> group_name([2]), group_name([0, 1, 2]), group_name([0, 4, 8]), group_name(range(0, 64, 2))
     ('rank 2', 'ranks 0–2', 'ranks 0 4 8', 'ranks 0 2 4 … 62')
@@ -112,12 +112,12 @@ def group_name(ranks: Sequence[int]) -> str:
 
 
 def drawn_spans(timeline: Timeline) -> list[Span]:
-    """Spans that take time: messages that cost nothing are not drawn."""
+    """Return the spans that take time; messages that cost nothing are not drawn."""
     return [span for span in timeline.spans if span.end_s > span.start_s]
 
 
 def rows(timeline: Timeline) -> list[Row]:
-    """All rows, from rank 0 down; a lane that nobody uses has none."""
+    """Return all rows, from rank 0 down; an unused lane has none."""
     drawn = drawn_spans(timeline)
     present = {span.lane for span in drawn}
     by_place: dict[tuple[int, str], list[Span]] = {}
@@ -134,14 +134,14 @@ def rows(timeline: Timeline) -> list[Row]:
 
 
 def legend(timelines: Sequence[Timeline]) -> list[Kind]:
-    """The kinds that occur, in a fixed order; a kind outside the table comes last."""
+    """Return the kinds that occur, in a fixed order; kinds outside the table come last."""
     present = {span.kind: span for timeline in timelines for span in drawn_spans(timeline)}
     known = [KINDS[kind] for kind in KINDS if kind in present]
     return known + [kind_of(span) for kind, span in present.items() if kind not in KINDS]
 
 
 def held_by_rank(timeline: Timeline) -> dict[int, list[Held]]:
-    """What each rank holds, by time; of several entries at one instant the last counts.
+    """Return each rank's held memory over time; of several entries at one instant the last counts.
 
     >>> both = (Held(0, 1.0, 5.0), Held(0, 0.0, 3.0), Held(0, 1.0, 4.0))
     >>> [held.held_bytes for held in held_by_rank(Timeline("t", 1, (), both))[0]]
@@ -154,7 +154,7 @@ def held_by_rank(timeline: Timeline) -> dict[int, list[Held]]:
 
 
 def peaks(timeline: Timeline) -> dict[int, float]:
-    """Most that each rank holds at once."""
+    """Return the peak that each rank holds at once."""
     found = dict.fromkeys(range(timeline.ranks), 0.0)
     for held in timeline.memory:
         found[held.rank] = max(found[held.rank], held.held_bytes)
@@ -162,7 +162,7 @@ def peaks(timeline: Timeline) -> dict[int, float]:
 
 
 def time_unit(end_s: float, unit: str) -> tuple[str, float]:
-    """(name of the unit of an axis, how many of it make one second or step).
+    """Return (name of an axis's unit, units per second or step).
 
     >>> time_unit(0.002, "s"), time_unit(33.0, "s"), time_unit(33.0, "steps")
     (('ms', 1000.0), ('s', 1.0), ('steps', 1.0))
@@ -173,7 +173,7 @@ def time_unit(end_s: float, unit: str) -> tuple[str, float]:
 
 
 def ticks(end: float, most: int) -> list[float]:
-    """Round figures from 0 to `end`, at most `most` of them, 1, 2 or 5 · 10^k apart.
+    """Return round figures from 0 to `end`, at most `most` of them, 1, 2 or 5 · 10^k apart.
 
     >>> ticks(33.0, 8), ticks(0.9, 4)
     ([0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0], [0.0, 0.5])
@@ -189,7 +189,7 @@ def ticks(end: float, most: int) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """A tick's figure without a tail of zeros.
+    """Format a tick's figure without trailing zeros.
 
     >>> tick_text(5.0), tick_text(0.25)
     ('5', '0.25')
@@ -198,7 +198,9 @@ def tick_text(value: float) -> str:
 
 
 def micro_batch_and_stage(span: Span) -> tuple[str, int | None]:
-    """What a pipeline action's label says; a capital before a number says the kind again.
+    """Return the micro-batch and stage in a pipeline action's label.
+
+    A capital letter before the number repeats the kind and is dropped.
 
     >>> micro_batch_and_stage(Span(0, 0.0, 1.0, "forward", "F12@5"))
     ('12', 5)
@@ -212,25 +214,25 @@ def micro_batch_and_stage(span: Span) -> tuple[str, int | None]:
 
 
 def stages_of(row: Row) -> list[int]:
-    """The pieces of a model that a rank works on, in order; [] if its labels name none."""
+    """Return the model stages that a rank works on, in order; [] if its labels name none."""
     found = {micro_batch_and_stage(span)[1] for span in row.spans}
     return sorted(stage for stage in found if stage is not None)
 
 
 def piece_of(span: Span, stages: Sequence[int]) -> int:
-    """Which of the rank's own pieces: 0 for the first or only one."""
+    """Return the index of a span's stage among the rank's own stages; 0 for the first."""
     stage = micro_batch_and_stage(span)[1]
     return stages.index(stage) if stage in stages else 0
 
 
 def fill_of(span: Span, stages: Sequence[int]) -> str:
-    """The colour of a box: paler for a rank's later pieces of the model."""
+    """Return the colour of a box: paler for a rank's later model stages."""
     paler = piece_of(span, stages) / max(1, len(stages) - 1) * PALEST
     return mixed(kind_of(span).fill, paler)
 
 
 def mixed(fill: str, paler: float) -> str:
-    """A colour mixed with white.
+    """Mix a colour with white.
 
     >>> mixed("#000080", 0.5)
     '#8080c0'
@@ -240,12 +242,14 @@ def mixed(fill: str, paler: float) -> str:
 
 
 def several_pieces(timelines: Sequence[Timeline]) -> bool:
-    """Does any rank work on more than one piece of a model?"""
+    """Return whether any rank works on more than one model stage."""
     return any(len(stages_of(row)) > 1 for timeline in timelines for row in rows(timeline))
 
 
 def later_pieces(timelines: Sequence[Timeline]) -> str:
-    """What a rank's later pieces are: where they see other micro-batches, a second copy of a model.
+    """Return the legend's name of a rank's later stages.
+
+    Later stages that see other micro-batches are a second copy of the model.
 
     >>> first = Span(0, 0.0, 1.0, "forward", "F0@0")
     >>> other, same = (Span(0, 1.0, 2.0, "forward", label) for label in ("F1@3", "F0@3"))
@@ -267,7 +271,7 @@ def later_pieces(timelines: Sequence[Timeline]) -> str:
 
 
 def held_text(timeline: Timeline, held: float) -> str:
-    """What is held, as text with its unit.
+    """Format a held amount with its unit.
 
     >>> held_text(Timeline("t", 1, ()), 2**20), held_text(Timeline("t", 1, (), held_unit="x"), 5.5)
     ('1.0 MiB', '5.5 x')
@@ -284,11 +288,11 @@ def held_text(timeline: Timeline, held: float) -> str:
 
 
 def label_of(span: Span, room: int, piece: int = 0, *, coloured: bool = False) -> str:
-    """What stands inside a box with room for so many characters: at best letter and number.
+    """Return the text of a box with room for so many characters: at best letter and number.
 
     Args:
-        piece: a rank's later pieces of a model have small letters.
-        coloured: the colour says the kind, so that the number matters more than the letter.
+        piece: a rank's later model stages have small letters.
+        coloured: the colour shows the kind, so that the number matters more than the letter.
 
     >>> box = Span(0, 0.0, 1.0, "forward", "12")
     >>> label_of(box, 5), label_of(box, 2), label_of(box, 1), label_of(box, 3, piece=1)

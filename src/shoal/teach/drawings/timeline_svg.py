@@ -1,8 +1,8 @@
-"""Draws timelines as one SVG picture that needs nothing else: boxes, axis, memory curves, legend.
+"""Draw timelines as one self-contained SVG picture: boxes, axis, memory curves, legend.
 
 Rows are ranks, time runs to the right on one scale for all timelines of the picture, the number in
-a box is its micro-batch. Under the boxes each rank has a curve of what it holds. A reader whose
-system is dark sees light letters on dark ground: the picture asks by `prefers-color-scheme`.
+a box is its micro-batch. Under the boxes each rank has a curve of its held memory. In dark mode the
+picture shows light letters on a dark ground, by `prefers-color-scheme`.
 
 Widths of letters are estimates (0.6 of the font's size), so a text is drawn in a box only if it
 fits with room to spare. Source: SVG 1.1, W3C 2011; Media Queries Level 5, W3C.
@@ -37,20 +37,20 @@ from shoal.teach.drawings.timeline_rows import (
 from shoal.teach.drawings.timeline_text import facts_lines
 
 NARROW, WIDEST = 960, 1400
-"""Pixels: the usual width, and how far a picture with many small boxes may grow."""
+"""Pixels: the usual width, and the most for a picture with many small boxes."""
 
 SMALL, TEXT, TITLE = 11, 13, 16
 """Font sizes: in boxes, on axes and in lines, of titles."""
 
 ROW, GAP, CURVE, SIDE = 26, 4, 34, 20
 LETTER, PROSE = 0.6, 0.54
-"""Width of a letter, of the font's size: at most, and in running text."""
+"""Width of a letter relative to the font size: at most, and in running text."""
 
 MANY = 4
-"""Rows from which curves are lower."""
+"""Number of rows from which curves are lower."""
 
 COMFORTABLE = 14
-"""Pixels of a box in which a number of one digit stands well."""
+"""Pixels of a box that fits a one-digit number."""
 
 STYLE = """
 svg{font-family:system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif}
@@ -67,7 +67,7 @@ svg{font-family:system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif}
 
 
 def text_width(text: str, size: float) -> float:
-    """Pixels that a text takes at most, by estimate.
+    """Return the estimated maximum width of a text in pixels.
 
     >>> text_width("rank 0", 10)
     36.0
@@ -76,7 +76,7 @@ def text_width(text: str, size: float) -> float:
 
 
 def picture(parts: Sequence[str], width: float, height: float, name: str) -> str:
-    """A whole SVG file around drawn parts; `name` is what a screen reader says.
+    """Return a whole SVG file around drawn parts; `name` is the text for screen readers.
 
     >>> picture([], 10, 10, "a < b").startswith('<svg xmlns="http://www.w3.org/2000/svg" width="10')
     True
@@ -92,7 +92,7 @@ def picture(parts: Sequence[str], width: float, height: float, name: str) -> str
 def words(
     x: float, y: float, text: str, size: float = TEXT, look: str = "ink", extra: str = ""
 ) -> str:
-    """One line of text with its baseline at y."""
+    """Return one line of text with its baseline at y."""
     more = f" {extra}" if extra else ""
     return (
         f'<text class="{look}" x="{x:.1f}" y="{y:.1f}" font-size="{size:g}"{more}>'
@@ -101,7 +101,7 @@ def words(
 
 
 def timeline_svg(timelines: Sequence[Timeline]) -> str:
-    """The picture of timelines, one below the other on one scale, as the text of an SVG file."""
+    """Return the SVG text of timelines, one below the other on one scale."""
     width = _width(timelines)
     parts, y = timeline_parts(timelines, SIDE, width)
     title = "; ".join(timeline.title for timeline in timelines)
@@ -111,7 +111,7 @@ def timeline_svg(timelines: Sequence[Timeline]) -> str:
 def timeline_parts(
     timelines: Sequence[Timeline], y: float, width: float
 ) -> tuple[list[str], float]:
-    """Timelines from y down, with their legend; gives the parts and where they end."""
+    """Draw timelines from y down, with their legend; return the parts and their lower end."""
     left, right = _margins(timelines)
     end_s = max((timeline.end_s for timeline in timelines), default=0.0) or 1.0
     per_s = (width - left - right) / end_s
@@ -125,7 +125,7 @@ def timeline_parts(
 
 
 def _margins(timelines: Sequence[Timeline]) -> tuple[float, float]:
-    """(left, right): for the names of rows, and for the figures beside the curves."""
+    """Return (left, right) margins, for the names of rows and the figures beside the curves."""
     names = [row.name for timeline in timelines for row in rows(timeline)]
     units = [time_unit(timeline.end_s, timeline.unit)[0] for timeline in timelines]
     heads = [text_width(f"time, {unit}", 12) for unit in units]
@@ -139,7 +139,7 @@ def _margins(timelines: Sequence[Timeline]) -> tuple[float, float]:
 
 
 def _width(timelines: Sequence[Timeline]) -> float:
-    """Wide enough for a digit in the smallest labelled box, within bounds."""
+    """Return a width for a digit in the smallest labelled box, within bounds."""
     spans = [s for timeline in timelines for s in drawn_spans(timeline) if s.label]
     if not spans:
         return NARROW
@@ -158,7 +158,7 @@ def _one(
     width: float,
     most: float,
 ) -> tuple[list[str], float]:
-    """One timeline from y down; gives its parts and where the next begins."""
+    """Draw one timeline from y down; return its parts and the start of the next."""
     parts = [words(SIDE, y + TITLE, timeline.title, TITLE, extra='font-weight="600"')]
     y += TITLE + 16
     shown = rows(timeline)
@@ -184,7 +184,7 @@ def _one(
 def _axis(
     timeline: Timeline, top: float, bottom: float, left: float, per_s: float, end_s: float
 ) -> tuple[list[str], float]:
-    """Vertical lines at round times through everything, their figures and the unit below."""
+    """Draw vertical lines at round times through everything, their figures and the unit below."""
     unit, times = time_unit(end_s, timeline.unit)
     parts = []
     for value in ticks(end_s * times, 12):
@@ -247,7 +247,7 @@ def _box(
 def _curves(
     timeline: Timeline, y: float, left: float, per_s: float, end_s: float, most: float
 ) -> tuple[list[str], float]:
-    """What each rank holds over time, all on one scale, the peak beside its curve."""
+    """Draw each rank's held memory over time, all on one scale, the peak beside its curve."""
     groups, history, most_of = rank_groups(timeline), held_by_rank(timeline), peaks(timeline)
     parts = [
         words(left, y + TEXT - 2, "held by each rank", 12, "faint"),

@@ -1,9 +1,9 @@
-"""Draws a timeline with letters: one row per rank, time to the right, at most 100 columns.
+"""Draw a timeline with letters: one row per rank, time to the right, at most 100 columns.
 
-A box starts with the letter of its kind and the number of its micro-batch (`F3--`); `.` is idle.
-On a terminal the kinds have colours; elsewhere only plain characters are written. Where boxes are
-narrower than a column, a column holds the letter of what its middle does, and only a box with
-room for all of its label has one.
+A box starts with the letter of its kind and the number of its micro-batch (`F3--`); `.` is idle. On
+a terminal the kinds have colours; elsewhere only plain characters are written. If boxes are
+narrower than a column, a column shows the letter of the box at its middle, and only a box with room
+for its whole label has one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def print_timelines(timelines: Sequence[Timeline], stream: TextIO) -> None:
 
 
 def print_line(console: Console, line: Text, stream: TextIO) -> None:
-    """One line as the stream can say it: `?` for what its encoding lacks."""
+    """Write one line; `?` replaces characters that the stream's encoding lacks."""
     encoding = stream.encoding or "utf-8"
     if line.plain.encode(encoding, READABLE).decode(encoding) != line.plain:
         line = Text(line.plain.encode(encoding, READABLE).decode(encoding))
@@ -64,7 +64,7 @@ def print_line(console: Console, line: Text, stream: TextIO) -> None:
 def timeline_lines(
     timelines: Sequence[Timeline], width: int = WIDTH, *, coloured: bool = False
 ) -> list[Text]:
-    """The drawing as lines of at most `width` columns: title, axis, rows, peaks, facts, legend.
+    """Draw timelines as lines of at most `width` columns: title, axis, rows, peaks, facts, legend.
 
     Args:
         coloured: boxes have colours, so that their tails need no dashes.
@@ -92,7 +92,7 @@ def timeline_lines(
 
 
 def scale(timelines: Sequence[Timeline], columns: int) -> float:
-    """Columns per second: whole columns per smallest piece of time where that fits.
+    """Return columns per second: whole columns per shortest common duration if they fit.
 
     >>> scale([Timeline("t", 1, (Span(0, 0.0, 1.0, "forward"), Span(0, 1.0, 3.0, "backward")))], 9)
     3.0
@@ -113,7 +113,7 @@ def _shortest_s(timelines: Sequence[Timeline]) -> float:
 
 
 def _common_piece(spans: Sequence[Span]) -> float:
-    """The longest time of which every start and end is a multiple; 0.0 if there is no good one."""
+    """Return the longest duration that divides every start and end; 0.0 if there is no good one."""
     shortest_s = min((s.end_s - s.start_s for s in spans if s.end_s > s.start_s), default=0.0)
     moments = {moment for span in spans for moment in (span.start_s, span.end_s)}
     for parts in range(1, 11):
@@ -124,7 +124,7 @@ def _common_piece(spans: Sequence[Span]) -> float:
 
 
 def _axis(end_s: float, unit: str, per_s: float, margin: int, width: int) -> Text:
-    """Figures over the columns where they hold, the unit once, at the left."""
+    """Return an axis with figures over their columns, and the unit once, at the left."""
     name, times = time_unit(end_s, unit)
     text = f"time, {name}".ljust(margin)
     for value in ticks(end_s * times, max(2, round(end_s * per_s / 9))):
@@ -135,7 +135,11 @@ def _axis(end_s: float, unit: str, per_s: float, margin: int, width: int) -> Tex
 
 
 def _row(row: Row, end_s: float, per_s: float, margin: int, coloured: bool, fine: bool) -> Text:
-    """fine: every box is a column wide at least, so that labels can be read in a row."""
+    """Draw one row of boxes.
+
+    Args:
+        fine: every box is at least a column wide, so that labels fit.
+    """
     line = Text(row.name.ljust(margin))
     columns = math.ceil(end_s * per_s - 1e-6)
     owner: list[Span | None] = [None] * columns
@@ -161,12 +165,12 @@ def _row(row: Row, end_s: float, per_s: float, margin: int, coloured: bool, fine
 
 
 def _columns(span: Span, per_s: float) -> tuple[int, int]:
-    """First column and the one after the last of those whose middle the span covers."""
+    """Return the first column and the end column of those whose middle the span covers."""
     return round(span.start_s * per_s + 1e-6), round(span.end_s * per_s + 1e-6)
 
 
 def _peaks(timeline: Timeline, most: float, *, coloured: bool) -> list[Text]:
-    """One bar per row of ranks: the most it holds at once, of the most that any rank holds."""
+    """Return one bar per row of ranks: its peak, relative to the largest peak of any rank."""
     if not timeline.memory:
         return []
     groups, most_of = rank_groups(timeline), peaks(timeline)
@@ -182,7 +186,7 @@ def _peaks(timeline: Timeline, most: float, *, coloured: bool) -> list[Text]:
 
 
 def facts_lines(facts: dict[str, str], width: int) -> list[str]:
-    """Name and figure of every fact, as many on a line as fit.
+    """Return name and figure of every fact, as many on a line as fit.
 
     >>> facts_lines({"makespan": "33 s", "bubble": "9 s"}, 100)
     ['makespan 33 s · bubble 9 s']
@@ -191,7 +195,7 @@ def facts_lines(facts: dict[str, str], width: int) -> list[str]:
 
 
 def packed(words: Sequence[str], between: str, width: int) -> list[str]:
-    """Words joined, as many on a line as fit.
+    """Join words, as many on a line as fit.
 
     >>> packed(["0 → 1", "1 → 2", "2 → 0"], " · ", 14)
     ['0 → 1 · 1 → 2', '2 → 0']

@@ -1,8 +1,8 @@
-"""Writes timelines as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
+"""Write timelines as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
 
 A rank is a process of the trace, a lane a thread of it, a span a complete event (`ph: X`) with its
-start and length in microseconds, what a rank holds a counter (`ph: C`). A time axis in steps
-instead of seconds is written as 1 step = 1 ms.
+start and length in microseconds, held memory a counter (`ph: C`). A time axis in steps instead of
+seconds is written as 1 step = 1 ms.
 
 Source: "Trace Event Format", the Chromium project.
 """
@@ -29,12 +29,12 @@ Event = dict[str, Any]
 
 
 def trace_text(timelines: Sequence[Timeline]) -> str:
-    """The trace file as text; several timelines stand one below the other."""
+    """Return the trace file as text; several timelines stand one below the other."""
     return json.dumps(trace(timelines), indent=1) + "\n"
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The trace as one object with `traceEvents`, times in µs.
+    """Return the trace as one object with `traceEvents`, times in µs.
 
     >>> from shoal.base.plans.timeline import Span
     >>> made = trace([Timeline("t", 1, (Span(0, 0.5, 2.0, "forward", "3"),))])

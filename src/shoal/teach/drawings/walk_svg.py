@@ -1,7 +1,8 @@
-"""Draws a step-through as one SVG picture: a small table per step, its timeline below.
+"""Draw a step-through as one SVG picture: a small table per step, its timeline below.
 
-Each panel shows who holds what AFTER the step; a thick border and `←3` mark what has just come from
-rank 3. Colours say how complete a cell is. Light and dark as in `timeline_svg`.
+Each panel shows the tensors of each rank AFTER the step; a thick border and `←3` mark a value that
+has just arrived from rank 3. Colours show how complete a cell is. Light and dark as in
+`timeline_svg`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CELL, BETWEEN, GAP, LINE = 26, 28, 18, 18
 
 
 def walk_svg(walk: Walk) -> str:
-    """The whole step-through as the text of an SVG file."""
+    """Return the whole step-through as the text of an SVG file."""
     cell, panel = _widths(walk)
     width, two = max(NARROW, panel + 2 * SIDE), 2 * panel + BETWEEN + 2 * SIDE
     if len(walk.steps) > 1 and width < two <= WIDEST:
@@ -75,7 +76,7 @@ def walk_svg(walk: Walk) -> str:
 
 
 def _widths(walk: Walk) -> tuple[float, float]:
-    """(of one cell, of one panel), wide enough for every text of the walk."""
+    """Return the widths (of one cell, of one panel) that fit every text of the walk."""
     every = [cell for step in walk.steps for row in step.cells for cell in row]
     texts = [text_width(cell.text, TEXT) + (36 if cell.came_from is not None else 12)
              for cell in every]  # fmt: skip
@@ -103,11 +104,11 @@ def _panel(
     wide: tuple[float, float, float],
     above: int,
 ) -> tuple[list[str], float]:
-    """One step's table with its words; gives its parts and where it ends.
+    """Draw one step's table with its text; return its parts and its lower end.
 
     Args:
-        wide: of a cell, of the panel, of its words.
-        above: lines of words over every table in a row.
+        wide: widths of a cell, of the panel, of its text.
+        above: lines of text over every table in a row.
     """
     (x, y), (cell, panel, room) = corner, wide
     parts = [words(x, y + TEXT, step.title, TEXT, extra='font-weight="600"')]

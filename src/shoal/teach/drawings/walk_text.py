@@ -1,7 +1,7 @@
-"""Prints a step-through: what happens, then the table of who holds what, step after step.
+"""Print a step-through: the text of each step, then the table of each rank's values.
 
-`[22]` is complete, `12+` a sum of some ranks, `7` a rank's own number, `.` nothing; `<3` behind a
-number says that it has just come from rank 3. On a terminal the same is said by colours too.
+`[22]` is complete, `12+` a sum over some ranks, `7` a rank's own number, `.` nothing; `<3` behind a
+number marks one that has just arrived from rank 3. On a terminal colours show the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def print_walk(walk: Walk, stream: TextIO) -> None:
 
 
 def walk_lines(walk: Walk, width: int = WIDTH) -> list[Text]:
-    """The step-through as lines of at most `width` columns."""
+    """Return the step-through as lines of at most `width` columns."""
     lines = [Text(walk.title, style="bold")]
     lines += [Text(line) for text in walk.story for line in textwrap.wrap(text, width)]
     marks = {name: MARKS[name].format(name[0] if name == "none" else "7") for name in LOOKS}
@@ -57,9 +57,9 @@ def walk_lines(walk: Walk, width: int = WIDTH) -> list[Text]:
 
 
 def shown_steps(walk: Walk) -> list[Step | int]:
-    """The steps that are worth their room: of many equal rounds the first two and the last.
+    """Return the steps to show: of many equal rounds the first two and the last.
 
-    A number stands for so many rounds that are left out.
+    A number stands for that many omitted rounds.
     """
     if len(walk.rows) <= MANY_ROWS:
         return list(walk.steps)
@@ -96,6 +96,10 @@ def _table(walk: Walk, cells: Sequence[Sequence[Cell]], width: int) -> list[Text
 
 
 def _text(cell: Cell, origins: bool) -> str:
-    """origins: there is room to say from whom it came."""
+    """Return the text of a cell.
+
+    Args:
+        origins: there is room for the rank that sent the value.
+    """
     text = MARKS[cell.look].format(cell.text)
     return text if cell.came_from is None or not origins else f"{text}<{cell.came_from}"

@@ -1,9 +1,9 @@
-"""The eight LLM-Training-Puzzles: set-ups, the author's scores, programs that solve them, scores.
+"""The eight LLM-Training-Puzzles: set-ups, the author's scores, solving programs, their scores.
 
     score = (start of the last event, most memory held where an event starts), over all ranks
 
-which is how the author's notebook prints them: the last update's own 0.5 and the outputs of the
-event that is running are not counted (`score(…, sample="all")` counts the outputs).
+The author's notebook prints them so: the last update's own 0.5 and the outputs of the running event
+are not counted (`score(…, sample="all")` counts the outputs).
 Source: github.com/srush/LLM-Training-Puzzles (MIT), by Sasha Rush; planning reference, section 11.
 """
 
@@ -24,10 +24,10 @@ from shoal.teach.puzzles.puzzle_world import play
 
 @dataclass(frozen=True)
 class Puzzle:
-    """One set-up; target is what the notebook asks for, author what its own program scores.
+    """One set-up; target is the notebook's goal, author the score of its own program.
 
     Attributes:
-        program, better: the author's program and ours.
+        program, better: the author's program and Shoal's.
     """
 
     number: int
@@ -41,15 +41,19 @@ class Puzzle:
     better: Program
 
     def play(self, program: Program, mailbox: str = "one") -> list[Model]:
-        """Run a program under the rules; PlanError where it breaks one."""
+        """Run a program under the rules.
+
+        Raises:
+            PlanError: the program breaks a rule.
+        """
         return play(program, self.ranks, self.layers, self.batches, mailbox)
 
     def reference(self) -> list[Model]:
-        """The author's program, played."""
+        """Run the author's program."""
         return self.play(self.program)
 
     def ours(self) -> list[Model]:
-        """Our program, played."""
+        """Run Shoal's program."""
         return self.play(self.better)
 
 
@@ -75,7 +79,11 @@ PUZZLES = (
 
 
 def puzzle_of(number: int) -> Puzzle:
-    """The puzzle of that number; PlanError if there is none."""
+    """Return the puzzle of a number.
+
+    Raises:
+        PlanError: there is none.
+    """
     if not 0 <= number < len(PUZZLES):
         last = len(PUZZLES) - 1
         raise PlanError(
@@ -90,7 +98,7 @@ PUZZLE_COSTS = PuzzleCosts()
 def timeline_of(
     models: Sequence[Model], title: str = "", sample: str = "start", costs: Costs = PUZZLE_COSTS
 ) -> Timeline:
-    """A played puzzle as a timeline, in steps, or in the unit of another table of costs."""
+    """Return a played puzzle as a timeline, in steps, or in the unit of another cost table."""
     line = run_ops([model.ops for model in models], costs, title, "steps", sample)
     line = replace(line, held_unit="numbers")
     steps, memory = _score(line)
@@ -99,7 +107,7 @@ def timeline_of(
 
 
 def score(models: Sequence[Model], sample: str = "start") -> tuple[float, float]:
-    """(time, memory) as the notebook counts them; sample "all" includes outputs in the memory.
+    """Return (time, memory) as the notebook counts them; sample "all" adds outputs to the memory.
 
     >>> score(PUZZLES[0].reference())
     (16.5, 2621440.0)
@@ -108,19 +116,19 @@ def score(models: Sequence[Model], sample: str = "start") -> tuple[float, float]
 
 
 def _score(line: Timeline) -> tuple[float, float]:
-    """Rounded to a thousandth of a step: sums of 0.1 and 0.2 are not exact."""
+    """Round a score to a thousandth of a step: sums of 0.1 and 0.2 are not exact."""
     steps = max(span.start_s for span in line.spans)
     return round(steps, 3), max(held.held_bytes for held in line.memory)
 
 
 def puzzle_timeline(number: int, which: str = "ours", sample: str = "start") -> Timeline:
-    """The drawing of one puzzle.
+    """Return the timeline of one puzzle.
 
     Args:
-        which: reference (the author's program) or ours.
+        which: reference (the author's program) or ours (Shoal's).
 
     Raises:
-        PlanError: for a puzzle or a program that does not exist.
+        PlanError: the puzzle or the program does not exist.
 
     >>> puzzle_timeline(2, "reference").facts["score"]
     '5.1 steps, memory 1,835,008'

@@ -1,8 +1,8 @@
-"""The rules of the LLM-Training-Puzzles: what one rank may do with weights, activations, gradients.
+"""Rules of the LLM-Training-Puzzles: a rank's operations on weights, activations and gradients.
 
 A program is `async def program(m: Model)`, the same for every rank. It owns nothing but five stores
-(weights, states, activations, grads, weight_grads) and names what it works on by key, so that
-nothing can hide from the memory count:
+(weights, states, activations, grads, weight_grads) and names each tensor by key, so that the memory
+count is complete:
 
     load, input       before the first event; a batch's input may be fetched once
     forward, backward need the whole weight; a layer's input and its gradient for the same batches
@@ -35,7 +35,7 @@ Program = Callable[["Model"], Awaitable[None]]
 class Thing:
     """One entry of a store. Activations have batches, weights have shards, gradients have both.
 
-    layer of an activation is the layer that reads it; of its gradient, the layer that made it.
+    `layer` of an activation is the layer that reads it; of its gradient, the layer that made it.
     """
 
     store: str
@@ -47,7 +47,7 @@ class Thing:
 
     @property
     def size(self) -> float:
-        """Numbers held.
+        """Return the number of elements held.
 
         >>> Thing("activations", 0, frozenset([1, 2])).size, Thing("weights", 0, total=4).size
         (262144, 65536.0)
@@ -58,13 +58,13 @@ class Thing:
 
     @property
     def whole(self) -> bool:
-        """All shards are here."""
+        """Return whether all shards are here."""
         return len(self.shards) == self.total
 
 
 @dataclass
 class Ask:
-    """What a program waits for: awaiting it hands control to the world, which answers."""
+    """Request of a program to the world: awaiting it pauses the program until the answer."""
 
     what: str
     rank: int
@@ -80,7 +80,7 @@ class Ask:
 
 
 class Model:
-    """One rank of a puzzle; methods are the rules, `ops` what the engine will play."""
+    """One rank of a puzzle; methods are the rules, `ops` the operations for the engine."""
 
     def __init__(self, rank: int, ranks: int, layers: int, batches: int):
         self.rank, self.ranks, self.layers, self.batches = rank, ranks, layers, batches
@@ -91,17 +91,17 @@ class Model:
         self._started = False
         self._count = 0
 
-    # What is held.
+    # Held entries.
 
     def free(self, store: str, *keys: Hashable) -> None:
-        """Forget things."""
+        """Drop entries of a store."""
         for key in keys:
             self._get(store, key)
             del self.stores[store][key]
             self.ops.append(Op("free", key=(store, key, self._serial[store, key])))
 
     def _put(self, key: Hashable, thing: Thing) -> None:
-        """Store under a key; what was there is let go once the new one is there."""
+        """Store under a key; an old entry is freed after the new one is allocated."""
         name = thing.store, key
         old = self._serial.get(name, -1)
         held = key in self.stores[thing.store]
@@ -125,14 +125,14 @@ class Model:
         self.ops.append(Op(kind, what, label, amount=amount))
 
     def load(self, layer: int, key: Hashable = None, shard: int = 0, total: int = 1) -> None:
-        """Weight and optimizer state of a layer, or one shard of them, before the first event."""
+        """Load weight and optimizer state of a layer, or one shard, before the first event."""
         self._must(not self._started, f"weights of layer {layer} are loaded after the start")
         place = layer if key is None else key
         for store in ("weights", "states"):
             self._put(place, Thing(store, layer, shards=frozenset([shard]), total=total))
 
     def input(self, batches: Iterable[int], key: Hashable) -> None:
-        """The input of these batch elements; each once."""
+        """Fetch the input of these batch elements; each once."""
         wanted = frozenset(batches)
         self._must(not wanted & self._fetched, f"input {sorted(wanted)} is fetched twice")
         self._must(max(wanted) < self.batches, f"input {sorted(wanted)}: batches end before")
@@ -140,13 +140,13 @@ class Model:
         self._put(key, Thing("activations", 0, wanted))
 
     def empty(self, layer: int, key: Hashable) -> None:
-        """A gradient of no batch at all, for ranks that join a reduction with nothing."""
+        """Make a gradient of no batch at all, for ranks that join a reduction with nothing."""
         self._put(key, Thing("weight_grads", layer))
 
-    # Work.
+    # Computation.
 
     def forward(self, layer: int, inp: Hashable, out: Hashable, weight: Hashable) -> None:
-        """Activation of layer + 1 from that of layer."""
+        """Compute the activation of layer + 1 from that of layer."""
         x, w = self._get("activations", inp), self._get("weights", weight)
         self._event("compute", "forward", f"F{layer}", len(x.batches))
         self._must(w.whole and w.layer == layer, f"forward of layer {layer} lacks its whole weight")
@@ -154,7 +154,7 @@ class Model:
         self._put(out, replace(x, layer=layer + 1))
 
     def loss(self, inp: Hashable, out: Hashable) -> None:
-        """Gradient of the last activation."""
+        """Compute the gradient of the last activation."""
         x = self._get("activations", inp)
         self._event("compute", "loss", "loss")
         self._must(x.layer == self.layers, f"the loss reads layer {x.layer}, not the last")
@@ -164,7 +164,7 @@ class Model:
         self, layer: int, inp: Hashable, grad: Hashable, out: Hashable, made: Hashable,
         weight: Hashable,
     ) -> None:  # fmt: skip
-        """Gradient of the layer's input under `out`, of its weight under `made`."""
+        """Compute the gradient of the layer's input under `out`, of its weight under `made`."""
         x, w = self._get("activations", inp), self._get("weights", weight)
         g = self._get("grads", grad)
         self._event("compute", "backward", f"B{layer}", len(x.batches))
@@ -176,7 +176,7 @@ class Model:
         self._put(out, replace(g, layer=layer - 1))
 
     def add(self, key: Hashable, other: Hashable) -> None:
-        """weight_grads[key] += weight_grads[other], in place; `other` stays until it is freed."""
+        """Add weight_grads[other] to weight_grads[key] in place; `other` stays until freed."""
         a, b = self._get("weight_grads", key), self._get("weight_grads", other)
         self._must(
             (a.layer, a.shards, a.total) == (b.layer, b.shards, b.total),
@@ -185,14 +185,14 @@ class Model:
         self.stores["weight_grads"][key] = replace(a, batches=a.batches | b.batches)
 
     def rename(self, store: str, old: Hashable, new: Hashable) -> None:
-        """The same thing under another key; costs nothing."""
+        """Move an entry to another key; costs nothing."""
         thing = self._get(store, old)
         self._must(new not in self.stores[store], f"{store}[{new}] exists")
         self._put(new, thing)
         self.free(store, old)
 
     def update(self, layer: int, grad: Hashable, weight: Hashable, out: Hashable = None) -> None:
-        """One optimizer step, in place or under another key (then the old ones stay too)."""
+        """Take one optimizer step, in place or under another key (the old entries stay too)."""
         g, w, s = (
             self._get("weight_grads", grad), self._get("weights", weight),
             self._get("states", weight),
@@ -212,21 +212,21 @@ class Model:
             else:
                 self._put(out, new)
 
-    # Other ranks.
+    # Communication.
 
     async def all_reduce(self, key: Hashable) -> None:
-        """The sum over ranks replaces the gradient."""
+        """All-reduce a gradient: the sum over ranks replaces it."""
         self._put(key, await self._meet("all-reduce", self._get("weight_grads", key)))
 
     async def reduce_scatter(self, key: Hashable) -> None:
-        """This rank's shard of the sum over ranks replaces the gradient."""
+        """Reduce-scatter a gradient: this rank's shard of the sum replaces it."""
         mine = self._get("weight_grads", key)
         self._must(mine.whole, "reduce-scatter of a shard")
         total = await self._meet("reduce-scatter", mine)
         self._put(key, replace(total, shards=frozenset([self.rank]), total=self.ranks))
 
     async def all_gather(self, key: Hashable, out: Hashable) -> None:
-        """The shards of all ranks, whole, under another key."""
+        """All-gather the shards of all ranks into a whole entry under another key."""
         self._put(out, await self._meet("all-gather", self._get("weights", key)))
 
     async def _meet(self, what: str, thing: Thing) -> Thing:
@@ -240,13 +240,13 @@ class Model:
         return await Ask(what, self.rank, thing)
 
     def _number(self, way: str, peer: int) -> int:
-        """How many messages went that way before."""
+        """Return the number of messages sent that way before."""
         number = self._serial.get((way, peer), 0)
         self._serial[way, peer] = number + 1
         return number
 
     async def send(self, peer: int, store: str, key: Hashable) -> None:
-        """Hand a copy to another rank."""
+        """Send a copy to another rank."""
         self._started = True
         thing = self._get(store, key)
         place = (self.rank, peer, self._number("to", peer))
@@ -254,7 +254,7 @@ class Model:
         await Ask("send", self.rank, thing, peer)
 
     async def receive(self, peer: int, key: Hashable) -> None:
-        """Take what that rank sent next; it goes to the store of its kind."""
+        """Receive the next message of a rank; it goes to the store of its kind."""
         self._started = True
         thing = await Ask("receive", self.rank, None, peer)
         place = (peer, self.rank, self._number("from", peer))

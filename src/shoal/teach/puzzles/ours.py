@@ -1,9 +1,9 @@
-"""Our programs for the puzzles: three families with switches, and the settings that we submit.
+"""Shoal's programs for the puzzles: three families with switches, and the submitted settings.
 
-What they do that the author's do not: forget things at their last use (the last activation right
-after the loss, an activation and the gathered weight before the gradient travels), update a layer
-as soon as its gradient is whole and forget that gradient, add gradients up at once, run pipelines
-1f1b from the planner's own action lists, and update in waits. The search tries the other settings.
+Unlike the author's programs, they free tensors at their last use (the last activation right after
+the loss, an activation and the gathered weight before the gradient travels). They update a layer as
+soon as its gradient is whole and free that gradient, add gradients up at once, run pipelines 1f1b
+from the planner's own action lists, and update during waits. The search tries the other settings.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shoal.teach.puzzles.model import Model
 
 @dataclass(frozen=True)
 class Replicas:
-    """Switches of puzzles 0 to 4.
+    """Data-parallel program of puzzles 0 to 4, with switches.
 
     Attributes:
         parts: sizes into which a rank's batches are cut, one after the other.
         sharded: "" nothing, "weights", or "all" (gradients too).
         soon: update each layer right after its last backward, not at the end.
-        early: forget things at their last use.
-        keep: how many of the last layers stay gathered from forward to backward.
+        early: free tensors at their last use.
+        keep: number of last layers that stay gathered from forward to backward.
     """
 
     parts: tuple[int, ...] = (1,)
@@ -35,7 +35,7 @@ class Replicas:
     keep: int = 0
 
     async def __call__(self, m: Model) -> None:
-        """The program."""
+        """Run the program."""
         for layer in range(m.layers):
             m.load(layer, None, *((m.rank, m.ranks) if self.sharded else (0, 1)))
         first = m.rank * sum(self.parts) if m.ranks > 1 else 0
@@ -94,15 +94,15 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Stages:
-    """Switches of puzzles 5 and 6.
+    """Pipeline program of puzzles 5 and 6, with switches.
 
     Attributes:
         parts: sizes of the micro-batches, which run 1f1b.
         at_once: add gradients up as they come, not at the end.
-        early: forget things at their last use.
-        ahead: by rank: forwards that it runs ahead beyond 1f1b (all of them: gpipe); () none. Ours
-            are the fewest with which no message reaches a rank that still waits for another, so
-            that one mailbox per rank is enough.
+        early: free tensors at their last use.
+        ahead: by rank: forwards that it runs ahead beyond 1f1b (all of them: gpipe); () none.
+            Shoal's programs use the fewest with which no message reaches a rank that still waits
+            for another, so that one mailbox per rank is enough.
     """
 
     parts: tuple[int, ...]
@@ -111,7 +111,7 @@ class Stages:
     ahead: tuple[int, ...] = ()
 
     async def __call__(self, m: Model) -> None:
-        """The program."""
+        """Run the program."""
         each = m.layers // m.ranks
         layers = range(m.rank * each, (m.rank + 1) * each)
         for layer in layers:
@@ -167,7 +167,7 @@ class Stages:
 
 
 def _run_ahead(acts: Sequence[Action], more: int) -> list[Action]:
-    """The list with every forward `more` backwards earlier."""
+    """Return the list with every forward `more` backwards earlier."""
     order = list(acts)
     for _ in range(more):
         for at in range(1, len(order)):
@@ -178,12 +178,12 @@ def _run_ahead(acts: Sequence[Action], more: int) -> list[Action]:
 
 @dataclass(frozen=True)
 class ShardedStages:
-    """Switches of puzzle 7: pipelines side by side, weights in shards over all ranks.
+    """Program of puzzle 7: pipelines side by side, weights sharded over all ranks.
 
     Attributes:
-        waits: update a layer where this rank would wait anyhow, not at the end.
-        early: forget things at their last use.
-        keep: how many of the last stages keep their gathered weight from forward to backward.
+        waits: update a layer while this rank would wait anyway, not at the end.
+        early: free tensors at their last use.
+        keep: number of last stages that keep their gathered weight from forward to backward.
     """
 
     stages: int = 4
@@ -192,7 +192,7 @@ class ShardedStages:
     keep: int = 1
 
     async def __call__(self, m: Model) -> None:
-        """The program."""
+        """Run the program."""
         place = m.rank % self.stages
         for layer in range(m.layers):
             m.load(layer, ("part", layer), m.rank, m.ranks)
@@ -223,13 +223,13 @@ class ShardedStages:
                 m.free("activations", m.layers)
 
     async def _backward(self, m: Model, place: int) -> list[int]:
-        """Gives the layers that still want their update."""
+        """Run the backward; return the layers that still need their update."""
         last = m.layers - 1
         late: list[int] = []
         for layer in reversed(range(m.layers)):
             if layer == place < last:
                 while self.waits and late and place == 0:
-                    # The first stage's only wait left: while the second one sends.
+                    # The first stage's only remaining wait: while the second one sends.
                     self._update(m, late.pop(0))
                 await m.receive(m.rank + 1, layer + 1)
             if layer < m.layers - self.keep:
@@ -252,7 +252,7 @@ class ShardedStages:
         return late
 
     def _let_go(self, m: Model, layer: int, now: bool) -> None:
-        """Forget the gathered weight, if it is still there."""
+        """Free the gathered weight, if it is still there."""
         if now and layer in m.stores["weights"]:
             m.free("weights", layer)
 

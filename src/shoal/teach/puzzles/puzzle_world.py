@@ -1,10 +1,11 @@
-"""Runs a puzzle's program on all ranks side by side and checks that one training step came out.
+"""Run a puzzle's program on all ranks side by side and check that it made one training step.
 
-Ranks are coroutines: one runs until it asks for something that is not there yet. A collective
-happens once all ranks ask for the same one. A rank has one mailbox with room for one message, as
-in the notebook, so a program must not let two senders race; mailbox "each" gives it a line of any
-length per sender, as real networks do. At the end every layer's weight must be held, whole, at
-step 1, over all ranks. Source of the rules: github.com/srush/LLM-Training-Puzzles (MIT).
+Ranks are coroutines: one runs until it requests something that does not exist yet. A collective
+happens once all ranks request the same one. A rank has one mailbox with room for one message, as in
+the notebook, so a program must not let two senders race. Mailbox "each" gives it an unbounded queue
+per sender, as real networks do. At the end every layer's weight must be held, whole, at step 1,
+over all ranks.
+Source of the rules: github.com/srush/LLM-Training-Puzzles (MIT).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from shoal.teach.puzzles.model import Ask, Model, Program, Thing
 def play(
     program: Program, ranks: int, layers: int, batches: int, mailbox: str = "one"
 ) -> list[Model]:
-    """Run a program on all ranks; their recorded operations, checked.
+    """Run a program on all ranks, check the result, and return the ranks with their operations.
 
     Args:
         mailbox: "one" per rank and message (the notebook's), or "each": one per sender.
 
     Raises:
-        PlanError: for a broken rule, for ranks that wait for each other, for a wrong result.
+        PlanError: a broken rule, a deadlock between ranks, or a wrong result.
     """
     models = [Model(rank, ranks, layers, batches) for rank in range(ranks)]
     world = _World(models, program, mailbox)
@@ -39,7 +40,7 @@ def play(
 
 
 class _World:
-    """Hands control round: a rank runs until it asks for something that is not there yet."""
+    """Scheduler of the ranks: each runs until it requests something that does not exist yet."""
 
     def __init__(self, models: Sequence[Model], program: Program, mailbox: str):
         self.ranks = len(models)
@@ -64,7 +65,7 @@ class _World:
                 raise PlanError(f"puzzle: deadlock: {says}")
 
     def step(self, rank: int) -> bool:
-        """Let one rank go on if it can."""
+        """Resume one rank if its request can be answered; return whether it ran."""
         ask = self.asks[rank]
         if ask is not None and not self.answered(ask):
             return False
@@ -75,7 +76,7 @@ class _World:
         return True
 
     def answered(self, ask: Ask) -> bool:
-        """Post a message, or take one that is there; a collective is answered in `meet`."""
+        """Answer a request: post a message, or deliver one; `meet` answers collectives."""
         if ask.what == "send" and ask.thing is not None:
             box = self.box(ask.rank, ask.peer)
             if not (self.one and box):
@@ -95,7 +96,7 @@ class _World:
         return self.mail.setdefault((0 if self.one else sender, taker), [])
 
     def meet(self) -> bool:
-        """A collective of all ranks happens once all of them ask for the same one."""
+        """Run the collective that all ranks request, if all request the same one."""
         asks = [ask for ask in self.asks.values() if ask is not None and ask.thing is not None]
         meeting = [ask for ask in asks if ask.what not in ("send", "receive") and not ask.answer]
         if len(meeting) < self.ranks:
@@ -116,7 +117,7 @@ class _World:
 
 
 def _check(models: Sequence[Model]) -> None:
-    """Every layer's weight, whole, after one step."""
+    """Check that every layer's weight is whole, after one step."""
     for layer in range(models[0].layers):
         held = [
             thing

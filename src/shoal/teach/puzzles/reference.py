@@ -1,7 +1,7 @@
-"""The eight puzzles as their author solved them, for our rules; their scores are the oracle.
+"""The author's solutions of the eight puzzles, for these rules; their scores are the oracle.
 
-They free what the author's programs free, when they free it: what they keep too long is what ours
-save (teach/puzzles/ours.py).
+They free the same tensors at the same time as the author's programs; Shoal's programs save memory
+by earlier frees (teach/puzzles/ours.py).
 Source: the author's notebook, github.com/srush/LLM-Training-Puzzles (MIT), by Sasha Rush.
 """
 
@@ -11,7 +11,7 @@ from shoal.teach.puzzles.model import Model
 
 
 async def standard(m: Model) -> None:
-    """0: all batches at once on one rank."""
+    """Solve puzzle 0: all batches at once on one rank."""
     for layer in range(m.layers):
         m.load(layer)
     m.input(range(m.batches), 0)
@@ -29,7 +29,7 @@ async def standard(m: Model) -> None:
 
 
 async def accumulate(m: Model) -> None:
-    """1: one batch element after the other; gradients are summed."""
+    """Solve puzzle 1: one batch element after the other; gradients are summed."""
     for layer in range(m.layers):
         m.load(layer)
     for j in range(m.batches):
@@ -52,7 +52,7 @@ async def accumulate(m: Model) -> None:
 
 
 async def ddp(m: Model) -> None:
-    """2: every rank the whole model and one batch element; gradients all-reduced at the end."""
+    """Solve puzzle 2: the whole model and one batch element per rank; all-reduce at the end."""
     m.input([m.rank], 0)
     for layer in range(m.layers):
         m.load(layer)
@@ -69,7 +69,7 @@ async def ddp(m: Model) -> None:
 
 
 async def weight_sharded(m: Model) -> None:
-    """3: weights and states in shards, gathered per layer; gradients all-reduced at the end."""
+    """Solve puzzle 3: weights and states in shards, gathered per layer; all-reduce at the end."""
     m.input([m.rank], 0)
     for layer in range(m.layers):
         m.load(layer, shard=m.rank, total=m.ranks)
@@ -90,7 +90,7 @@ async def weight_sharded(m: Model) -> None:
 
 
 async def fsdp(m: Model) -> None:
-    """4: gradients in shards too, reduce-scattered layer by layer."""
+    """Solve puzzle 4: gradients in shards too, reduce-scattered layer by layer."""
     m.input([m.rank], 0)
     for layer in range(m.layers):
         m.load(layer, shard=m.rank, total=m.ranks)
@@ -112,13 +112,13 @@ async def fsdp(m: Model) -> None:
 
 
 def mine(m: Model) -> range:
-    """Layers of this rank in a pipeline."""
+    """Return the layers of this rank in a pipeline."""
     each = m.layers // m.ranks
     return range(m.rank * each, (m.rank + 1) * each)
 
 
 async def pipeline(m: Model) -> None:
-    """5: layers dealt to ranks, all batches travel together."""
+    """Solve puzzle 5: layers split over ranks, all batches travel together."""
     layers = mine(m)
     for layer in layers:
         m.load(layer)
@@ -144,7 +144,7 @@ async def pipeline(m: Model) -> None:
 
 
 async def gpipe(m: Model) -> None:
-    """6: batch elements travel one by one; all forwards, then all backwards."""
+    """Solve puzzle 6: batch elements travel one by one; all forwards, then all backwards."""
     layers = mine(m)
     for layer in layers:
         m.load(layer)
@@ -180,7 +180,7 @@ STAGES = 4
 
 
 async def pipeline_fsdp(m: Model) -> None:
-    """7: four pipelines of four ranks, every weight in sixteen shards."""
+    """Solve puzzle 7: four pipelines of four ranks, every weight in sixteen shards."""
     place = m.rank % STAGES
     for layer in range(m.layers):
         m.load(layer, ("part", layer), m.rank, m.ranks)
@@ -193,7 +193,7 @@ async def pipeline_fsdp(m: Model) -> None:
 
 
 async def _forward(m: Model, layer: int, place: int) -> None:
-    """One layer, on the ranks of its stage; all others only lend their shards."""
+    """Run one layer on the ranks of its stage; the other ranks only contribute their shards."""
     if layer == place == 0:
         m.input([m.rank // STAGES], 0)
     elif layer == place:

@@ -1,1 +1,1 @@
-"""The screens of `shoal simulate`'s calculators: from options to formulas, figures and a plot."""
+"""Screens of `shoal simulate`'s calculators: from options to formulas, figures and a plot."""

@@ -1,6 +1,6 @@
-"""Screens about slow links: what DiLoCo sends, and what islands cost by bandwidth and period.
+"""Screens about slow links: DiLoCo's traffic, and the cost of islands by bandwidth and period.
 
-Every function takes options with units in their names and gives a `Screen`; the formulas are in
+Every function takes options with units in their names and returns a `Screen`; the formulas are in
 `teach/calculators/diloco.py` and `forecast/time/island_costs.py`. Keys of `[islands]` are those of
 run.toml.
 """
@@ -44,7 +44,7 @@ def diloco_screen(
     mbit_per_s: float = 1000.0,
     compared_bits: float = 16.0,
 ) -> Screen:
-    """Bytes and seconds of averaging weights every H steps, against gradients every step."""
+    """Compare bytes and seconds of averaging weights every H steps with gradients every step."""
     w = mbit_per_s * MBIT
     outer = diloco.bytes_per_outer_step(parameters, islands, bits)
     each = diloco.bytes_per_step(parameters, islands, bits, period)
@@ -118,7 +118,7 @@ def islands_screen(
     near_mbit_per_s: float = 1000.0,
     target: float = 0.95,
 ) -> Screen:
-    """What a run with these `[islands]` costs on a link, and the same on links of other rates.
+    """Show the cost of a run with these `[islands]` on a link, and on links of other rates.
 
     Args:
         model: name of a published size, in place of `parameters`.
@@ -170,7 +170,12 @@ def islands_screen(
 
 
 def _parameters(model: str, parameters: float) -> float:
-    """Of a model by name. Errors: ConfigError for an unknown name; PlanError if both are said."""
+    """Return the parameters of a model by name, or the given number.
+
+    Raises:
+        ConfigError: an unknown name.
+        PlanError: both a name and a number are given.
+    """
     if not model:
         return parameters
     if parameters != USUAL_PARAMETERS:
@@ -192,7 +197,7 @@ def _speeds(count: int, slowest: float) -> tuple[float, ...]:
 
 
 def _advice(least: int | None, needed: float, better: list[str]) -> str:
-    """The gentlest way and the one that is enough, as a sentence."""
+    """Return a sentence with the mildest change and the one that suffices."""
     if not better:
         return "nothing to do."
     found = [" or ".join(dict.fromkeys((better[0], better[-1])))]
@@ -206,7 +211,7 @@ def _advice(least: int | None, needed: float, better: list[str]) -> str:
 def _islands_formulas(
     policy: IslandsPolicy, facts: IslandsFacts, cost: IslandsCost
 ) -> tuple[Formula, ...]:
-    """What is sent, how long that takes, what it leaves, and what is kept."""
+    """Return the formulas of traffic, transfer time, remaining compute and memory."""
     share = "(R−1)" if CODINGS[policy.codec].gathers else "2(R−1)/R"
     each = CODINGS[policy.codec].bytes_each or facts.element_bytes
     meets = " in pairs" if policy.method == "noloco" else ""
@@ -296,7 +301,7 @@ def _islands_table(
 
 
 def _islands_chart(policy: IslandsPolicy, facts: IslandsFacts) -> Chart:
-    """Utilisation by period, for links around the one given."""
+    """Plot utilisation by period, for rates around the link's."""
     low = policy.fragments * (policy.overlap + 1)
     high = max(1000, 10 * low, 2 * policy.period)
     periods = sorted({max(low, round(h)) for h in steps_of(low, high, 60)})

@@ -1,6 +1,6 @@
-"""Screens of drawn runs beside their closed forms: failures with spare nodes, and stragglers.
+"""Screens of simulated runs beside their closed forms: failures with spare nodes, stragglers.
 
-Every function takes options with units in their names and gives a `Screen`; the drawing is in
+Every function takes options with units in their names and returns a `Screen`; the simulation is in
 `teach/failure_timeline.py` and `teach/calculators/stragglers.py`.
 """
 
@@ -19,9 +19,9 @@ from shoal.teach.screens.words import doublings, lasting, number, percent
 
 MOST_DRAWN = 300_000
 MOST_NODES = 10_000
-"""That stand by, or are away in the mean: more than any run has."""
+"""Most nodes on standby or away in the mean: more than any run has."""
 DRAWN_STEPS = 2000
-"""Steps behind each dot of the plot of stragglers, at most."""
+"""Most steps behind each dot of the plot of stragglers."""
 
 
 def failures_screen(
@@ -39,7 +39,7 @@ def failures_screen(
     runs: int = 20,
     seed: int = 0,
 ) -> Screen:
-    """A long run drawn many times: failures, restarts, spare nodes; beside it the closed form."""
+    """Simulate a long run many times with failures, restarts and spares, beside the closed form."""
     mean_s, whole_s = mtbf_hours * HOUR, days * 86400
     if runs * whole_s / mean_s > MOST_DRAWN:
         fewer = int(MOST_DRAWN * mean_s / whole_s)
@@ -80,7 +80,7 @@ def failures_screen(
 
 
 def _check_nodes(spares: int, node_share: float, repair_hours: float, mtbf_hours: float) -> None:
-    """Refuse more nodes, standing by or away, than any run has."""
+    """Refuse more nodes, on standby or away, than any run has."""
     if spares > MOST_NODES:
         raise PlanError(f"spares = {spares}: at most {MOST_NODES}; try: spares={MOST_NODES}")
     if node_share * repair_hours > MOST_NODES * mtbf_hours:
@@ -124,7 +124,7 @@ def _failure_formulas(
 
 
 def _parts(outcomes: Sequence[drawn.FailureOutcome]) -> dict[str, float]:
-    """Where the time of all drawn runs went, as shares."""
+    """Return the time of all simulated runs by use, as shares."""
     total_s = sum(one.duration_s for one in outcomes)
     return {
         "work": sum(one.work_s for one in outcomes) / total_s,
@@ -136,7 +136,7 @@ def _parts(outcomes: Sequence[drawn.FailureOutcome]) -> dict[str, float]:
 
 
 def _spares_chart(case: drawn.FailureCase, enough: int, duration_s: float, seed: int) -> Chart:
-    """Goodput by number of spare nodes: the closed form as a line, one drawn run each as dots."""
+    """Plot goodput by spare nodes: the closed form as a line, one simulated run each as dots."""
     most = max(8, 2 * enough, case.spares + 2)
     cases = {k: replace(case, spares=k) for k in range(0, most + 1, max(1, most // 40))}
     line = tuple((k, 100 * drawn.expected_goodput(one)) for k, one in cases.items())
@@ -162,7 +162,7 @@ def stragglers_screen(
     steps: int = 2000,
     seed: int = 0,
 ) -> Screen:
-    """Time lost because every step waits for the slowest of n devices."""
+    """Show the time lost because every step waits for the slowest of n devices."""
     one = slow.StepTimes(step_s, spread, distribution)
     largest_s, share = slow.largest_mean_s(one, gpus), slow.waiting_share(one, gpus, every)
     mean_s, _, late_s = slow.simulate_steps(one, gpus, steps, seed)
@@ -198,7 +198,7 @@ def stragglers_screen(
 
 
 def _waiting_chart(one: slow.StepTimes, gpus: int, every: int, steps: int, seed: int) -> Chart:
-    """Waiting by number of devices, for three tails of equal spread, and some drawn."""
+    """Plot waiting by number of devices, for three tails of equal spread, with simulated dots."""
     counts = doublings(1, max(2, gpus * 8))
 
     def share(name: str, count: int) -> float:

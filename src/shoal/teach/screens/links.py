@@ -1,6 +1,6 @@
 """Screens about waiting for other ranks: all-reduces by algorithm, and the bubble of a pipeline.
 
-Every function takes options with units in their names and gives a `Screen`; the formulas are in
+Every function takes options with units in their names and returns a `Screen`; the formulas are in
 `teach/calculators/` and `planning/pipeline_bubble.py`.
 """
 
@@ -25,7 +25,7 @@ def collectives_screen(
     inside_alpha_us: float = 3.4,
     inside_gb_per_s: float = 300.0,
 ) -> Screen:
-    """Time of an all-reduce by ring, tree, halving-doubling and in two levels."""
+    """Show the time of an all-reduce by ring, tree, halving-doubling and in two levels."""
     per_node = min(ranks, per_node)
     if ranks % per_node:
         near = max(per_node, round(ranks / per_node) * per_node)
@@ -89,7 +89,7 @@ def bubble_screen(
     backward_ms: float = 20.0,
     share: float = 0.05,
 ) -> Screen:
-    """Share of a pipeline's step that is bubble, by schedule, and micro-batches that shrink it."""
+    """Show the bubble share of a pipeline's step by schedule, and micro-batches that shrink it."""
     names = [name for name in SCHEDULES if name != "dualpipe" or ranks % 2 == 0]
     work_s = micro_batches * (forward_ms + backward_ms) * 1e-3
 

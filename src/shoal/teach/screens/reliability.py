@@ -1,6 +1,6 @@
-"""Screens about saving: how often, and what share of a run is then progress.
+"""Screens about checkpoints: the best interval, and the share of a run that is progress.
 
-Every function takes options with units in their names and gives a `Screen`; the formulas are in
+Every function takes options with units in their names and returns a `Screen`; the formulas are in
 `teach/calculators/goodput.py`.
 """
 
@@ -30,7 +30,7 @@ def checkpoints_screen(
     restart_s: float = 600.0,
     write_s: float = 0.0,
 ) -> Screen:
-    """How often to save: Young, Daly, and the exact optimum; mtbf_hours is of the whole run."""
+    """Show the checkpoint interval by Young, Daly and the exact optimum for a run's MTBF."""
     mean_s = mtbf_hours * save.HOUR
     young, daly = save.young_s(stall_s, mean_s), save.daly_s(stall_s, mean_s)
     best = save.best_interval_s(stall_s, restart_s, mean_s, write_s)
@@ -89,7 +89,7 @@ def goodput_screen(
     interval_s: float = 0.0,
     write_s: float = 0.0,
 ) -> Screen:
-    """Share of a run's time that is progress, where the rest goes, and how it falls with size."""
+    """Show the goodput of a run, the uses of the remaining time, and its fall with size."""
     mean_s = mtbf_hours * save.HOUR
     device_s = mean_s * gpus
     tau = interval_s or save.best_interval_s(stall_s, restart_s, mean_s, write_s)

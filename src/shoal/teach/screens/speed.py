@@ -1,6 +1,6 @@
 """Screens about speed: Amdahl's law, a step with communication, model FLOP utilisation.
 
-Every function takes options with units in their names and gives a `Screen`; the formulas are in
+Every function takes options with units in their names and returns a `Screen`; the formulas are in
 `teach/calculators/`.
 """
 
@@ -19,7 +19,7 @@ from shoal.teach.screens.words import doublings, lasting, number, percent, steps
 
 
 def amdahl_screen(gpus: int = 64, serial: float = 0.05, speedup: float = 0.0) -> Screen:
-    """Speed-up when a share of the step cannot be split; from a measured speed-up the share."""
+    """Show the speed-up for a serial share of the step; the share from a measured speed-up."""
     formulas = []
     if speedup:
         serial = scaling.serial_share(speedup, gpus)
@@ -75,7 +75,7 @@ def scaling_screen(
     overlap: float = 0.0,
     gpus: Sequence[int] = (2, 4, 8, 16),
 ) -> Screen:
-    """Step time and speed-up with communication, beside the table that people pass around."""
+    """Show step time and speed-up with communication, beside the widely copied table."""
     message, alpha_s, beta = parameters * grad_bytes, alpha_us * 1e-6, 1e-9 / gb_per_s
     rows = scaling.speedup_table(gpus, single_s, message, alpha_s, beta, overlap=overlap)
     counts = doublings(1, max(2, *gpus))
@@ -119,12 +119,12 @@ def scaling_screen(
 
 
 def _speedup_cells(rows: Sequence[scaling.SpeedupRow]) -> tuple[tuple[str, ...], ...]:
-    """The computed speed-ups, and those passed on with the serial share that they imply."""
+    """Return the computed speed-ups, and the copied ones with their implied serial share."""
     shares = scaling.folk_serial_shares()
     head = ("gpus", "as written", "ddp", "fsdp", "q of ddp")
     cells = [(*head, *(f"passed on: {name}" for name in shares))]
     for row in rows:
-        # slower than one device: no serial share gives that
+        # slower than one device: no serial share explains that
         serial = "—" if row.ring_serial is None or row.ring < 1 else percent(row.ring_serial)
         passed = [""] * len(shares)
         if row.devices in scaling.FOLK_GPUS:
@@ -148,7 +148,7 @@ def mfu_screen(
     peak_tflops: float = 989.0,
     recompute: str = "none",
 ) -> Screen:
-    """Share of the devices' peak that a training run uses, with and without recomputed work."""
+    """Show the share of the devices' peak that a training run uses, with and without recompute."""
     matrices = 6 * parameters
     needed = utilisation.flops_per_token(parameters, layers, hidden, sequence)
     used = utilisation.mfu(tokens_per_s, needed, gpus, peak_tflops * 1e12)
@@ -203,7 +203,7 @@ def servers_screen(
     apply_ms: float = 10.0,
     steps: int = 2000,
 ) -> Screen:
-    """A parameter server whose one worker is slow: what waiting costs, and staleness instead."""
+    """Compare waiting and staleness for a parameter server with one slow worker."""
     if not 1 <= workers <= 64 or slow < 1:
         raise PlanError(
             f"workers = {workers}, slow = {slow:g}: 1 to 64 workers, of which one takes at least "
@@ -281,7 +281,7 @@ def _paces_by_slowness(
     bound: int | None,
     synchronous: bool = False,
 ) -> tuple[tuple[float, float], ...]:
-    """Steps per second by how many times as slow the first worker is, past what it is now."""
+    """Return steps per second by slowdown of the first worker, up to beyond its present one."""
     found = []
     for slower in doublings(1, max(2, round(slow * 4))):
         one = [each[0] / slow * slower, *each[1:]]

@@ -1,4 +1,4 @@
-"""How the calculators' screens write figures: the fewest digits that say them, with their unit."""
+"""Format figures for the calculators' screens: the fewest exact digits, with their unit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def number(value: float) -> str:
-    """A plain number: three digits, thousands apart (by a blank that does not break lines).
+    """Format a plain number: three digits, thousands separated by a no-break space.
 
     >>> [number(v).replace("\\xa0", " ") for v in (16384, 0.0512, 3, 1.5e9, 123456.7)]
     ['16 384', '0.0512', '3', '1.5e9', '123 457']
@@ -23,7 +23,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of the whole.
+    """Format a share of the whole.
 
     >>> percent(0.8534), percent(0.00042), percent(1.0)
     ('85.3 %', '0.042 %', '100.0 %')
@@ -35,7 +35,7 @@ def percent(share: float) -> str:
 
 
 def times(factor: float) -> str:
-    """A speed-up.
+    """Format a speed-up.
 
     >>> times(1.8181), times(12.4)
     ('1.82×', '12.4×')
@@ -44,7 +44,7 @@ def times(factor: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """Seconds in the unit that a person would take, from microseconds to days.
+    """Format seconds in a readable unit, from microseconds to days.
 
     >>> [lasting(s) for s in (2e-6, 0.0042, 7.25, 95, 1140, 11160, 4665600)]
     ['2.0 us', '4.2 ms', '7.25 s', '95.0 s', '19.0 min', '3.10 h', '54.0 days']
@@ -64,7 +64,7 @@ def lasting(seconds: float) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
-    """A link's rate in bits per second, as links are sold.
+    """Format a link's rate in bits per second, as links are sold.
 
     >>> rate(125e6), rate(25e9), rate(float("inf"))
     ('1.00 Gbit/s', '200 Gbit/s', '∞')
@@ -82,7 +82,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def steps_of(low: float, high: float, count: int) -> list[float]:
-    """`count` places from low to high with equal factors between them, ends included.
+    """Return `count` values from low to high with equal factors between them, ends included.
 
     >>> steps_of(1, 100, 3)
     [1.0, 10.0, 100.0]
@@ -92,7 +92,7 @@ def steps_of(low: float, high: float, count: int) -> list[float]:
 
 
 def doublings(low: int, high: int) -> list[int]:
-    """Powers of two from low to high, and high itself.
+    """Return the powers of two from low to high, and high itself.
 
     >>> doublings(1, 12)
     [1, 2, 4, 8, 12]

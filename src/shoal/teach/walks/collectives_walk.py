@@ -1,4 +1,4 @@
-"""Ring, halving-doubling and tree collectives, chunk by chunk, with the bytes counted beside.
+"""Step-throughs of ring, halving-doubling and tree collectives, chunk by chunk, with bytes.
 
 With n ranks and a message of M bytes, the busiest rank sends
 
@@ -24,21 +24,21 @@ from shoal.teach.walks.walk import Walk, check_ranks, must_equal
 from shoal.teach.walks.walk_messages import ALPHA_S, BYTES_PER_S, Message, Ranks, first_number
 
 MESSAGE_BYTES = 64 * 2**20
-"""M, unless the user gives it: a bucket of gradients."""
+"""Default M: a bucket of gradients."""
 
 Round = tuple[str, str, list[Message]]
-"""(title, kind of span, messages that leave at once)"""
+"""(title, kind of span, simultaneous messages)."""
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a collective must cost: formulas as text, and what they give for this case.
+    """Expected cost of a collective: formulas as text, and their values for this case.
 
     Attributes:
         sends_bytes: of the rank that sends most.
-        messages, bytes_in_a_row: what the time counts, one after another.
-        ends: what every rank must end with, in words.
-        everywhere: that is all totals; else rank r has that of chunk r.
+        messages, bytes_in_a_row: the sequential messages and bytes that determine the time.
+        ends: the expected result on every rank, in words.
+        everywhere: every rank ends with all totals; else rank r with that of chunk r.
     """
 
     sends: str
@@ -51,7 +51,7 @@ class _Claim:
 
 
 def ring(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
-    """All-reduce in a ring: every rank ends with the sum of everybody's numbers.
+    """Show a ring all-reduce: every rank ends with the sum over all ranks.
 
     >>> walk = ring(4)
     >>> len(walk.steps), walk.facts["each rank sends"]
@@ -75,7 +75,7 @@ def ring(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
 
 
 def reduce_scatter(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
-    """Reduce-scatter in a ring: rank r ends with the sum of chunk r (ZeRO's gradients)."""
+    """Show a ring reduce-scatter: rank r ends with the sum of chunk r (ZeRO's gradients)."""
     check_ranks("a ring", ranks)
     share = (ranks - 1) / ranks * message_bytes
     return _walk(
@@ -91,7 +91,7 @@ def reduce_scatter(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
 
 
 def all_gather(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
-    """All-gather in a ring: every rank ends with every rank's chunk (FSDP's weights)."""
+    """Show a ring all-gather: every rank ends with every rank's chunk (FSDP's weights)."""
     check_ranks("a ring", ranks)
     share = (ranks - 1) / ranks * message_bytes
     world = Ranks(
@@ -110,9 +110,10 @@ def all_gather(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
 
 
 def halving(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
-    """Recursive halving, then doubling: an all-reduce in few rounds.
+    """Show recursive halving, then doubling: an all-reduce in few rounds.
 
-    Errors: PlanError where the number of ranks is no power of two
+    Raises:
+        PlanError: the number of ranks is no power of two.
     """
     check_ranks("halving", ranks)
     if ranks & (ranks - 1):
@@ -138,7 +139,7 @@ def halving(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
 
 
 def tree(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
-    """A tree: sums go up to rank 0 in pairs, the total comes down the same way."""
+    """Show a tree all-reduce: sums go up to rank 0 in pairs, the total comes down the same way."""
     check_ranks("a tree", ranks)
     log = (ranks - 1).bit_length()
     whole = log * message_bytes
@@ -164,7 +165,7 @@ def tree(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
 
 
 def broadcast(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
-    """Broadcast: rank 0's numbers reach everybody, the senders doubling every round."""
+    """Show a broadcast: rank 0's numbers reach all ranks, the senders doubling every round."""
     check_ranks("a broadcast", ranks)
     log = (ranks - 1).bit_length()
     whole = log * message_bytes
@@ -183,13 +184,13 @@ def broadcast(ranks: int, message_bytes: float = MESSAGE_BYTES) -> Walk:
 
 
 def _one_way(ranks: int, share: float, ends: str, everywhere: bool) -> _Claim:
-    """What half of a ring all-reduce costs."""
+    """Return the expected cost of half of a ring all-reduce."""
     takes = "(n−1)·α + (n−1)/n·M·β"
     return _Claim("(n−1)/n·M", share, takes, ranks - 1, share, ends, everywhere)
 
 
 def _full(ranks: int, chunks: int, message_bytes: float) -> Ranks:
-    """Every rank begins with its own number in every chunk."""
+    """Return ranks that each begin with their own number in every chunk."""
     holding = [{c: first_number(rank, c) for c in range(chunks)} for rank in range(ranks)]
     return Ranks(holding, chunks, message_bytes / chunks)
 
@@ -213,7 +214,7 @@ def _ring_gather(ranks: int, before: int, of: int = 0) -> Iterator[Round]:
 
 
 def _halving_rounds(ranks: int, log: int) -> Iterator[Round]:
-    """At distance d, rank r keeps chunks that agree with r in bit d and sends the others."""
+    """Yield the halving rounds: at distance d, rank r sends chunks that differ from r in bit d."""
     for turn in range(log):
         far = ranks >> (turn + 1)
         messages = [
@@ -258,7 +259,7 @@ def _tree_down(ranks: int, log: int) -> list[Round]:
 def _walk(
     world: Ranks, title: str, story: tuple[str, ...], rounds: list[Round], claim: _Claim
 ) -> Walk:
-    """Run the rounds, then hold sums, bytes and time against what they must be."""
+    """Run the rounds, then compare sums, bytes and time with the expected values."""
     ranks, start = len(world.held), world.cells()
     totals = {
         chunk: sum(own[chunk] for own in world.held if chunk in own)

@@ -1,8 +1,8 @@
-"""FSDP step by step: gather a unit's weights, compute, free them; gradients are scattered.
+"""FSDP step by step: gather a unit's weights, compute, free them; reduce-scatter gradients.
 
 Every rank keeps 1/n of each unit's weights, gradients and optimizer state. A unit's weights are
-gathered just before they are used, the next unit's while this one computes, so at most two units
-are whole at any time. Per micro-batch each rank sends
+gathered just before their use, the next unit's while this one computes, so at most two units are
+whole at any time. Per micro-batch each rank sends
 
     (n−1)/n · (2·W + G)        weights twice (forward, backward), gradients once
 
@@ -22,23 +22,23 @@ from shoal.teach.walks.walk_messages import ALPHA_S, BYTES_PER_S
 
 UNITS = 4
 UNIT_PARAMETERS = 25_000_000
-"""Of each unit, in this drawing."""
+"""Parameters of each unit, in this drawing."""
 
 GATHERED_BYTES, SENT_GRADIENT_BYTES = 2, 2
-"""Per parameter: bf16 weights are gathered, bf16 gradients sent."""
+"""Bytes per parameter: bf16 weights are gathered, bf16 gradients sent."""
 
 SHARD_BYTES, GRADIENT_SHARD_BYTES = 12, 4
-"""Per parameter of a shard: fp32 weight with two Adam moments; its fp32 gradient."""
+"""Bytes per parameter of a shard: fp32 weight with two Adam moments; its fp32 gradient."""
 
 ACTIVATION_BYTES = 40 * 2**20
-"""Kept of each unit's forward until its backward."""
+"""Bytes that each unit's forward keeps until its backward."""
 
 FORWARD_S, BACKWARD_S, UPDATE_S = 3e-3, 6e-3, 1e-3
 
 
 @dataclass
 class _Rank:
-    """What one rank holds and has sent; all ranks do the same at the same time.
+    """Tensors and sent bytes of one rank; all ranks do the same at the same time.
 
     Attributes:
         whole: units whose weights are gathered, with the numbers.
@@ -56,7 +56,7 @@ class _Rank:
 
 
 class _World:
-    """n ranks in step with each other: a compute lane, a link lane, and a clock for each.
+    """Simulation of n synchronous ranks: a compute lane, a link lane, and a clock for each.
 
     Attributes:
         kept: units whose activations wait for their backward.
@@ -77,11 +77,11 @@ class _World:
         self.change(0.0, "shards", shard_bytes)
 
     def change(self, time_s: float, what: str, n_bytes: float) -> None:
-        """From this moment a rank holds so many bytes more (or fewer)."""
+        """Record that from this moment a rank holds so many bytes more (or fewer)."""
         self.changes.append((time_s, what, n_bytes))
 
     def _collective(self, kind: str, unit: int, from_s: float, whole_bytes: float) -> float:
-        """A ring over all ranks as soon as data and link are there; gives when it ends."""
+        """Run a ring over all ranks once data and link are ready; return its end."""
         n = len(self.ranks)
         start_s = max(from_s, self.link_s)
         share_bytes = (n - 1) / n * whole_bytes
@@ -96,7 +96,7 @@ class _World:
             self.spans.append(Span(rank, start_s, end_s, kind, name, lane))
 
     def gather(self, unit: int, from_s: float) -> None:
-        """Every rank gets every rank's part of the unit's weights."""
+        """All-gather the unit's weights from the parts of all ranks."""
         if unit in self.ranks[0].whole:
             return
         whole_bytes = UNIT_PARAMETERS * GATHERED_BYTES
@@ -107,7 +107,7 @@ class _World:
             rank.whole[unit] = [peer.own[unit] for peer in self.ranks]
 
     def free(self, unit: int) -> None:
-        """The gathered weights are dropped: each rank keeps its own part."""
+        """Free the gathered weights: each rank keeps its own part."""
         self.change(self.compute_s, "gathered", -UNIT_PARAMETERS * GATHERED_BYTES)
         for rank in self.ranks:
             del rank.whole[unit]
@@ -127,7 +127,7 @@ class _World:
         self.free(unit)
 
     def backward(self, unit: int) -> None:
-        """Gradients of a unit on every rank, gathering the one before it meanwhile."""
+        """Compute a unit's gradients on every rank, gathering the one before it meanwhile."""
         start_s = max(self.compute_s, self.ready_s[unit])
         if unit:
             self.gather(unit - 1, start_s)
@@ -145,7 +145,7 @@ class _World:
         self._scatter(unit)
 
     def _scatter(self, unit: int) -> None:
-        """Every rank gets the sum over ranks of its own part of the unit's gradient."""
+        """Reduce-scatter a unit's gradient: every rank gets the sum of its own part."""
         whole_bytes = UNIT_PARAMETERS * SENT_GRADIENT_BYTES
         self._collective("reduce-scatter", unit, self.compute_s, whole_bytes)
         self.change(self.link_s, "full gradients", -whole_bytes)
@@ -160,14 +160,14 @@ class _World:
             del rank.full[unit]
 
     def update(self) -> None:
-        """Each rank changes only its own part of the weights."""
+        """Update each rank's own part of the weights."""
         start_s = max(self.compute_s, self.link_s)
         self.compute_s = start_s + UPDATE_S
         self._span("update", -1, start_s, self.compute_s, "compute")
         self._write("update", None, None)
 
     def _write(self, title: str, busy: int | None, coming: int | None) -> None:
-        """Note the table of one rank: every rank's looks the same."""
+        """Record the table of one rank: every rank's looks the same."""
         rank = self.ranks[0]
         happens = [f"compute with u{busy}, then free it" if busy is not None else "own parts only"]
         if coming is not None:
@@ -190,7 +190,7 @@ class _World:
         self.steps.append(Step(title, tuple(happens), cells, note))
 
     def memory(self) -> tuple[Held, ...]:
-        """What a rank holds from every change on, by kind; the same on all ranks."""
+        """Return a rank's held memory after every change, by kind; the same on all ranks."""
         now: dict[str, float] = {}
         held: dict[float, dict[str, float]] = {}
         for time_s, what, n_bytes in sorted(self.changes, key=lambda change: change[0]):
@@ -209,12 +209,13 @@ def fsdp(
     forward_s: float = FORWARD_S,
     backward_s: float = BACKWARD_S,
 ) -> Walk:
-    """One optimizer step of four units on `ranks` ranks, micro-batch after micro-batch.
+    """Show one optimizer step of four units on `ranks` ranks, micro-batch after micro-batch.
 
     Args:
         forward_s, backward_s: of one unit.
 
-    Errors: PlanError for a number of ranks that cannot be shown
+    Raises:
+        PlanError: a number of ranks that cannot be shown.
 
     >>> walk = fsdp(4)
     >>> walk.facts["each rank sends"].split(" = ")[1], walk.facts["gathered at most"]
@@ -236,7 +237,7 @@ def fsdp(
 
 
 def _finished(world: _World, batch: list[list[int]]) -> Walk:
-    """Hold gradients, bytes and gathered units against what they must be."""
+    """Compare gradients, bytes and gathered units with the expected values."""
     ranks, turns = len(world.ranks), len(batch)
     right = summed_gradient(world.weights, batch)
     for rank in world.ranks:

@@ -1,9 +1,9 @@
 """Pipeline schedules as drawings: one of them, or all-forward-all-backward beside 1F1B.
 
-What a rank holds is counted in micro-batches whose forward it has done and whose backward it has
-not: the activations that wait. The bubble is the largest (last end − first start − work) over
-ranks; beside it stands the step's length up to the optimizer's barrier (the global norm is summed
-over all ranks before anyone updates), and the bubble of the closed formula where there is one.
+A rank's held amount is its micro-batches whose forward is done and whose backward is not: the
+activations that wait. The bubble is the largest (last end − first start − work) over ranks. Beside
+it stands the step's length up to the optimizer's barrier (all ranks sum the global norm before any
+rank updates), and the bubble of the closed formula if there is one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shoal.teach.costs import AnalyticalCosts
 from shoal.teach.schedules_simulate import bubble_of, simulate
 
 LARGEST = 10_000
-"""Actions of one kind in a drawing."""
+"""Most actions of one kind in a drawing."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What to draw: seconds that one rank spends per micro-batch, all its pieces together.
+    """Parameters of a drawing: seconds that one rank spends per micro-batch over all its chunks.
 
     Attributes:
         forward_s, input_s, weight_s: forward, gradient of the input, gradients of the weights.
@@ -39,9 +39,10 @@ class Pipeline:
 
 
 def pipeline(name: str, asked: Pipeline) -> Timeline:
-    """One step of a schedule over time.
+    """Show one step of a schedule over time.
 
-    Errors: PlanError for an unknown schedule, or one that these numbers do not allow
+    Raises:
+        PlanError: an unknown schedule, or one that these numbers do not allow.
 
     >>> line = pipeline("1f1b", Pipeline(ranks=4, micro_batches=8))
     >>> line.facts["bubble"], line.peak_bytes(0), line.peak_bytes(3)
@@ -68,7 +69,7 @@ def pipeline(name: str, asked: Pipeline) -> Timeline:
 
 
 def _figure(count: float) -> str:
-    """Two digits behind the point at most, and no tail of zeros.
+    """Format a figure with at most two digits after the point and no trailing zeros.
 
     >>> _figure(4.0), _figure(2 / 3), _figure(1234567.0)
     ('4', '0.67', '1234567')
@@ -86,7 +87,7 @@ def _many(count: int, what: str) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds, with rounding noise taken for nothing.
+    """Format seconds; rounding noise counts as 0.
 
     >>> seconds_text(9.0), seconds_text(1e-15)
     ('9.0 s', '0 s')
@@ -95,9 +96,10 @@ def seconds_text(seconds: float) -> str:
 
 
 def closed_formula(name: str, asked: Pipeline, chunks: int = 1) -> tuple[str, float] | None:
-    """The bubble's formula and its seconds, where the literature gives one for these numbers.
+    """Return the bubble's formula and its seconds, if the literature gives one for these numbers.
 
-    Without it (unequal F, B, W in split schedules, few micro-batches) only counting says the truth.
+    Without one (unequal F, B, W in split schedules, few micro-batches) only counting gives the
+    bubble.
 
     >>> closed_formula("zero-bubble", Pipeline(4, 8)), closed_formula("zbv", Pipeline(4, 7))
     (('(p−1)(F+B−W)', 3.0), None)
@@ -132,7 +134,7 @@ def _facts(name: str, line: Timeline, asked: Pipeline, chunks: int) -> dict[str,
 
 
 def afab_beside_1f1b(asked: Pipeline) -> tuple[tuple[Timeline, Timeline], tuple[str, ...]]:
-    """Both timelines, and what the comparison teaches, from their own figures.
+    """Return both timelines, and sentences that compare them by their own figures.
 
     >>> lines = afab_beside_1f1b(Pipeline(ranks=4, micro_batches=8))[1]
     >>> lines[0]

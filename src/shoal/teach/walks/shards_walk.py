@@ -1,4 +1,4 @@
-"""A toy model whose numbers can be followed by eye, as FSDP's and ZeRO's step-throughs train it.
+"""Toy model with small whole numbers, which FSDP's and ZeRO's step-throughs train.
 
     x[k+1] = x[k] · s[k],    s[k] = sum of the n weights of unit k,    loss = x[K]
 
@@ -12,7 +12,7 @@ import math
 
 
 def first_weights(units: int, ranks: int) -> list[list[int]]:
-    """Weights [unit][rank], from 1 to 3.
+    """Return initial weights [unit][rank], from 1 to 3.
 
     >>> first_weights(2, 3)
     [[1, 2, 3], [2, 3, 1]]
@@ -21,12 +21,12 @@ def first_weights(units: int, ranks: int) -> list[list[int]]:
 
 
 def samples(ranks: int, micro_batches: int = 1) -> list[list[int]]:
-    """One sample per micro-batch and rank, [micro-batch][rank]."""
+    """Return one sample per micro-batch and rank, [micro-batch][rank]."""
     return [[1 + rank + ranks * turn for rank in range(ranks)] for turn in range(micro_batches)]
 
 
 def gradient(weights: list[list[int]], sample: int) -> list[int]:
-    """Gradient of any weight of each unit, for one sample.
+    """Return the gradient of any weight of each unit, for one sample.
 
     >>> gradient([[1, 2], [2, 2]], 5)
     [20, 15]
@@ -38,6 +38,6 @@ def gradient(weights: list[list[int]], sample: int) -> list[int]:
 
 
 def summed_gradient(weights: list[list[int]], batch: list[list[int]]) -> list[int]:
-    """What one process computes for the whole batch: the gradient summed over all samples."""
+    """Return one process's gradient for the whole batch, summed over all samples."""
     parts = [gradient(weights, sample) for turn in batch for sample in turn]
     return [sum(part[unit] for part in parts) for unit in range(len(weights))]

@@ -1,7 +1,7 @@
-"""What a step-through is: a table of who holds what, changed step by step, with a check at its end.
+"""Step-through: a table of each rank's values, changed step by step, with a final check.
 
-The numbers in the cells are computed, never written: a walk that does not end in the right result
-raises BugError instead of being shown.
+The numbers in the cells are computed, never written by hand: a walk that does not end in the right
+result raises BugError instead of being shown.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ LOOKS = {
     "none": "not held",
     "busy": "on its way",
 }
-"""What the look of a cell says."""
+"""Meaning of a cell's look."""
 
 MOST_RANKS = 16
-"""More rows than this cannot be followed by eye."""
+"""Most rows that can be followed by eye."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in one place of the table: a text, one of LOOKS, and from whom it just came."""
+    """One cell of the table: a text, one of LOOKS, and the rank from which it just arrived."""
 
     text: str
     look: str = "own"
@@ -35,7 +35,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: what happens, in words, and the table after it.
+    """One step: a description in words, and the table after it.
 
     Attributes:
         cells: [row][column].
@@ -53,13 +53,12 @@ class Walk:
     """A whole step-through.
 
     Attributes:
-        story: what it is for and how it works, in two or three sentences.
+        story: its purpose and mechanism, in two or three sentences.
         rows, columns: names of the table's rows (mostly ranks) and columns.
         start: the table before the first step.
         steps: in order.
-        checked: what was compared at the end, and with what result.
-
-    timeline the same steps over time
+        checked: the comparison at the end, and its result.
+        timeline: the same steps over time.
     """
 
     title: str
@@ -75,7 +74,11 @@ class Walk:
 
 
 def check_ranks(what: str, ranks: int, least: int = 2) -> None:
-    """Errors: PlanError for a number of ranks that this step-through cannot show."""
+    """Refuse a number of ranks that a step-through cannot show.
+
+    Raises:
+        PlanError: fewer than `least` ranks, or too many.
+    """
     if not least <= ranks <= MOST_RANKS:
         close = min(max(ranks, least), MOST_RANKS)
         raise PlanError(
@@ -85,7 +88,10 @@ def check_ranks(what: str, ranks: int, least: int = 2) -> None:
 
 
 def must_equal(what: str, got: object, wanted: object) -> None:
-    """Errors: BugError where a computed result is not the right one.
+    """Raise BugError if a computed result differs from the expected one.
+
+    Raises:
+        BugError: `got` is not `wanted`.
 
     >>> must_equal("sum", 6, 6)
     """

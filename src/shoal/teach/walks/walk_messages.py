@@ -1,8 +1,8 @@
 """Ranks that hold chunks of small whole numbers and send them to each other, round by round.
 
-All messages of a round leave at once. A message either adds to what the receiver holds or takes
-its place. Each chunk remembers which ranks are in its sum, so that adding a rank twice is refused.
-A round lasts α + (bytes of its largest message)·β, as ranks send and receive at the same time.
+All messages of a round leave at once. A message either is added to the receiver's chunk or replaces
+it. Each chunk remembers which ranks are in its sum, so that adding a rank twice raises an error. A
+round lasts α + (bytes of its largest message)·β, as ranks send and receive at the same time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from shoal.base.text.units import bytes_text
 from shoal.teach.walks.walk import Cell, Step
 
 ALPHA_S = 10e-6
-"""Seconds to start a message, in these drawings: about what a network card and its switch take."""
+"""Seconds to start a message, in these drawings: about those of a network card and its switch."""
 
 BYTES_PER_S = 25e9
-"""Of one rank's link, in these drawings: a card of 200 Gbit/s."""
+"""Bytes/s of one rank's link, in these drawings: a card of 200 Gbit/s."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """Some chunks from one rank to another; `adds` says whether they are summed there."""
+    """Chunks sent from one rank to another; `adds`: the receiver sums them."""
 
     source: int
     target: int
@@ -33,7 +33,7 @@ class Message:
 
 
 def first_number(rank: int, chunk: int) -> int:
-    """The number with which a rank's chunk begins: from 1 to 9, different for neighbours.
+    """Return a rank's initial number of a chunk: from 1 to 9, different for neighbours.
 
     >>> [first_number(rank, 0) for rank in range(4)]
     [1, 3, 5, 7]
@@ -42,10 +42,10 @@ def first_number(rank: int, chunk: int) -> int:
 
 
 class Ranks:
-    """The ranks' chunks, what was sent so far, and the steps that led here.
+    """Chunks of all ranks, sent bytes, and the steps so far.
 
     Args:
-        holding: for each rank the chunks it begins with, chunk → number.
+        holding: for each rank its initial chunks, chunk → number.
         chunk_bytes: of one chunk.
     """
 
@@ -61,11 +61,11 @@ class Ranks:
 
     @property
     def busiest_bytes(self) -> float:
-        """Most that one rank has sent."""
+        """Return the most bytes that one rank has sent."""
         return max(self.sent_bytes)
 
     def cells(self, came: dict[tuple[int, int], int] | None = None) -> tuple[tuple[Cell, ...], ...]:
-        """The table now: one row per rank, one column per chunk."""
+        """Return the current table: one row per rank, one column per chunk."""
         arrived = came or {}
         return tuple(
             tuple(self._cell(rank, chunk, arrived.get((rank, chunk))) for chunk in
@@ -83,22 +83,22 @@ class Ranks:
         return Cell(str(self.held[rank][chunk]), look, came_from)
 
     def complete(self, rank: int, chunk: int) -> bool:
-        """Does this rank hold the chunk with everybody in it who began with it?"""
+        """Return whether a rank's chunk contains every rank that began with it."""
         return self.members[rank].get(chunk) == self.begun(chunk)
 
     def begun(self, chunk: int) -> frozenset[int]:
-        """Ranks that are in any copy of this chunk."""
+        """Return the ranks that are in any copy of this chunk."""
         return frozenset(r for own in self.members for r in own.get(chunk, frozenset()))
 
     def round(self, title: str, kind: str, messages: Sequence[Message], goal: str) -> None:
-        """Send all messages at once and write the step down.
+        """Send all messages at once and record the step.
 
         Args:
             kind: of the spans.
             goal: bytes that the busiest rank will have sent, as text.
 
         Raises:
-            BugError: where a rank would be added twice.
+            BugError: a rank would be added twice.
         """
         payload = [
             [(c, self.held[m.source][c], self.members[m.source][c]) for c in m.chunks]
@@ -152,5 +152,5 @@ class Ranks:
         self.now_s = end_s
 
     def timeline(self, title: str, facts: dict[str, str]) -> Timeline:
-        """All rounds over time."""
+        """Return all rounds as a timeline."""
         return Timeline(title, len(self.held), tuple(self.spans), facts=facts)

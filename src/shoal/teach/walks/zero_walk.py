@@ -1,10 +1,10 @@
-"""ZeRO's four stages side by side: who holds which part of weights, gradients, optimizer state.
+"""ZeRO's four stages side by side: weights, gradients and optimizer state of each rank.
 
 n ranks train the same toy model for two steps under each stage; every stage must end with the
 weights of one process. With P parameters in bf16 (2 bytes weight, 2 bytes gradient) and 12 bytes of
 optimizer state (fp32 weight and two Adam moments), a rank holds and sends per step
 
-    stage   holds                cut over ranks                  sends (elements)
+    stage   holds                sharded over ranks              sends (elements)
     0       16·P                 nothing (DDP)                   2(n−1)/n · P
     1       4·P + 12·P/n         optimizer state                 2(n−1)/n · P
     2       2·P + 14·P/n         gradients too                   2(n−1)/n · P
@@ -48,7 +48,7 @@ ABOUT = {
 
 @dataclass
 class _Rank:
-    """Parts that a rank holds between steps: [unit][part] → number, by kind."""
+    """Shards of a rank between steps: [unit][part] → number, by kind."""
 
     weights: dict[tuple[int, int], int] = field(default_factory=dict)
     gradients: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -56,9 +56,9 @@ class _Rank:
 
 
 class _Stage:
-    """One stage at work: momentum SGD, m ← m + g, w ← w + m, in whole numbers.
+    """Training under one stage: momentum SGD, m ← m + g, w ← w + m, in whole numbers.
 
-    Weights are added to, so that they stay positive and grow: nothing converges here.
+    Updates are added to the weights, so that they stay positive and grow: nothing converges here.
     """
 
     def __init__(self, stage: int, ranks: int) -> None:
@@ -74,7 +74,7 @@ class _Stage:
                         self.ranks[rank].optimizer[unit, part] = 0
 
     def weights(self, rank: int) -> list[list[int]]:
-        """The whole weights where they are needed: stage 3 gathers what is missing, and counts."""
+        """Return the whole weights; stage 3 gathers the missing shards, and counts them."""
         held = self.ranks[rank].weights
         pairs = [(unit, part) for unit in range(UNITS) for part in range(self.n)]
         missing = [pair for pair in pairs if pair not in held]
@@ -84,7 +84,7 @@ class _Stage:
         return [[found[unit, part] for part in range(self.n)] for unit in range(UNITS)]
 
     def step(self, batch: list[int]) -> None:
-        """Forward and backward of one sample per rank, the sum over ranks, the update."""
+        """Train one step: forward and backward of one sample per rank, sum over ranks, update."""
         own: list[list[int]] = []
         for rank, sample in enumerate(batch):
             self.weights(rank)  # forward; stage 3 drops them again and gathers for the backward
@@ -112,19 +112,19 @@ class _Stage:
                     mine.weights[unit, part] = self.ranks[part].weights[unit, part]
 
     def held_bytes(self, rank: int, kind: str) -> float:
-        """Bytes of one kind on one rank, for PARAMETERS parameters, from what it really holds."""
+        """Return a rank's bytes of one kind for PARAMETERS parameters, from its real shards."""
         each = {"weights": WEIGHT_BYTES, "gradients": GRADIENT_BYTES, "optimizer": STATE_BYTES}
         numbers = len(getattr(self.ranks[rank], kind))
         return numbers / (UNITS * self.n) * PARAMETERS * each[kind]
 
     def parts(self, rank: int, kind: str) -> str:
-        """Which parts of a unit it holds, by their numbers: `0123`, `·1··`."""
+        """Return the parts of a unit that a rank holds, by their numbers: `0123`, `·1··`."""
         held = {part for _, part in getattr(self.ranks[rank], kind)}
         return "".join(f"{part:x}" if part in held else "·" for part in range(self.n))
 
 
 def _one_process(ranks: int) -> list[list[int]]:
-    """The weights after all steps on one process that sees every sample."""
+    """Return the weights after all steps on one process that sees every sample."""
     weights = first_weights(UNITS, ranks)
     momentum = [0] * UNITS
     for batch in samples(ranks, STEPS):
@@ -135,7 +135,7 @@ def _one_process(ranks: int) -> list[list[int]]:
 
 
 def formula_bytes(stage: int, ranks: int, parameters: float) -> float:
-    """Bytes of states that a rank holds, as the paper writes it.
+    """Return the state bytes of a rank by the paper's formula.
 
     >>> [formula_bytes(stage, 8, 7e9) / 1e9 for stage in range(4)]
     [112.0, 38.5, 26.25, 14.0]
@@ -145,9 +145,10 @@ def formula_bytes(stage: int, ranks: int, parameters: float) -> float:
 
 
 def zero(ranks: int) -> Walk:
-    """All four stages, each as one step of the walk.
+    """Show all four stages, each as one step of the walk.
 
-    Errors: PlanError for a number of ranks that cannot be shown
+    Raises:
+        PlanError: a number of ranks that cannot be shown.
 
     >>> walk = zero(8)
     >>> [cell.text for cell in walk.steps[2].cells[1]]

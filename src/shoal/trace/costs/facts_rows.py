@@ -1,8 +1,8 @@
-"""Puts what a trace saw into rows of `UnitFacts`: equal units counted, everything per sample.
+"""Collect traced costs into rows of `UnitFacts`: equal units counted, everything per sample.
 
 A tensor that one unit keeps because it made it, and the next because it reads it, is kept once: the
-next one's input is left out. Parameters count where they come first; a unit that brings none of its
-own says whose it shares.
+next unit's input is left out. Parameters count in the first unit that has them; a unit without
+parameters of its own names the unit whose parameters it shares.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.trace.find.model_units import CONTAINERS
 
 @dataclass
 class Call:
-    """One run of a unit on the example batch."""
+    """Costs of one call of a unit on the example batch."""
 
     flops: float
     attention_flops: float
@@ -42,7 +42,7 @@ class Call:
     def of(
         cls, tally: Tally, inputs: list[torch.Tensor], saved: list[bool], keeps: list[bool]
     ) -> Call:
-        """From what was counted; `saved`: which inputs, `keeps`: which outputs are kept."""
+        """Build from the counted costs; `saved`: which inputs, `keeps`: which outputs are kept."""
         given = sum(t.numel() * t.element_size() for t in inputs)
         products = tally.products[:-1] if _ends_in_weights(tally) else tally.products
         split = sum(size for size, cut, _ in products if cut)
@@ -68,10 +68,10 @@ class Call:
         )
 
     def counted(self, inputs: list[torch.Tensor], kept: Any) -> tuple[float, float]:
-        """(split, plain) saved bytes of a call, without inputs that something else keeps already.
+        """Return (split, plain) saved bytes of a call, without inputs that are counted already.
 
         Args:
-            kept: storages that are counted; this call's inputs join them.
+            kept: storages that are counted; this call's inputs are added.
         """
         split, plain = self.split_bytes, self.plain_bytes
         for index, size, cut in self.saved_inputs:
@@ -83,7 +83,7 @@ class Call:
 
 
 def _ends_in_weights(tally: Tally) -> bool:
-    """Whether the last product is none of attention: nobody asks for its output again."""
+    """Return whether the last product is not attention: no later operation needs its output."""
     return bool(tally.products) and not tally.products[-1][2]
 
 
@@ -126,7 +126,7 @@ class Rows:
     def add_call(
         self, path: str, module: nn.Module, key: Any, call: Call, saved: tuple[float, float]
     ) -> None:
-        """One more run of a unit, with its (split, plain) saved bytes."""
+        """Add a call of a unit, with its (split, plain) saved bytes."""
         trained, plain, frozen, tied_to = self._claim(path, module.parameters())
         if path in self.called:
             self.often.add(path)
@@ -145,13 +145,13 @@ class Rows:
         self.last = row
 
     def _place(self, path: str) -> str:
-        """The container that a unit is an entry of; a unit that is in none stands alone."""
+        """Return the container that a unit is an entry of, else a key of its own."""
         parent = path.rpartition(".")[0]
         in_container = isinstance(self.twin.get_submodule(parent), CONTAINERS)
         return parent if in_container and path else f"={path}"
 
     def add_glue(self, tally: Tally, kept: Any) -> None:
-        """Work outside of units: to the unit before it."""
+        """Add work outside of units to the unit before it."""
         if not tally.operations and not len(tally.saved):
             return
         row = self.last or self._inputs()
@@ -165,9 +165,9 @@ class Rows:
                 kept[storage] = True
 
     def add_loss(self, tally: Tally, backward_flops: float, peak: float, given: float) -> None:
-        """The loss: its forward pass, the FLOP of its backward, its peak and its input in bytes.
+        """Add the loss: forward pass, FLOP of its backward, peak bytes and bytes of its input.
 
-        One that makes its gradients in the forward pass does all three products there.
+        A loss that makes its gradients in the forward pass does all three products there.
         """
         row = self.rows["loss"] = _Row(
             "loss", count=1, block=ROOT, given_bytes=given, loss_bytes=peak
@@ -182,7 +182,7 @@ class Rows:
         return self.rows.setdefault("inputs", _Row("inputs", count=1, block=ROOT))
 
     def _claim(self, path: str, parameters: Any) -> tuple[int, int, int, str]:
-        """Trained, plain, frozen elements that nobody counted yet, and who counted the others."""
+        """Count trained, plain, frozen elements not counted yet; name the owner of the others."""
         trained = plain = frozen = 0
         tied_to = ""
         for parameter in parameters:
@@ -197,7 +197,7 @@ class Rows:
         return trained, plain, frozen, tied_to
 
     def _claim_rest(self) -> None:
-        """Parameters outside of units (positions, class tokens), and of units never called."""
+        """Count parameters outside of units (positions, class tokens) and of uncalled units."""
         inside = {id(p) for _, module in self.units for p in module.parameters()}
         loose = [p for p in self.twin.parameters() if id(p) not in inside]
         if loose:
@@ -221,7 +221,7 @@ class Rows:
         return first if first and first.count == 1 else self._inputs()
 
     def _blocks_by_calls(self) -> None:
-        """What a model without other blocks calls again and again is its block."""
+        """Mark repeatedly called units as blocks, if the model has no other blocks."""
         if self.blocks.gathered:
             return
         for row in self.rows.values():
@@ -229,7 +229,7 @@ class Rows:
                 row.block, row.rooted = "", 0
 
     def model_facts(self, name: str, element_bytes: int, source: str) -> ModelFacts:
-        """The rows as facts, per unit and sample."""
+        """Convert the rows to facts, per unit and sample."""
         self._claim_rest()
         self._blocks_by_calls()
         keys = sorted(self.rows, key=lambda key: key != "inputs")
@@ -245,7 +245,7 @@ class Rows:
         )
 
     def _names(self, rows: Sequence[_Row]) -> dict[str, str]:
-        """Path of a row's first unit → its name: the container's where all entries are one row."""
+        """Map the path of a row's first unit to its name; equal entries take their container's."""
         containers = [row.path.rpartition(".")[0] for row in rows if row.count > 1]
         return {
             row.path: parent

@@ -1,7 +1,7 @@
-"""Counts the floating-point operations of one sample, forward and backward, without running them.
+"""Count the floating-point operations of one sample, forward and backward, without running them.
 
-A twin of the module on torch's meta device (shapes without data) runs two samples while torch's own
-counter listens. Nothing is allocated, no generator is drawn from, and the real module is untouched.
+A copy of the module on torch's meta device (shapes without data) runs two samples under torch's own
+FLOP counter. It allocates nothing, draws no random numbers, and does not touch the real module.
 Matrix products, convolutions and attention count; element-wise work does not, as is usual for MFU.
 """
 
@@ -23,19 +23,19 @@ from shoal.trace.isolation.module_copies import meta_twin
 def backward_flops(
     module: nn.Module, batch: Any, loss_sum: Callable[[nn.Module, Any], torch.Tensor]
 ) -> int | None:
-    """Count the FLOP of a forward and backward pass without running it: on a twin without data.
+    """Count the FLOP of a forward and backward pass, on a meta copy without data.
 
     Args:
         loss_sum: (module, batch) → the scalar whose `.backward()` is counted too.
         batch: a few samples, on any device.
 
     Returns:
-        FLOP of the whole batch; None where the model needs values, or other ranks.
+        FLOP of the whole batch; None if the model needs values, or other ranks.
 
     Note:
-        operations that torch's counter does not know count as 0; a real copy of the model would
-        also count models that look at values, but cost rank 0 their memory (measured: 95 MiB for a
-        14 MiB model).
+        Operations that torch's counter does not know count as 0. A real copy of the model would
+        also count models that read values, but cost rank 0 their memory (measured: 95 MiB for a 14
+        MiB model).
     """
     try:
         twin = meta_twin(module)
@@ -43,7 +43,7 @@ def backward_flops(
         with alone(), FlopCounterMode(display=False) as counter:
             loss_sum(twin, shapes).backward()
         return counter.get_total_flops()
-    except Exception:  # whatever a user's module cannot do here, MFU is worth less than training
+    except Exception:  # any failure of a user's module: training goes on without MFU
         return None
 
 
@@ -52,18 +52,18 @@ def module_flops(
 ) -> tuple[FlopsRow, ...]:
     """Count the FLOP of a forward pass by the class of the module that does them, most first.
 
+    A model that needs values is run on the CPU; all others on a copy without data.
+
     Args:
         batch: a few samples, on the CPU.
         forward: (module, batch) → the loss, which counts too.
 
     Returns:
         FLOP of the whole batch, each counted once: at the innermost module around it.
-
-    A model that needs values is run on the CPU; all others on a twin without data.
     """
     try:
         counted = _counted(meta_twin(module), pytree.tree_map(_to_meta, batch), forward)
-    except Exception:  # whatever it was, it is seen again where the model has its data
+    except Exception:  # any failure; it is raised again where the model has its data
         with torch.random.fork_rng(devices=[]):
             counted = _counted(module, batch, forward)
     root = type(module).__name__
@@ -84,7 +84,7 @@ def module_flops(
 def _counted(
     module: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any]
 ) -> dict[str, int]:
-    """FLOP by path, those of modules inside included; "Global" is all of them."""
+    """Return FLOP by path, including those of submodules; "Global" is all of them."""
     # With gradients, losses over a vocabulary compute theirs in the forward pass.
     with alone(), torch.no_grad(), FlopCounterMode(display=False) as counter:
         forward(module, batch)
@@ -92,7 +92,7 @@ def _counted(
 
 
 def _around(name: str, names: Mapping[str, int]) -> str:
-    """The nearest path around one that was counted, which a container without a pass is not."""
+    """Return the nearest counted path around one without a count, e.g. of a container."""
     while "." in name:
         name = name.rpartition(".")[0]
         if name in names:

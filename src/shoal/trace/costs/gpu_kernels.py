@@ -1,8 +1,9 @@
-"""What GPU kernels keep where a trace without a GPU would show something else.
+"""Emulation of GPU kernels' saved tensors in a trace without a GPU.
 
 On a CPU torch differentiates RMSNorm operation by operation and keeps three copies of its input;
 its attention on the meta device is plain matrix products with all the scores. GPUs have one kernel
-for each. These stand-ins have the kernels' inputs, outputs and saved tensors, and compute nothing:
+for each. The replacements here have the kernels' inputs, outputs and saved tensors, and compute
+nothing:
 
     RMSNorm     keeps its input, and one fp32 number per row
     attention   keeps q, k, v, its output, and one fp32 number per head and position: flash in bf16
@@ -35,22 +36,22 @@ NARROWED = {
     torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, Tensor.matmul,
     Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, F.scaled_dot_product_attention,
 }  # fmt: skip
-"""What autocast computes in the narrow format."""
+"""Functions that autocast computes in the low-precision dtype."""
 
 WIDENED = {
     F.layer_norm, F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, Tensor.softmax,
     F.cross_entropy, F.nll_loss, F.mse_loss, F.softplus, F.group_norm,
     torch.exp, torch.pow, torch.cumsum,
 }  # fmt: skip
-"""What autocast computes in fp32: the most frequent ones."""
+"""Functions that autocast computes in fp32: the most frequent ones."""
 
 
 class GpuKernels(TorchFunctionMode):
-    """While it is on, norms and attention are the stand-ins above; for tensors without data.
+    """Torch function mode that replaces norms and attention as above; for tensors without data.
 
     Args:
-        narrow: format of products under autocast, which torch has not for tensors without data;
-            None: everything in the format that it comes in.
+        narrow: dtype of products under autocast, which torch does not apply to tensors without
+            data; None: every operation keeps its inputs' dtype.
     """
 
     def __init__(self, narrow: torch.dtype | None = None) -> None:
@@ -60,7 +61,7 @@ class GpuKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace the two, cast what autocast casts; everything else runs as it is."""
+        """Replace norms and attention, and cast what autocast casts."""
         kwargs = kwargs or {}
         if self.narrow and (func in NARROWED or func in WIDENED):
             wanted = self.narrow if func in NARROWED else torch.float32
@@ -111,7 +112,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """[..., heads, seq, head_dim] as the fused kernel gives it."""
+    """Return [..., heads, seq, head_dim] as the fused kernel does, with its saved tensors."""
     lead = query.shape[:-3]
     if query.dim() != 4:  # kernels read [batch, heads, seq, head_dim]
         query, key, value = (t.reshape(-1, *t.shape[-3:]) for t in (query, key, value))
@@ -137,7 +138,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Same shape; one operation that reads and writes every element once."""
+    """Return a tensor of the same shape, by one operation that reads and writes it once."""
     dims = len(tuple(normalized_shape))
     out: Tensor = _RmsNorm.apply(input, weight, dims)
     return out

@@ -1,4 +1,4 @@
-"""Listens to every operation of a forward and backward pass and adds up what it costs.
+"""Add up the costs of every operation of a forward and backward pass.
 
 Work      matrix products, convolutions and attention in FLOP; of everything else the bytes read and
           written; views and empty tensors cost nothing
@@ -6,7 +6,7 @@ Saved     what autograd keeps, each storage once with all its bytes, parameters 
 Split     whether tensor parallelism would split a tensor: a product with weights turns a whole
           tensor into a split one (columns) and a split one into a whole one (rows); attention is
           split by heads; all else follows its operands
-Memory    births and deaths of storages in order, so that a peak can be told afterwards
+Memory    allocations and frees of storages in order, from which a peak can be computed afterwards
 Source    FLOP formulas: torch's own table, but attention: torch counts none for its CPU kernel
           (4·b·a·s·s·d, what a causal mask hides is not taken off)
 """
@@ -34,7 +34,7 @@ GATHERS = {"embedding", "index", "gather", "index_select", "slice_scatter", "sel
 
 @dataclass
 class Tally:
-    """What one stretch of work cost, over the whole example batch (see `UnitFacts` for the words).
+    """Costs of one stretch of work, over the whole example batch (see `UnitFacts` for the words).
 
     Attributes:
         saved: storages that autograd keeps → (bytes, split).
@@ -49,13 +49,13 @@ class Tally:
     products: list[tuple[int, bool, bool]] = field(default_factory=list)
 
     def saved_bytes(self, split: bool) -> int:
-        """Of the storages that are (not) split."""
+        """Return the bytes of the storages that are (not) split."""
         return sum(size for size, cut in self.saved.values() if cut is split)
 
 
 @dataclass
 class _Known:
-    """A storage: its number, whether it is split, whether it was made of weights alone."""
+    """Storage: its number, whether it is split, whether it was made of weights alone."""
 
     number: int
     split: bool
@@ -63,14 +63,14 @@ class _Known:
 
 
 class Watch(TorchDispatchMode):
-    """Counts into `tally`, which changes while a unit runs."""
+    """Dispatch mode that counts operations into `tally`, which changes while a unit runs."""
 
     def __init__(self, constants: list[torch.Tensor]) -> None:
-        """Constants are parameters and buffers: their storages are never activations."""
+        """Set up; constants are parameters and buffers, whose storages are never activations."""
         super().__init__()
         self.tally = Tally()
         self.values = KnownValues()
-        self.moves: list[tuple[int, int]] = []  # (number of the storage, bytes born or gone)
+        self.moves: list[tuple[int, int]] = []  # (number of the storage, bytes allocated or freed)
         self.constants: Any = WeakIdKeyDictionary()
         for tensor in constants:
             self.constants[tensor.untyped_storage()] = True
@@ -81,7 +81,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, then count it."""
+        """Run an operation, then count it."""
         if (value := self.values.answer(func, args)) is not None:
             return value
         out = func(*args, **(kwargs or {}))
@@ -92,7 +92,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def into(self, tally: Tally) -> Iterator[Tally]:
-        """Count here for a while; what autograd saves included."""
+        """Count into `tally` while the context is open, including what autograd saves."""
         before, self.tally = self.tally, tally
         try:
             with saved_tensors_hooks(self.save, _unchanged):
@@ -101,30 +101,30 @@ class Watch(TorchDispatchMode):
             self.tally = before
 
     def expect(self, inputs: list[torch.Tensor]) -> None:
-        """What a unit is given: whole tensors, whatever made them."""
+        """Mark a unit's inputs as whole tensors, whatever made them."""
         for tensor in inputs:
             self._register(tensor, False)
             if known := self._known.get(tensor.untyped_storage()):
                 known.split = False
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What autograd keeps; without its graph, else what it keeps of itself never dies."""
+        """Record a tensor that autograd saves; return it without its graph, to let it be freed."""
         storage = tensor.untyped_storage()
         if not self.is_constant(tensor):
             self.tally.saved[storage] = (storage.nbytes(), self._split(tensor))
         return tensor.detach()
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in a parameter or a buffer."""
+        """Return whether a tensor lies in a parameter or a buffer."""
         return tensor.untyped_storage() in self.constants
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """The storage's number in `moves`."""
+        """Return the number of a tensor's storage in `moves`, or -1."""
         known = self._known.get(tensor.untyped_storage())
         return known.number if known else -1
 
     def peak_bytes(self, since: int, left_out: set[int]) -> int:
-        """The most that was born and not gone since `moves` was that long.
+        """Return the peak of live bytes since `moves` had length `since`.
 
         Args:
             left_out: numbers of storages that do not count.
@@ -201,7 +201,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Bytes; of one that is expanded, what it is stored in."""
+    """Return the bytes of a tensor; of an expanded one, those of its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -211,7 +211,7 @@ def _moved_bytes(name: str, given: list[torch.Tensor], made: list[torch.Tensor])
 
 
 def _formula(func: Any, name: str) -> Any:
-    """torch's formula for an operation, or for the one of which it is the in-place form."""
+    """Return torch's FLOP formula for an operation, or for its out-of-place form."""
     plain = getattr(torch.ops.aten, name.removesuffix("_"), None)
     return flop_registry.get(func.overloadpacket) or flop_registry.get(plain)
 

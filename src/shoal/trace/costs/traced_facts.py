@@ -1,13 +1,13 @@
-"""Facts of any nn.Module, from one look at each kind of part, without allocating the model.
+"""Trace the facts of any nn.Module, from one run of each kind of part, without allocating it.
 
-A twin of the model has shapes and no data. It runs forward once. The first of equal units (see
-`model_units.py`) runs forward and backward while every operation is counted; the others are not
-run: they give outputs of the shapes that the first one gave. What runs outside of units (residual
+A copy of the model has shapes and no data. It runs forward once. The first of equal units (see
+`model_units.py`) runs forward and backward while every operation is counted. The others are not
+run: they return outputs of the shapes that the first one returned. Work outside of units (residual
 sums, activations between layers, positions) counts to the unit before it, or to a unit "inputs".
 
     kernels="cpu"   FakeTensors on the CPU: what this machine's kernels keep
-    kernels="gpu"   meta tensors and the stand-ins of `gpu_kernels.py`: what a GPU's keep; the loss
-                    is always traced so, since ours reads its targets on a CPU
+    kernels="gpu"   meta tensors and the replacements of `gpu_kernels.py`: what a GPU's keep; the
+                    loss is always traced so, since ours reads its targets on a CPU
 
 Per sample means divided by the example's batch (the first dim of its first tensor).
 Measured  Llama-3-8B's block in bf16, 8192 tokens: 53·s·b·h bytes on a CPU, 41 on a GPU; twelve of
@@ -67,17 +67,17 @@ def trace_facts(
             and types matter; the first dim of every tensor is the batch.
         kernels: cpu or gpu: whose saved tensors to count.
         element_bytes: 2 (bf16), 4 (fp32) or 8 (fp64): the format of parameters and activations.
-        autocast: weights and what flows between layers stay fp32, products compute in the format of
-            element_bytes (2): how Shoal and torch.autocast train bf16.
+        autocast: weights and activations between layers stay fp32, products compute in the format
+            of element_bytes (2): how Shoal and torch.autocast train bf16.
         loss, targets: loss(outputs, targets) → values, or (sum, count); its peak is `loss_bytes`.
-        blocks: say what the blocks are, where the user does.
+        blocks: the user's choice of blocks, if there is one.
 
     Returns:
         units in the order of the first call; a unit whose parameters belong to an earlier one has
         `tied_to`.
 
     Raises:
-        PlanError: for a model that shapes alone cannot run, naming the module.
+        PlanError: the model cannot run on shapes alone; the text names the module.
     """
     if kernels not in ("cpu", "gpu"):
         raise PlanError(one_of("kernels", kernels, ("cpu", "gpu")))
@@ -117,14 +117,14 @@ def _shape_key(tree: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass
 class _Seen:
-    """The first unit of a kind: what it cost and gave."""
+    """Costs and outputs of the first unit of a kind."""
 
     call: Call
     outputs: Any
 
 
 class _Trace:
-    """One forward pass of the twin, unit by unit."""
+    """Forward pass of the meta copy, unit by unit."""
 
     def __init__(
         self, twin: nn.Module, device: str, dtype: torch.dtype, policy: BlocksPolicy
@@ -145,7 +145,7 @@ class _Trace:
             module.register_forward_hook(self._leave)
 
     def forward(self, example: Any) -> Any:
-        """Run the twin on shapes like the example's; gives its outputs."""
+        """Run the copy on shapes like the example's; return its outputs."""
         shapes = pytree.tree_map(self._like, example)
         tensors = tensors_of(shapes)
         if not tensors or not tensors[0].dim():
@@ -160,7 +160,7 @@ class _Trace:
         return outputs
 
     def loss(self, loss: Callable[..., Any], outputs: Any, targets: Any) -> None:
-        """Forward and backward of the loss alone, on the meta device."""
+        """Run the forward and backward pass of the loss alone, on the meta device."""
         owned = {id(p) for p in self.twin.parameters()}
         gradients: set[int] = set()
         constants: list[torch.Tensor] = []
@@ -183,7 +183,7 @@ class _Trace:
             watch.expect([t for t in tensors_of(arguments) if not watch.is_constant(t)])
             value = loss(*arguments)
             del given
-            arguments.clear()  # a step lets go of outputs that the loss does not keep
+            arguments.clear()  # a training step frees outputs that the loss does not keep
             backward = watch.tally = Tally()
             with self._forgetting([c for c in constants if c.requires_grad], gradients):
                 _backward(value)
@@ -198,14 +198,14 @@ class _Trace:
 
     @contextmanager
     def _gluing(self) -> Iterator[None]:
-        """Count what runs between units; `_call` closes a stretch whenever one begins."""
+        """Count the operations between units; `_call` ends a stretch when a unit begins."""
         with self.watch.into(self.glue):
             yield
         self.rows.add_glue(self.glue, self.kept)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """A failure becomes one line that names the module that was running."""
+        """Convert a failure to a PlanError that names the running module."""
         try:
             yield
         except ShoalError:
@@ -284,7 +284,7 @@ class _Trace:
 
     @contextmanager
     def _forgetting(self, trained: Sequence[torch.Tensor], gradients: set[int]) -> Iterator[None]:
-        """Drop each parameter's gradient once it is whole, and note its storage: a state."""
+        """Drop each parameter's gradient once it is whole; record its storage as a state."""
 
         def forget(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
@@ -302,7 +302,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Made(torch.autograd.Function):
-    """An output of the model for the loss: no leaf, whose graph would keep its data alive."""
+    """Output of the model for the loss: no leaf, whose graph would keep its data alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -322,7 +322,7 @@ def _backward(outputs: Any) -> None:
 
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    """The same storage, without a graph; parameters stay themselves."""
+    """Detach a tensor with the same storage; parameters stay themselves."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
@@ -333,7 +333,7 @@ def _again(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _can_repeat(outputs: Any) -> bool:
-    """Whether all that matters in the outputs is tensors and constants."""
+    """Return whether all leaves of the outputs are tensors, constants or dataclasses."""
     constants = (torch.Tensor, int, float, bool, str, type(None))
     return all(
         isinstance(leaf, constants) or is_record(leaf)
@@ -342,6 +342,6 @@ def _can_repeat(outputs: Any) -> bool:
 
 
 def _sequence(first: torch.Tensor) -> int:
-    """Positions of [batch, seq] token ids or of [batch, seq, width] vectors; else 0."""
+    """Return the positions of [batch, seq] token ids or [batch, seq, width] vectors; else 0."""
     ids = first.dim() == 2 and not first.is_floating_point()
     return first.shape[1] if ids or first.dim() == 3 else 0

@@ -1,12 +1,12 @@
-"""What is a block of a model to the techniques that wrap one at a time: fsdp, recompute, compile.
+"""Blocks of a model: the modules that fsdp, recompute and compile wrap one at a time.
 
-    lists       entries of ModuleLists and Sequentials. A list of unequal entries that hold lists of
-                equal ones themselves (stages of a Swin or a U-Net) is looked into
+    lists       entries of ModuleLists and Sequentials. In a list of unequal entries that hold lists
+                of equal ones themselves (stages of a Swin or a U-Net), the inner lists count
     attributes  `self.block0`, `self.block1`, …, and entries of a ModuleDict: siblings of one class
                 that have a forward, with layers inside and no blocks
 
-The outermost ones count. A model that has neither is one piece: fsdp gathers all of it at once, and
-the prediction of a run has to say so, as has its start.
+The outermost ones count. A model without either is one piece: fsdp gathers all of it at once, and
+both the prediction and the start of a run must report that.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from shoal.base.errors import PlanError, nearest
 from shoal.base.layouts.policies import BlocksPolicy
 
 FOUND = BlocksPolicy()
-"""The user says nothing of blocks."""
+"""Policy without blocks named by the user."""
 
 ROOT = "-"
-"""In the place of a block's name: no block at all."""
+"""Block name of modules that lie in no block."""
 
 LISTS = (nn.ModuleList, nn.Sequential)
 UNCALLED = (nn.ModuleList, nn.ModuleDict)
 
 POSITIVE = re.compile(r"\b(?!0\.0+\b)\d+\.\d+(?:e-?\d+)?\b|\b\d+e-?\d+\b")
-"""Printed numbers that do not change what a unit costs: drop rates above 0, epsilons."""
+"""Printed numbers that do not change a unit's costs: drop rates above 0, epsilons."""
 
 
 def blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost blocks, with their names; of a list all entries, single layers too.
+    """Yield the outermost blocks, with their names; of a list all entries, single layers too.
 
     >>> def layer(width): return nn.TransformerEncoderLayer(width, 2, 8)
     >>> stages = nn.ModuleList(nn.Sequential(layer(w), layer(w), nn.Linear(w, 8)) for w in (4, 8))
@@ -64,7 +64,7 @@ def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn
     """Find the blocks of a module by name: those that the user names, else what repeats (`blocks`).
 
     Raises:
-        PlanError: for a pattern that matches nothing, and for blocks inside of blocks.
+        PlanError: a pattern matches nothing, or a block lies inside of another.
 
     >>> layers = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
     >>> list(find_blocks(layers, BlocksPolicy(blocks=("Linear",))))
@@ -105,13 +105,13 @@ def find_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern's parts match a name's, one by one: no `*` reaches beyond a dot."""
+    """Return whether a pattern matches a name part by part: no `*` reaches beyond a dot."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def kind_of(module: nn.Module) -> tuple[object, ...]:
-    """What two equal modules have in common.
+    """Return a key that equal modules share.
 
     >>> kind_of(nn.Linear(2, 3)) == kind_of(nn.Linear(2, 3)) != kind_of(nn.Linear(3, 2))
     True
@@ -124,19 +124,19 @@ def kind_of(module: nn.Module) -> tuple[object, ...]:
 
 
 def _equals(module: nn.Module) -> int:
-    """How many entries of a list are equal, of those with layers inside; 1 for unequal ones."""
+    """Count the equal entries of a list, of those with layers inside; 1 if they are unequal."""
     entries = (part for part in module.children() if next(part.parameters(), None) is not None)
     kinds = Counter(kind_of(part) for part in entries if not is_single_layer(part))
     return max(kinds.values(), default=0)
 
 
 def _holds_equals(module: nn.Module) -> bool:
-    """Whether a list of equal entries with layers inside stands anywhere in a part."""
+    """Return whether a module contains a list of equal entries with layers inside."""
     return any(_equals(part) > 1 for part in module.modules() if isinstance(part, LISTS))
 
 
 def _attributes(module: nn.Module) -> set[str]:
-    """Names of children that are blocks as attributes."""
+    """Return the names of children that are blocks as attributes."""
     if isinstance(module, LISTS):
         return set()
     children = [
@@ -157,17 +157,17 @@ def _attributes(module: nn.Module) -> set[str]:
 
 
 def is_single_layer(block: nn.Module) -> bool:
-    """Whether a block is one bare layer of torch.nn, with no modules inside: it is not wrapped."""
+    """Return whether a block is one bare torch.nn layer without submodules: not wrapped."""
     return type(block).__module__.startswith("torch.nn.") and not any(block.children())
 
 
 def gathered_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str, nn.Module]:
     """Find the blocks that fsdp gathers one at a time: with layers inside, and no tied parameter.
 
-    A parameter that lies in two places must be gathered for both, so such blocks are none of them.
+    A parameter that lies in two places must be gathered for both, so such blocks do not count.
 
     Args:
-        module: whole; shapes are enough.
+        module: the whole module; shapes are enough.
     """
     homes: dict[int, int] = {}
     for part in module.modules():
@@ -187,11 +187,11 @@ def gathered_blocks(module: nn.Module, policy: BlocksPolicy = FOUND) -> dict[str
 
 @dataclass(frozen=True)
 class Wrapped:
-    """How one unit of a model lies in its blocks.
+    """Position of one unit of a model relative to its blocks.
 
     Attributes:
-        block: "" where it is one itself, ROOT where it lies in none, else the name of the larger
-            one.
+        block: "" if the unit is a block itself, ROOT if it lies in none, else the name of the block
+            around it.
         rooted: elements that fsdp gathers with the root, and not block by block.
     """
 
@@ -200,7 +200,7 @@ class Wrapped:
 
 
 class Blocks:
-    """The blocks of a model's twin by name, for those who ask about other modules in it."""
+    """Blocks of a model's meta copy by name, to locate other modules in them."""
 
     def __init__(self, module: nn.Module, policy: BlocksPolicy = FOUND) -> None:
         found = find_blocks(module, policy)
@@ -210,7 +210,7 @@ class Blocks:
         self.gathered = {id(p) for part in gathered for p in part.parameters()}
 
     def of(self, path: str, unit: nn.Module) -> Wrapped:
-        """How `unit`, whose name is `path`, lies in them."""
+        """Return the position of `unit`, whose name is `path`, relative to the blocks."""
         outside = sum(p.numel() for p in unit.parameters() if id(p) not in self.gathered)
         if id(unit) in self.names:
             return Wrapped("", outside)
@@ -219,7 +219,7 @@ class Blocks:
 
 
 def stacked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Parts whose parameters all have the same first dim, one of them a stack of matrices."""
+    """Yield parts whose parameters share their first dim, one of them a stack of matrices."""
     for name, part in module.named_modules():
         own = list(part.parameters())
         if own and all(p.dim() for p in own) and max(p.dim() for p in own) >= 3:

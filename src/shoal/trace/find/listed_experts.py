@@ -1,10 +1,10 @@
-"""Finds experts that a model holds as a list of modules, by what they are and how they are called.
+"""Find experts that a model holds as a list of modules, by their structure and their calls.
 
-A list is one of experts where its entries are alike (one class, parameters of the same shapes), are
-no blocks of the model's trunk, and every one that the sample calls gets some rows [n, d] and
-nothing else. Each entry then works on rows that the code around it chose; whether it treats every
-row alone is asked by running it (`expert_parallel/expert_check.py`). Which rows, and what becomes
-of the results, is that code's business and stays where it is.
+A list holds experts if its entries are equal (one class, parameters of the same shapes) and are not
+blocks of the model's trunk. Besides, every entry that the sample calls must receive some rows [n,
+d] and nothing else. Each entry then works on rows that the code around it chose.
+`expert_parallel/expert_check.py` checks by a run that it treats every row alone. The choice of rows
+and the use of the results stay in the model's code.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shoal.trace.isolation.layer_calls import Call
 
 @dataclass(frozen=True)
 class ListedExperts:
-    """A list of modules that are experts.
+    """List of modules that are experts.
 
     Attributes:
         name, part: the layer that calls them.
-        names, entries: of each, in the order of the list.
+        names, entries: name and module of each expert, in the order of the list.
         sample: rows [n, d] that one of them was called with.
     """
 
@@ -36,17 +36,17 @@ class ListedExperts:
 
     @property
     def experts(self) -> int:
-        """How many."""
+        """Return the number of experts."""
         return len(self.entries)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Lists of one kind compute alike."""
+        """Return a key: lists with the same key compute alike."""
         return _kind(self.entries[0])
 
 
 def lists_of(module: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Lists of entries that are alike and are no blocks, with the lists' names."""
+    """Yield lists, with their names, of equal entries that are not blocks."""
     for name, part in module.named_modules():
         if not isinstance(part, nn.ModuleList) or len(part) < 2:
             continue
@@ -66,7 +66,7 @@ def _within(name: str, parts: Collection[str]) -> bool:
 def find_lists(
     module: nn.Module, blocks: Collection[str], calls: Mapping[str, Call]
 ) -> list[ListedExperts]:
-    """All lists of experts, in the order of the module.
+    """Find all lists of experts, in the order of the module.
 
     Args:
         calls: first calls of the entries of `lists_of`.

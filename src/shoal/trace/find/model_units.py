@@ -1,9 +1,9 @@
-"""Finds the parts of a model that repeat: the blocks of which one is looked at for all.
+"""Find the units of a model: the parts that repeat, of which a trace runs one for all.
 
 Units are the outermost entries of ModuleLists, Sequentials and ModuleDicts that have an equal
-sibling, and whatever stands beside them: embedding, first convolution, last norm, head. Two modules
+sibling, and the modules beside them: embedding, first convolution, last norm, head. Two modules
 are equal if class, printed form (sizes, strides, dropout) and every tensor's shape, type and
-trainability are. Modules without parameters are no units: their work counts to what ran before.
+trainability are. Modules without parameters are no units: their work counts to the unit before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Names and modules of the units, in the order in which the model lists them.
+    """Return the names and modules of the units, in the order in which the model lists them.
 
     >>> body = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     >>> [name for name, _ in find_units(body)]
@@ -42,7 +42,7 @@ def _has_parameters(module: nn.Module) -> bool:
 def _walk(
     prefix: str, module: nn.Module, found: list[tuple[str, nn.Module]], known: dict[int, bool]
 ) -> None:
-    """Add the units below `module`; descends where repeats hide in a single part."""
+    """Add the units below `module`; descend if repeats hide in a single part."""
     children = [(n, c) for n, c in _children(module) if _has_parameters(c)]
     equal = _equal_siblings(module)
     for name, child in children:
@@ -55,7 +55,7 @@ def _walk(
 
 
 def _equal_siblings(module: nn.Module) -> set[int]:
-    """Entries of a container that have an equal sibling in it."""
+    """Return the entries of a container that have an equal sibling in it, by id."""
     if not isinstance(module, CONTAINERS):
         return set()
     kinds = {id(c): kind_of(c) for _, c in _children(module) if _has_parameters(c)}
@@ -64,7 +64,7 @@ def _equal_siblings(module: nn.Module) -> set[int]:
 
 
 def _holds_repeats(module: nn.Module, known: dict[int, bool]) -> bool:
-    """Whether equal siblings stand in a container anywhere in this module."""
+    """Return whether a container anywhere in this module holds equal siblings."""
     if id(module) not in known:
         known[id(module)] = bool(_equal_siblings(module)) or any(
             _holds_repeats(child, known) for _, child in _children(module)

@@ -1,13 +1,13 @@
-"""Finds the parts of any model that are stacked experts, by what they hold and how they are called.
+"""Find the stacked experts of any model, by their parameters and their calls.
 
-A part is a layer of experts where all its parameters have the same first dim, the number E of
-experts, and its forward is called with three tensors and nothing else:
+A part is an expert layer if all its parameters have the same first dim, the number E of experts,
+and its forward is called with three tensors and nothing else:
 
     tokens   [n, d], floating    · chosen  [n, k], integers up to E (E: no expert)
     weights  [n, k], floating    · gives   [n, d']
 
-No name is asked for. Whether such a part really is a sum over experts is checked by running it
-(expert_check.py). Experts that are a list of modules: `listed_experts.py`.
+Names do not matter. expert_check.py checks by a run that such a part is a sum over experts. Experts
+that are a list of modules: `listed_experts.py`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from shoal.trace.find.blocks import stacked
 from shoal.trace.isolation.layer_calls import Call
 
 Key = int | str
-"""An argument, by place or by name."""
+"""Argument of a call, by position or by name."""
 
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A submodule whose parameters are stacked by expert, and how the model calls it.
+    """Submodule whose parameters are stacked by expert, and how the model calls it.
 
     Attributes:
         name, part: the submodule.
-        experts: how many.
-        roles: where its call has tokens, chosen experts and weights.
+        experts: number of experts.
+        roles: arguments of its call that are tokens, chosen experts and weights.
         sample: the values of such a call, until they are checked.
-        counts: names of its attributes that say how many experts it has; `expert_parallel` sets
-            them where a rank keeps fewer.
+        counts: names of its attributes that hold the number of experts; `expert_parallel` sets
+            them if a rank keeps fewer.
     """
 
     name: str
@@ -47,24 +47,24 @@ class ExpertLayer:
     counts: tuple[str, ...] = ()
 
     def read(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """(tokens, chosen, weights) of a call."""
+        """Return (tokens, chosen, weights) of a call."""
         return tuple(args[key] if isinstance(key, int) else named[key] for key in self.roles)
 
     def call(self, forward: Callable[..., Any], *values: Tensor) -> Any:
-        """`forward` called with tokens, chosen and weights as the model calls it."""
+        """Call `forward` with tokens, chosen and weights as the model calls it."""
         given = dict(zip(self.roles, values, strict=True))
         args = [given[place] for place in range(3) if place in given]
         return forward(*args, **{key: v for key, v in given.items() if isinstance(key, str)})
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Layers of one kind compute alike."""
+        """Return a key: layers with the same key compute alike."""
         shapes = tuple((name, p.shape, p.dtype) for name, p in self.part.named_parameters())
         return type(self.part), shapes, self.roles
 
 
 def find_layers(module: nn.Module, calls: Mapping[str, Call]) -> list[ExpertLayer]:
-    """All layers of experts, outermost first, in the order of the module.
+    """Find all expert layers, outermost first, in the order of the module.
 
     Args:
         calls: first calls of all parts that are `stacked`.
@@ -86,7 +86,7 @@ def find_layers(module: nn.Module, calls: Mapping[str, Call]) -> list[ExpertLaye
 def _roles(
     args: tuple[Any, ...], named: Mapping[str, Any], experts: int
 ) -> tuple[Key, Key, Key] | None:
-    """Which argument is what; None where this is no call of experts."""
+    """Return the arguments that are tokens, choices and weights; None if it is no expert call."""
     given: dict[Key, Any] = dict(enumerate(args))
     given.update(named)
     tensors = {key: v for key, v in given.items() if isinstance(v, Tensor) and v.dim() == 2}

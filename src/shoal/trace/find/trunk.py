@@ -1,9 +1,9 @@
-"""Finds the trunk of any model: the repeated blocks that tensor parallelism and pipelines work on.
+"""Find the trunk of any model: the repeated blocks that tensor parallelism and pipelines work on.
 
-A model is walked from the root inwards, given what one forward pass called (`record`). A module
-whose class (or which itself) is used only once is opened; the outermost ones that are used again
-and again are the blocks. A block of which there are few, and which is itself a stack of like blocks
-(the encoder and the decoder of T5), is opened too. Several classes may be blocks.
+The search walks a model from the root inwards and uses the calls of one forward pass (`record`). A
+module whose class (or which itself) is used only once is opened; the outermost ones that are used
+repeatedly are the blocks. A block with few instances that is itself a stack of equal blocks (the
+encoder and the decoder of T5) is opened too. Several classes may be blocks.
 
     blocks     non-leaf modules of a class with several instances, or one that is called often
     leaf       a model without such blocks (a plain nn.Sequential of layers): every layer with
@@ -25,19 +25,19 @@ from torch import nn
 from shoal.trace.find.blocks import UNCALLED
 
 FEW = 4
-"""A class with at most so many instances may be a stack of blocks instead of a block."""
+"""Largest number of instances of a class that may be a stack of blocks instead of a block."""
 STACK_SHARE = 0.8
-"""A stack keeps at least this share of its parameters in its blocks."""
+"""Least share of its parameters that a stack keeps in its blocks."""
 GROUP_SHARE = 0.1
-"""A class belongs to the trunk if it holds at least this share of what all blocks hold."""
+"""Least share of the parameters of all blocks that a class of the trunk holds."""
 
 Run = Callable[[nn.Module], Any]
-"""Does one forward pass of a module on a sample."""
+"""Function that does one forward pass of a module on a sample."""
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """The repeated blocks of a model that tp and pp work on, and how one pass called them.
+    """Repeated blocks of a model that tp and pp work on, and their calls in one pass.
 
     Attributes:
         blocks: names in the order of their first call, each once.
@@ -58,12 +58,13 @@ def find_trunk(
     order: Sequence[tuple[str, tuple[str, ...]]],
     wished: Sequence[str] = (),
 ) -> Trunk:
-    """The trunk of a module, of which one forward pass is known.
+    """Find the trunk of a module from the calls of one forward pass.
 
     Args:
-        shapes: of the first output of every call, by module, in the order of first calls' ends.
-        order: every call in the order of their ends: (module, modules that were being called).
-        wished: the blocks as the user has them; (): what repeats.
+        shapes: shape of the first output of every call, by module, in the order of first calls'
+            ends.
+        order: every call in the order of their ends: (module, modules around the call).
+        wished: the blocks that the user names; (): what repeats.
 
     Returns:
         blocks and calls; no blocks at all for a model that calls no layer with parameters.
@@ -75,14 +76,14 @@ def find_trunk(
 
 
 def guess_blocks(module: nn.Module) -> list[str]:
-    """The trunk's blocks as they are if every module is called once; no pass is needed."""
+    """Return the trunk's blocks if every module is called once; no pass is needed."""
     once = [torch.Size()]
     called = {n: once for n, part in module.named_modules() if not isinstance(part, UNCALLED)}
     return Walk(module, called).trunk()[0]
 
 
 class Walk:
-    """The walk from the root inwards, with what one forward pass called."""
+    """Walk from the root inwards, with the calls of one forward pass."""
 
     def __init__(self, module: nn.Module, heard: Mapping[str, Sequence[torch.Size]]) -> None:
         self.module, self.heard = module, heard
@@ -93,7 +94,7 @@ class Walk:
         self.opened: set[Any] = set()
 
     def trunk(self) -> tuple[list[str], bool]:
-        """(names of the blocks, whether they are leaves)."""
+        """Return (names of the blocks, whether they are leaves)."""
         while True:
             blocks, leaves = self.frontier(self.module)
             stacks = {
@@ -117,23 +118,23 @@ class Walk:
         return [self.names[id(part)] for part in self.all_leaves()], True
 
     def repeats(self, parts: list[nn.Module]) -> bool:
-        """Whether they are called more than once, all together."""
+        """Return whether `parts` are called more than once, all together."""
         return len(parts) > 1 or len(self.heard[self.names[id(parts[0])]]) > 1
 
     def comparable(self, leaves: list[nn.Module]) -> list[nn.Module]:
-        """Layers beside the blocks, without embeddings and the output layer: large vocabularies."""
+        """Return layers beside the blocks without embeddings and head: large vocabularies."""
         place = {name: number for number, name in enumerate(self.heard)}
         called = [part for part in leaves if self.names[id(part)] in place]
         called.sort(key=lambda part: place[self.names[id(part)]])
         return [part for part in called[:-1] if not isinstance(part, nn.Embedding)]
 
     def all_leaves(self) -> list[nn.Module]:
-        """Every called layer with parameters."""
+        """Return every called layer with parameters."""
         named = self.module.named_modules()
         return [part for name, part in named if name in self.heard and is_leaf(part)]
 
     def frontier(self, top: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-        """(outermost repeated non-leaf modules under `top`, layers met on the way)."""
+        """Return (outermost repeated non-leaf modules under `top`, leaf layers outside of them)."""
         blocks: list[nn.Module] = []
         leaves: list[nn.Module] = []
         met: set[int] = set()
@@ -152,7 +153,7 @@ class Walk:
         return blocks, leaves
 
     def is_block(self, part: nn.Module) -> bool:
-        """Whether a non-leaf module is used again and again."""
+        """Return whether a non-leaf module is used repeatedly."""
         calls = self.heard.get(self.names[id(part)], [])
         if is_leaf(part) or not calls or kind_of(part) in self.opened:
             return False
@@ -161,9 +162,9 @@ class Walk:
         return self.used[kind_of(part)] > 1 or len(calls) > 1
 
     def is_stack(self, part: nn.Module) -> bool:
-        """Whether `part` only runs blocks of one class one after another.
+        """Return whether `part` only runs blocks of one class one after another.
 
-        The last one then gives what the stack gives, which experts of a mixture do not.
+        The last block then returns what the stack returns, which experts of a mixture do not.
         """
         for parts in _groups(self.frontier(part)[0]).values():
             if len(parts) < 2 or _elements(parts) < STACK_SHARE * _elements([part]):
@@ -174,7 +175,7 @@ class Walk:
 
 
 def kind_of(part: nn.Module) -> Any:
-    """What two blocks must have in common: their class; a Sequential is what it consists of."""
+    """Return a key that equal blocks share: their class; for a Sequential, its entries' classes."""
     if isinstance(part, nn.Sequential):
         return (type(part), *(type(entry) for entry in part))
     return type(part)
@@ -192,10 +193,10 @@ def _held(part: nn.Module) -> bool:
 
 
 def is_leaf(part: nn.Module) -> bool:
-    """Whether a module has parameters, and no module inside of it has."""
+    """Return whether a module has parameters, and no module inside of it has."""
     return _held(part) and not any(_held(child) for child in part.children())
 
 
 def _elements(parts: Iterable[nn.Module]) -> int:
-    """Elements of all parameters of some modules, each counted once."""
+    """Count the elements of all parameters of some modules, each once."""
     return sum({id(p): p.numel() for part in parts for p in part.parameters()}.values())

@@ -1,13 +1,13 @@
-"""Finds the embeddings and output heads whose rows may be dealt to the ranks.
+"""Find the embeddings and output heads whose rows may be split over the ranks.
 
-A table is split only if every use of it is understood: a lookup in an nn.Embedding's forward, that
-of a plain nn.Linear, or an output that hands hidden states and weight to the loss (see
-`vocabulary_use.py`, which notes the uses); whatever else reads a table keeps it whole, with the
-reason.
+A table is split only if every use of it is understood. Such uses are a lookup in an nn.Embedding's
+forward, the forward of a plain nn.Linear, and an output that passes hidden states and weight to the
+loss (see `vocabulary_use.py`, which records the uses). With any other use the table stays whole;
+the result names the reason.
 
-Which ones are worth it: tables with more rows than columns (a vocabulary, not a list of positions),
-and heads that come after the last block. Splitting costs one reduction of what a lookup gives, or a
-gather of the logits where the loss is not the default one.
+A table qualifies if it has more rows than columns (a vocabulary, not a list of positions), and a
+head if it comes after the last block. Splitting costs one reduction of a lookup's result, or a
+gather of the logits if the loss is not the default one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def find_tables(
     degree: int,
     wish: Callable[[str], str | None],
 ) -> Tables:
-    """The tables of `module` that `degree` ranks can split, of which one forward pass is known.
+    """Find the tables of `module` that `degree` ranks can split, from the uses in one forward pass.
 
     Args:
-        uses: who read which table.
+        uses: operations that read each table.
         order: modules in the order of their calls' ends.
-        blocks: names of the modules that are split by other means: what lies in them is no table.
-        wish: what the user says of a parameter: `whole`, `column`, or None.
+        blocks: names of the modules that are split by other means: layers in them are no tables.
+        wish: the user's override for a parameter: `whole`, `column`, or None.
     """
     candidates = {
         name: part
@@ -76,7 +76,7 @@ def find_tables(
 
 
 class _Candidates:
-    """Layers that may be tables, and what a forward pass showed of them.
+    """Layers that may be tables, and their uses in a forward pass.
 
     Attributes:
         late: layers called after the last block.
@@ -102,7 +102,7 @@ class _Candidates:
         }
 
     def reason(self, parts: list[Table], names: list[str], degree: int, wish: str | None) -> str:
-        """Why the weight that these layers share stays whole; empty if it can be split."""
+        """Return why the weight of these layers stays whole; "" if it can be split."""
         weight = parts[0].weight
         biases = [p.bias for p in parts if isinstance(p, nn.Linear) and p.bias is not None]
         rows, columns = weight.shape

@@ -1,10 +1,10 @@
-"""Notes what a forward pass does with the rows of embeddings and linear layers.
+"""Record the uses of embedding and linear weights in a forward pass.
 
-Uses are seen in the record's forward pass, operation by operation: the forward of a plain
-nn.Embedding or nn.Linear, a lookup in the forward of an embedding that does more (Gemma scales what
-it finds), or an output that hands hidden states and weight to the loss (fields `hidden`, `weight`
-and `vocabulary`, as shoal.models.loss.Unprojected has). `vocabulary_tables.py` decides by them
-which rows may be dealt to the ranks.
+Uses are seen in the record's forward pass, operation by operation. A use is the forward of a plain
+nn.Embedding or nn.Linear, or a lookup in the forward of an embedding that does more (Gemma scales
+the rows). It can also be an output that passes hidden states and weight to the loss (fields
+`hidden`, `weight` and `vocabulary`, as in shoal.models.loss.Unprojected). From the uses,
+`vocabulary_tables.py` decides which rows may be split over the ranks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Tables:
     """Embeddings and heads outside of blocks: which are split over the vocabulary, along dim 0.
 
     Attributes:
-        split: parameter (first name) → why.
-        whole: the other candidates → why not.
+        split: parameter (first name) → reason.
+        whole: the other candidates → reason why they stay whole.
         embeddings: names of the modules that look up split tables.
-        own_forwards: those of them that compute with what they find.
-        heads: names of those that multiply by them.
-        to_loss: name of the module whose weight the model's output hands to the loss, or "".
-        hidden: the hidden states that it hands over, without data.
-        outputs: what the layers gave in the sample, without data.
+        own_forwards: those of them that compute with the looked-up rows.
+        heads: names of the modules that multiply by split tables.
+        to_loss: name of the module whose weight the model's output passes to the loss, or "".
+        hidden: the hidden states that it passes, without data.
+        outputs: outputs of the layers in the sample, without data.
     """
 
     split: dict[str, str] = field(default_factory=dict)
@@ -49,13 +49,13 @@ class Tables:
 
 
 def for_loss(value: Any) -> bool:
-    """Whether an output leaves the projection to the loss: a dataclass with hidden and weight."""
+    """Return whether an output leaves the projection to the loss (has hidden and weight)."""
     fields = all(hasattr(value, name) for name in ("hidden", "weight", "vocabulary"))
     return dataclasses.is_dataclass(value) and fields
 
 
 def is_table(part: nn.Module) -> TypeGuard[Table]:
-    """A linear layer whose forward is torch's, or an embedding that reads single rows only."""
+    """Return whether a module is a plain linear layer, or an embedding that reads single rows."""
     if not isinstance(part, Table) or "forward" in part.__dict__:
         return False
     if isinstance(part, nn.Linear):
@@ -66,19 +66,19 @@ def is_table(part: nn.Module) -> TypeGuard[Table]:
 
 
 def has_own_forward(part: nn.Module) -> bool:
-    """Whether an embedding is of a class that computes with what it looks up."""
+    """Return whether an embedding's class computes with the rows that it looks up."""
     return isinstance(part, nn.Embedding) and type(part).forward is not nn.Embedding.forward
 
 
 @dataclass(frozen=True)
 class TableUses:
-    """What one forward pass showed of embeddings and linear layers.
+    """Uses of embeddings and linear layers in one forward pass.
 
     Attributes:
-        used: weights (by id) that are read in another way too → which: "also read by linear …".
-        handed: weights that the outputs hand to the loss.
-        hidden: what they are multiplied with there.
-        outputs: what each layer gave, without data.
+        used: weights (by id) that are read in another way too → the way: "also read by linear …".
+        handed: weights that the outputs pass to the loss.
+        hidden: hidden states that the loss multiplies with them.
+        outputs: output of each layer, without data.
     """
 
     used: Mapping[int, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class TableUses:
 
 
 class Uses(TorchDispatchMode):
-    """Notes every operation that reads the weights of some layers, but their own.
+    """Dispatch mode that records operations on some layers' weights, except the layers' own.
 
     Args:
         tables: layers, by name.
@@ -105,12 +105,12 @@ class Uses(TorchDispatchMode):
         self.used: dict[int, str] = {}
         self.outputs: dict[str, Tensor] = {}
         self.allowed: set[int] = set()
-        self.at, self.found = "", False  # the layer that is called; it has looked up rows
+        self.at, self.found = "", False  # the layer called now; whether it has looked up rows
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation, and note it."""
+        """Run the operation, and record it."""
         for leaf in pytree.tree_leaves((args, kwargs)):
             if id(leaf) not in self.watched:
                 continue
@@ -124,7 +124,7 @@ class Uses(TorchDispatchMode):
     def _inside(
         self, name: str, weight: int, what: str, func: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """An operation on a table in a forward of its own class: one lookup is understood."""
+        """Run an operation on a table in its class's own forward: one lookup is understood."""
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is not torch.ops.aten.embedding or self.found:
             again = "again " if self.found else ""
@@ -136,7 +136,7 @@ class Uses(TorchDispatchMode):
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """A layer is called: it may read its own weights."""
+        """Open a layer's call, in which it may read its own weights."""
         outer = self.allowed, self.at
         self.allowed, self.at, self.found = self.weights.get(name, outer[0]), name, False
         try:
@@ -146,7 +146,7 @@ class Uses(TorchDispatchMode):
 
     @contextmanager
     def untold(self) -> Iterator[None]:
-        """Inside, whatever is read is no use of the model's."""
+        """Ignore all reads while the context is open: they are not the model's."""
         outer = self.allowed, self.at
         self.allowed, self.at = self.watched, ""
         try:
@@ -155,12 +155,12 @@ class Uses(TorchDispatchMode):
             self.allowed, self.at = outer
 
     def gave(self, name: str, output: Any) -> None:
-        """What a layer gave."""
+        """Record the output of a layer."""
         if name in self.weights and name not in self.own_forwards:
             self.outputs[name] = torch.empty_like(output, device="meta")
 
     def of(self, outputs: Any) -> TableUses:
-        """Everything that was seen in a pass that gave these outputs."""
+        """Return all uses of the pass that returned these outputs."""
         handed, hidden = set(), None
         for leaf in pytree.tree_leaves(outputs, is_leaf=for_loss):
             if for_loss(leaf):

@@ -1,15 +1,15 @@
-"""Records what a model does with a few samples: one forward pass, which every technique then reads.
+"""Record of a model's forward pass on a few samples, which every technique then reads.
 
     trunk     which modules are called, how often, with outputs of which shape: its blocks
-    calls     what its blocks, embeddings and the layers beside blocks are called with
-    tables    who reads the weights of embeddings and heads (`tables`)
+    calls     arguments of its blocks, embeddings and the layers beside blocks
+    tables    readers of the weights of embeddings and heads (`tables`)
     draws     which calls draw random numbers, and inside of which modules (`draws`)
     flows     for pipelines: which values depend on which others (`liveness`), in two passes
 
-Equal layers compute once in it (`echo`). The pass runs in training mode, as the run will, and with
-gradients on, because only so it shows which inputs carry one; what autograd would keep is thrown
-away at once. A second pass is made where the first one listened to the wrong modules: what repeats
-is guessed from the classes, and known once it was called.
+Equal layers compute once in it (`memoized_forward`). The pass runs in training mode, as the run
+will, and with gradients on, because only so it shows which inputs carry one; tensors that autograd
+would save are dropped at once. A second pass runs if the first one listened to the wrong modules:
+the repeated modules are guessed from the classes, and known only after the call.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 
 class Record:
-    """What a model does with one sample; a pass runs when something is first asked, and is kept.
+    """Record of a model's behaviour on one sample; passes run when first needed, and are cached.
 
     Attributes:
-        module: whole; no attribute, buffer or generator of it is left changed.
+        module: the whole model; its attributes, buffers and generators are left unchanged.
         run: does one forward pass of a module on the sample.
-        policy: says what the blocks are, where the user does.
-        blocks: names of those that recompute, compile and dropout keys go by.
-        passes: forward passes so far, by what they were for: look (what is called), flow (what
-            depends on what, for pp), check (replays of a model cut into stages).
+        policy: the user's choice of blocks, if there is one.
+        blocks: names of the blocks that recompute, compile and dropout keys use.
+        passes: forward passes so far, by purpose: look (which modules are called), flow (which
+            values depend on which, for pp), check (replays of a model cut into stages).
     """
 
     def __init__(self, module: nn.Module, run: Run, policy: BlocksPolicy = FOUND) -> None:
@@ -63,13 +63,13 @@ class Record:
         self._further: dict[str, Call] = {}
 
     def run(self, purpose: str, module: nn.Module) -> Any:
-        """One forward pass on the sample, counted."""
+        """Run one forward pass on the sample, and count it."""
         self.passes[purpose] += 1
         return self._run(module)
 
     @cached_property
     def seen(self) -> Seen:
-        """What the first pass showed."""
+        """Return the calls, draws and table uses of the first pass."""
         parts = dict(self.module.named_modules())
         named = self.wished or guess_blocks(self.module)
         names = [*named, *_beside(self.module, "", named), *(n for n, _ in stacked(self.module))]
@@ -78,27 +78,27 @@ class Record:
 
     @cached_property
     def trunk(self) -> Trunk:
-        """The blocks that tp and pp work on: the user's, or what repeats."""
+        """Return the blocks that tp and pp work on: the user's, or what repeats."""
         return find_trunk(self.module, self.seen.shapes, self.seen.order, self.wished)
 
     @property
     def draws(self) -> list[Draw]:
-        """What the pass drew, in order; of equal layers what the first one did."""
+        """Return the random draws of the pass, in order; of equal layers those of the first."""
         return self.seen.draws
 
     @property
     def often(self) -> Counter[str]:
-        """How often each module was called."""
+        """Return the number of calls of each module."""
         return Counter(told.name for told in self.seen.log)
 
     def beside(self) -> list[str]:
-        """The outermost layers with parameters that neither hold a block nor lie in one."""
+        """Return the outermost layers with parameters that hold no block and lie in none."""
         return list(_beside(self.module, "", () if self.trunk.leaf else self.trunk.blocks))
 
     def reached(self, blocks: Iterable[str]) -> dict[str, str]:
         """Find blocks of which a part is called from outside of them: {block: the first such part}.
 
-        Whatever stands in for such a block, or gathers it, would not be there for its part.
+        A replaced forward or a gather of such a block would not run for that part.
         """
         wanted, found = set(blocks), dict[str, str]()
         for told in self.seen.log:
@@ -109,13 +109,13 @@ class Record:
         return found
 
     def experts(self) -> list[ExpertLayer]:
-        """Layers of stacked experts."""
-        from shoal.trace.find.stacked_experts import find_layers  # only ep asks for them
+        """Return the layers of stacked experts."""
+        from shoal.trace.find.stacked_experts import find_layers  # only ep needs them
 
         return find_layers(self.module, self.calls(name for name, _ in stacked(self.module)))
 
     def listed_experts(self) -> list[ListedExperts]:
-        """Lists of modules that are experts."""
+        """Return the lists of modules that are experts."""
         from shoal.trace.find.listed_experts import find_lists, lists_of
 
         lists = lists_of(self.module, self.trunk.blocks)
@@ -125,14 +125,14 @@ class Record:
     def tables(
         self, blocks: Collection[str], degree: int, wish: Callable[[str], str | None]
     ) -> Tables:
-        """Embeddings and heads that `degree` ranks can split; see `find_tables`."""
-        from shoal.trace.find.vocabulary_tables import find_tables  # only tp asks for them
+        """Return the embeddings and heads that `degree` ranks can split; see `find_tables`."""
+        from shoal.trace.find.vocabulary_tables import find_tables  # only tp needs them
 
         order = [name for name, _ in self.seen.order]
         return find_tables(self.module, self.seen.uses, order, blocks, degree, wish)
 
     def calls(self, names: Iterable[str]) -> dict[str, Call]:
-        """The first call of each of some layers, in the order of the calls; absent if never called.
+        """Return the first call of each of some layers, in call order; without layers never called.
 
         Note:
             numbers in a call may be those of an equal layer's; shapes are its own.
@@ -163,7 +163,7 @@ class Record:
                     listener.take_away()
         if seen.handed_objects:
             from shoal.trace.isolation.argument_keys import (
-                without_holders,  # few models hand objects around
+                without_holders,  # few models pass objects
             )
 
             seen.log = [
@@ -174,9 +174,9 @@ class Record:
 
 @contextmanager
 def in_training(module: nn.Module) -> Iterator[None]:
-    """Context manager in which a model in evaluation mode trains; every mode is put back after it.
+    """Set a model in evaluation mode to training, and restore every mode when the context closes.
 
-    What is frozen in evaluation mode while the rest of the model trains stays so.
+    If the model trains already, parts in evaluation mode (frozen) stay so.
     """
     modes = [(part, part.training) for part in module.modules()]
     if not module.training:
@@ -190,11 +190,11 @@ def in_training(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Told:
-    """A call that ended: of which module, inside of which others, and what came out.
+    """Finished call: its module, the modules around it, and its output's shape.
 
     Attributes:
         follows: the layer whose output, untouched, is its first floating argument, or "".
-        call: what it was called with, where that is copied; of the module's first call only.
+        call: arguments of the module's first call, if they are copied.
     """
 
     name: str
@@ -206,14 +206,14 @@ class _Told:
 
 @dataclass
 class Seen:
-    """What one forward pass called, in the order of the calls' ends.
+    """Calls of one forward pass, in the order of their ends.
 
     Attributes:
         copied: modules whose first call's arguments are kept.
         begun: modules by their first call.
-        around: modules that are being called now.
-        last: the newest output of a module in `copied`, and whose it is.
-        handed_objects: one of them was called with something that is neither tensor nor number.
+        around: modules whose call is in progress.
+        last: the newest output of a module in `copied`, and its module.
+        handed_objects: a module was called with an argument that is neither tensor nor number.
     """
 
     copied: frozenset[str]
@@ -229,7 +229,7 @@ class Seen:
         return len(self.log)
 
     def again(self, said: slice, names: Mapping[str, str]) -> None:
-        """Calls inside of a block, once more inside of the one that is being called now."""
+        """Record the calls inside of a block again, as inside of the block called now."""
         for told in self.log[said]:
             inside = [names.get(name, name) for name in told.around]
             inside = inside[inside.index(self.around[-1]) + 1 :]
@@ -240,12 +240,12 @@ class Seen:
 
     @property
     def order(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Every call, in the order of their ends: (module, modules that were being called)."""
+        """Return every call, in the order of their ends: (module, modules around the call)."""
         return [(told.name, told.around) for told in self.log]
 
     @cached_property
     def shapes(self) -> dict[str, list[torch.Size]]:
-        """Of the first output of every call, by module, in the order of first calls' ends."""
+        """Return the first output's shape of every call, by module, in order of first ends."""
         found: dict[str, list[torch.Size]] = {}
         for told in self.log:
             found.setdefault(told.name, []).append(told.shape)
@@ -253,7 +253,7 @@ class Seen:
 
     @cached_property
     def calls(self) -> dict[str, Call]:
-        """First calls of the modules in `copied`, each with all that its calls followed."""
+        """Return first calls of the modules in `copied`, with the layers that all calls follow."""
         found: dict[str, Call] = {}
         for told in self.log:
             if told.name in self.copied and (call := found.get(told.name, told.call)):
@@ -262,7 +262,7 @@ class Seen:
 
 
 class _Listener(StandIn):
-    """A module's `forward` that tells of every call."""
+    """Replaced forward that records every call of a module."""
 
     def __init__(self, name: str, block: nn.Module, seen: Seen, uses: Uses) -> None:
         self.seen, self.uses = seen, uses
@@ -270,7 +270,7 @@ class _Listener(StandIn):
         self.loose = versions_of(block) if name in seen.copied else {}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own forward, told."""
+        """Run the module's own forward and record the call."""
         seen, name = self.seen, self.name
         copied, call, follows = name in seen.copied, None, ""
         if copied:
@@ -302,14 +302,14 @@ class _Listener(StandIn):
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """As it is now: the layer may write into it."""
+    """Copy a tensor, because the layer may write into it."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _beside(module: nn.Module, prefix: str, blocks: Sequence[str]) -> Iterator[str]:
-    """Names of the outermost layers with parameters that hold no block and lie in none.
+    """Yield names of the outermost layers with parameters that hold no block and lie in none.
 
-    A list or dict of layers is not called itself: its entries stand for it.
+    A list or dict of layers is not called itself: its entries are used instead.
     """
     for child, part in module.named_children():
         name = f"{prefix}.{child}" if prefix else child

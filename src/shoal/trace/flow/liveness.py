@@ -1,17 +1,17 @@
-"""Which values of a forward pass depend on which others: what a pipeline stage needs, and no more.
+"""Dependencies between the values of a forward pass: the inputs that a pipeline stage needs.
 
 A forward pass is seen as calls of units: the blocks of the trunk, and beside them the outermost
 modules that hold parameters (embedding, last norm, head). Code between the units (additions, masks,
-positions) runs on every stage, so it matters only what flows through it. One pass on a sample is
-followed operator by operator (`marks`); each call then knows
+positions) runs on every stage, so only the values that flow through it matter. One pass on a sample
+is followed operator by operator (`tensor_origins`); each call then knows
 
     needs    the tensors of earlier calls that its result depends on
     reads    the parameters and buffers, its own and those that code before it used
     aside    earlier calls inside of which something was made that it reads without their outputs
 
-A mark may be too much (a value then travels for nothing) and is missing only where values leave
-torch unseen (numpy, tolist); `verify` compares every stage's inputs with the sample's, for that.
-Following values sees what poisoning with NaN cannot: what torch.where or nan_to_num hide.
+A mark may be superfluous (a value then travels for nothing). It is missing only if values leave
+torch unseen (numpy, tolist); for that case `verify` compares every stage's inputs with the
+sample's. Following values sees what poisoning with NaN cannot: what torch.where or nan_to_num hide.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from shoal.trace.isolation.replaced_forward import StandIn
 
 
 class Snapshots:
-    """Copies trees of tensors as they are now; a tensor met twice unchanged is copied once."""
+    """Copier of tensor trees; a tensor seen twice unchanged is copied once."""
 
     def __init__(self) -> None:
         self.taken: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, tree: Any) -> Any:
-        """The same tree with copies, detached."""
+        """Return the same tree with detached copies."""
         return map_tensors(self._copy, tree)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         key = (id(tensor), tensor._version)
-        if key not in self.taken:  # the tensor is kept too, or its id would be given away again
-            # A weight that a model hands on stays as it is: no forward pass writes into it.
+        if key not in self.taken:  # keep the tensor too, or its id would be reused
+            # A weight that a model passes on is not copied: no forward pass writes into it.
             is_weight = isinstance(tensor, nn.Parameter)
             self.taken[key] = (tensor, tensor if is_weight else tensor.detach().clone())
         return self.taken[key][1]
 
 
 Leaf = tuple[int, int]
-"""One tensor that a call returned: (number of the call, place among the tensors it returned)."""
+"""Tensor that a call returned: (number of the call, position among the returned tensors)."""
 
 
 @dataclass(frozen=True)
 class UnitCall:
-    """One call of a unit; the last one of a flow is the model's outputs, with an empty name.
+    """Call of a unit; the last one of a flow is the model's outputs, with an empty name.
 
     Attributes:
         block: the unit is a block of the trunk.
@@ -64,8 +64,8 @@ class UnitCall:
         reads: names of parameters and buffers that its result depends on.
         aside: earlier calls inside of which something was made that this one reads.
         inputs, outputs: copies of the sample's (args, kwargs) and result.
-        written: places of returned tensors that are written into later.
-        flops: of its forward pass on the sample.
+        written: positions of returned tensors that are written into later.
+        flops: FLOP of its forward pass on the sample.
     """
 
     name: str
@@ -81,7 +81,7 @@ class UnitCall:
 
 @dataclass(frozen=True)
 class Flow:
-    """One forward pass as calls of units, in order; the last entry is the model's outputs.
+    """Forward pass as calls of units, in order; the last entry is the model's outputs.
 
     Attributes:
         between: parameters that code between the units reads.
@@ -92,7 +92,7 @@ class Flow:
 
 
 def units(module: nn.Module, trunk: Trunk) -> dict[str, nn.Module]:
-    """The trunk's blocks and the outermost other called modules with state, by name."""
+    """Return the trunk's blocks and the outermost other called modules with state, by name."""
     blocks = set(trunk.blocks)
     holders = {name[:end] for name in blocks for end in _dots(name)} | {""}
     found: dict[str, nn.Module] = {}
@@ -117,13 +117,13 @@ def _dots(name: str) -> list[int]:
 
 
 def _has_state(part: nn.Module) -> bool:
-    """Parameters, or running statistics that must move once only."""
+    """Return whether a module has parameters, or running statistics that must move only once."""
     tracked = any("num_batches_tracked" in name for name, _ in part.named_buffers())
     return tracked or next(part.parameters(), None) is not None
 
 
 def watch(record: Record) -> Flow:
-    """Follow values through one forward pass, without gradients, in the module's present mode."""
+    """Follow values through one forward pass, without gradients, in the module's current mode."""
     module, trunk = record.module, record.trunk
     with torch.no_grad(), without_trace(module, attributes=False):
         followed = _Followed(module, set(trunk.blocks))
@@ -141,14 +141,14 @@ def watch(record: Record) -> Flow:
 
 
 class _Root(StandIn):
-    """The model itself: what it is called with is marked."""
+    """Replaced forward of the model itself, which marks the model's inputs."""
 
     def __init__(self, name: str, block: nn.Module, followed: _Followed) -> None:
         self.followed = followed
         super().__init__(name, block)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's own forward."""
+        """Mark the inputs and run the model's own forward."""
         marking = self.followed.marking
         for tensor in tensors_of((inputs, named)):
             marking.mark(tensor, marking.of(tensor) | {Mark("input")})
@@ -156,21 +156,21 @@ class _Root(StandIn):
 
 
 class _Watched(StandIn):
-    """A unit: its call gets a number and its outputs new marks."""
+    """Replaced forward of a unit, which numbers its call and marks its outputs."""
 
     def __init__(self, name: str, block: nn.Module, followed: _Followed) -> None:
         self.followed = followed
         super().__init__(name, block)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The unit's own forward, as one call; inside of another unit it is a part of that."""
+        """Run the unit's own forward as one call, or as a part of the unit around it."""
         if self.followed.marking.inside is not None:
             return self.forward(*inputs, **named)
         return self.followed.call(self, inputs, named)
 
 
 class _Followed:
-    """One watched pass: the calls so far."""
+    """Calls of one watched pass so far."""
 
     def __init__(self, module: nn.Module, blocks: set[str]) -> None:
         self.blocks = blocks
@@ -226,13 +226,13 @@ class _Followed:
 
 
 def alike(one: Flow, two: Flow) -> bool:
-    """Whether two flows call the same units in the same order, with as many tensors returned."""
+    """Return whether two flows call the same units in order, with as many tensors returned."""
     counts = [[(c.name, len(tensors_of(c.outputs))) for c in f.calls[:-1]] for f in (one, two)]
     return counts[0] == counts[1]
 
 
 def merged(one: Flow, two: Flow) -> Flow:
-    """Merge two flows that are `alike`: what either needs; inputs, outputs, FLOP of the first."""
+    """Merge two flows that are `alike`: needs of both; inputs, outputs, FLOP of the first."""
     if not alike(one, two):
         raise BugError("flows of different calls cannot be merged")
     calls = [

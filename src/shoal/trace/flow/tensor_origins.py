@@ -1,10 +1,10 @@
-"""Follows values through a forward pass, operator by operator: what does each one come from?
+"""Track the origins of values through a forward pass, operator by operator.
 
-Every memory (storage) carries marks. An operator gives what it makes the union of its inputs'
-marks; a view shares its base's; a write adds to what was there; shapes alone (zeros_like) carry
-none. A value that is read on the host (`.item()`, `if tensor`) steers Python, so everything after
-it depends on it. Inside of a unit's call what is made is marked as such, and what is read is noted:
-memory that is made inside, not returned, and read later is a way around the unit's outputs.
+Every memory (storage) carries marks. The results of an operator carry the union of its inputs'
+marks; a view shares its base's; a write adds to the marks that were there; shapes alone
+(zeros_like) carry none. A value that is read on the host (`.item()`, `if tensor`) steers Python, so
+everything after it depends on it. Inside of a unit's call, new memory is marked as such, and reads
+are recorded. Memory that is made inside, not returned, and read later bypasses the unit's outputs.
 
 Source: dynamic taint analysis; see Schwartz, Avgerinos, Brumley 2010 for the terms.
 """
@@ -25,10 +25,10 @@ from shoal.trace.isolation.meta_inputs import map_tensors, tensors_of
 
 
 class Mark(NamedTuple):
-    """Something that a value comes from.
+    """Origin of a value.
 
     Attributes:
-        kind: output: tensor `leaf` of call `call` · aside: made inside of call `call` parameter,
+        kind: output: tensor `leaf` of call `call` · aside: made inside of call `call` · parameter,
             buffer: `name` · input: of the model.
     """
 
@@ -45,22 +45,22 @@ SHAPE_ONLY = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
     "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided",
 }  # fmt: skip
-"""Operators whose result takes only shape and format from the tensor they are given."""
+"""Operators whose result takes only shape and dtype from their tensor argument."""
 
 
 class Marking(TorchDispatchMode):
-    """Sees every operator and keeps the marks of every storage.
+    """Dispatch mode that sees every operator and keeps the marks of every storage.
+
+    A write into a parameter outside of calls is refused before it happens (PlanError): every stage
+    runs that code, and does not have the parameters of other stages.
 
     Attributes:
-        read: what was read since the present call began.
+        read: marks read since the current call began.
         born: storages made since then.
-        on_host: what Python knows the values of.
+        on_host: marks of values that Python has read.
         between: parameters read outside of calls.
-        flops: of all operators since the present call began.
-        weights: whose memory it is.
-
-    A write into a parameter outside of calls is refused before it is done (PlanError): every stage
-    runs that code, and has nobody else's parameters.
+        flops: FLOP of all operators since the current call began.
+        weights: parameter names by storage.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,15 +81,15 @@ class Marking(TorchDispatchMode):
             self.mark(buffer, self.of(buffer) | {Mark("buffer", name=name)})
 
     def begin(self, call: int, inputs: Any) -> None:
-        """A unit's call begins; it is taken to read all that it is given."""
+        """Begin a unit's call, which counts as reading all of its inputs."""
         self.read = set(self.of(inputs) | self.on_host)
         self.born, self.flops, self.inside = set(), 0, call
 
     def end(self, outputs: Any) -> Any:
-        """The call is over; gives its outputs, each in memory that no one else has.
+        """End the call; return its outputs, each in memory of its own.
 
-        Marks belong to memory: a mask handed through must not look like the unit's work to those
-        who have it from elsewhere.
+        Marks belong to memory: a mask that the unit passes through must not look like the unit's
+        work to readers that have it from elsewhere.
         """
         self.inside = None
         taken: set[StorageWeakRef] = set()
@@ -109,20 +109,20 @@ class Marking(TorchDispatchMode):
             self.paused = False
 
     def of(self, tree: Any) -> Marks:
-        """What the values of all tensors of a structure come from."""
+        """Return the marks of all tensors of a structure."""
         found = NOTHING
         for tensor in tensors_of(tree):
             found |= self.marks.get(_key(tensor), NOTHING)
         return found
 
     def mark(self, tensor: torch.Tensor, marks: Marks) -> None:
-        """From now on the tensor's values come from these."""
+        """Set the marks of a tensor's memory."""
         self.marks[_key(tensor)] = marks
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator and mark what it gives."""
+        """Run the operator and mark its results."""
         kwargs = kwargs or {}
         into = {_key(tensor) for tensor in _written(func, args, kwargs)}
         if self.inside is None and (changed := into & self.weights.keys()):
@@ -166,7 +166,7 @@ class Marking(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Arguments that an operator writes into."""
+    """Return the arguments that an operator writes into."""
     if not func._schema.is_mutable:
         return []
     found = []
@@ -178,5 +178,5 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def _key(tensor: torch.Tensor) -> StorageWeakRef:
-    """What stands for a tensor's memory, and is never given to another one."""
+    """Return a key of a tensor's memory that is never reused for another memory."""
     return StorageWeakRef(tensor.untyped_storage())

@@ -1,9 +1,9 @@
 """Values of small tensors on the meta device that follow from no input: positions, masks, lengths.
 
-A model may ask for one (`if (positions.diff() == 1).all()`), as transformers' decoders do before
-they build a mask. A tensor on the meta device has none to give, so a trace would end there. What is
-made without any input (`arange`, `ones`, constants) and from such tensors alone is computed beside
-it on the CPU, as long as it is small; what depends on a batch, a weight or a draw stays unknown.
+A model may read one (`if (positions.diff() == 1).all()`), as transformers' decoders do before they
+build a mask. A tensor on the meta device has no values, so a trace would end there. A small tensor
+that is made without any input (`arange`, `ones`, constants) or from such tensors alone is computed
+on the CPU as well. Values that depend on a batch, a weight or a draw stay unknown.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.trace._torch import pytree
 
 MOST_ELEMENTS = 2**16
-"""Of a tensor whose values are computed: positions and lengths, not masks of whole batches."""
+"""Largest tensor whose values are computed: positions and lengths, not masks of batches."""
 
 ASKS = "aten::_local_scalar_dense"
-"""Operations to which `.item()`, `if tensor:` and `int(tensor)` lead."""
+"""Operation to which `.item()`, `if tensor:` and `int(tensor)` lead."""
 
 UNSET = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty")
 """Operations that make a tensor without setting its values."""
 
 
 class KnownValues:
-    """Keeps the values of tensors on the meta device that follow from constants alone."""
+    """Store of the values of meta tensors that follow from constants alone."""
 
     def __init__(self) -> None:
         self._values: Any = WeakIdKeyDictionary()
 
     def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Return the number that an operation asks for; None where it asks for none known."""
+        """Return the number that an operation reads; None if it reads no known one."""
         if func._schema.name != ASKS or args[0].device.type != "meta":
             return None
         known = self._values.get(args[0])
         return None if known is None else known.item()
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Compute what an operation has made, where all that it was given is known."""
+        """Compute an operation's result if the values of all its inputs are known."""
         if not isinstance(out, torch.Tensor) or out.device.type != "meta":
             return
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -68,7 +68,7 @@ class KnownValues:
             del self._values[tensor]
 
     def _here(self, leaf: Any) -> Any:
-        """The same argument on the CPU."""
+        """Return the same argument on the CPU."""
         if isinstance(leaf, torch.Tensor):
             return self._values[leaf]
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf

@@ -1,9 +1,9 @@
-"""Traces one layer as on one device: a graph of torch operations, with nothing computed.
+"""Trace one layer as on one device: a graph of torch operations, with nothing computed.
 
-The layer's forward runs once on tensors without data. Every operation that it asks for is noted
-before autograd and before it is taken apart, so that linear, layer norm, attention and dropout
-stay whole and are differentiated when the graph runs. A custom `autograd.Function` stays one
-operation too. What depends on numbers (`.item()`, data-dependent shapes) cannot be traced.
+The layer's forward runs once on tensors without data. Every operation that it calls is recorded
+before autograd and before decomposition, so that linear, layer norm, attention and dropout stay
+whole and are differentiated when the graph runs. A custom `autograd.Function` stays one operation
+too. A layer that depends on numbers (`.item()`, data-dependent shapes) cannot be traced.
 
 Source: torch.fx.experimental.proxy_tensor (pre-dispatch tracing).
 """
@@ -36,23 +36,23 @@ from shoal.trace.isolation.preserve_state import attributes_kept
 aten = torch.ops.aten
 
 FUNCTION = "autograd_function"
-"""The module that such functions are said to be of."""
+"""Module name that marks functions made from a custom autograd.Function."""
 
 
 class Untraceable(Exception):
-    """A layer that does not become a graph; the text is the reason."""
+    """Raised if a layer cannot become a graph; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A layer as a graph.
+    """Layer as a graph.
 
     Attributes:
         module: the graph, with constants that the layer made; `node.meta["val"]` has shapes.
         parameters, buffers: names in the order of the placeholders, which come before the inputs.
-        inputs: the sample's tensors, flat: whole-number and boolean values are looked at.
+        inputs: the sample's tensors, flat; the values of integers and booleans are used.
         trained: placeholders of parameters and inputs that require gradients.
-        mutated: buffers that the layer changes by operations that say so.
+        mutated: buffers that the layer changes by operations that declare it.
         flatten: (args, kwargs) → flat tensors, in the order of the input placeholders.
         rebuild: flat outputs → what forward returns.
         opaque: names of the parts that the graph shows as one operation.
@@ -70,11 +70,11 @@ class Traced:
 
     @property
     def graph(self) -> fx.Graph:
-        """The operations, in order."""
+        """Return the operations, in order."""
         return self.module.graph
 
     def operations(self) -> list[Any]:
-        """What is called, in order: equal lists mean equal programs but for shapes."""
+        """Return the called functions in order: equal lists are equal programs but for shapes."""
         return [n.target for n in self.graph.nodes if n.op == "call_function"]
 
 
@@ -88,15 +88,17 @@ def trace(
     shared: bool = False,
     opaque: Any = None,
 ) -> Traced:
-    """Trace a layer's forward on a sample call.
+    """Trace a layer's forward on a sample call; the layer and the generators stay unchanged.
 
     Args:
-        shapes: whole shapes of parameters by name, where the layer holds only parts of them now.
-        masks: write a mask in the place of attention's `is_causal`.
-        shared: leave attention to the ranks together, where they can (`attention.share`).
-        opaque: an `opaque.Opaque`: parts of the layer that become one operation each.
+        shapes: whole shapes of parameters by name, if the layer holds only parts of them now.
+        masks: write a mask instead of attention's `is_causal`.
+        shared: let the ranks compute attention together, where they can
+            (`maskable_attention.share`).
+        opaque: an `opaque_parts.Opaque`: parts of the layer that become one operation each.
 
-    Errors: Untraceable(reason). The layer and the generators stay as they are.
+    Raises:
+        Untraceable: the layer cannot become a graph; the text is the reason.
     """
     parameters = dict(block.named_parameters())
     if hooks := hooked_inside(block):
@@ -165,7 +167,7 @@ def _fake(fakes: FakeTensorMode, like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _whole_attention(masks: bool) -> AbstractContextManager[None]:
-    """Context manager in which our models show attention as one operation, where it gets masks."""
+    """Let Shoal's models show attention as one operation, if it gets masks."""
     if not masks:
         return nullcontext()
     from shoal.base.opaque_ops import shown_whole
@@ -175,7 +177,7 @@ def _whole_attention(masks: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def _whole_functions() -> Iterator[None]:
-    """Note a custom autograd.Function as one operation, so that its own backward is kept."""
+    """Record a custom autograd.Function as one operation, so that its backward is kept."""
     function: Any = torch.autograd.Function
     kept = function.__dict__["apply"]
     original = kept.__func__
@@ -206,7 +208,7 @@ def _whole_functions() -> Iterator[None]:
 
 @functools.cache
 def _function(cls: Any) -> Callable[..., Any]:
-    """A plain function under a name that generated code can hold."""
+    """Return a plain function for an autograd.Function, with a name that code can use."""
 
     def run(*args: Any) -> Any:
         return cls.apply(*args)
@@ -217,17 +219,17 @@ def _function(cls: Any) -> Callable[..., Any]:
 
 
 def is_function(target: object) -> bool:
-    """Tell whether a node's target is a custom autograd.Function: one object per class of it."""
+    """Return whether a node's target is a custom autograd.Function: one object per class."""
     return getattr(target, "__module__", "") == FUNCTION
 
 
 def is_opaque(target: object) -> bool:
-    """Tell whether a node's target is a part of a layer as one operation (`opaque_parts.py`)."""
+    """Return whether a node's target is a layer part as one operation (`opaque_parts.py`)."""
     return is_function(target) and hasattr(target, "reference")
 
 
 def is_reference(target: object) -> bool:
-    """Tell whether a target is what rules of such a part are found with."""
+    """Return whether a target is the reference with which an opaque part's rules are found."""
     return getattr(type(target), "stands_for_part", False)
 
 
@@ -242,9 +244,8 @@ def shared_attention(
 ) -> Tensor:
     """Compute scaled dot-product attention; under cp its graph marks it for ranks to share.
 
-    Called as it is, it computes torch's own attention.
-
-    q [batch, heads, tokens, head_dim], or without the dim of heads; k, v may have fewer heads
+    A direct call computes torch's own attention. q is [batch, heads, tokens, head_dim], or without
+    the dim of heads; k and v may have fewer heads.
 
     Args:
         mask: [..., tokens or 1, tokens], as torch's `attn_mask`.
@@ -256,7 +257,7 @@ def shared_attention(
 
 
 def _tidy(module: fx.GraphModule, masks: bool, shared: bool) -> None:
-    """Take out checks that cost time; put attention into the form that its ranks need."""
+    """Remove checks that cost time; rewrite attention into the form that its ranks need."""
     for node in list(module.graph.nodes):
         if node.op == "get_attr":
             node.meta["val"] = getattr(module, str(node.target))
@@ -279,7 +280,7 @@ def _tidy(module: fx.GraphModule, masks: bool, shared: bool) -> None:
 
 
 def _write_attention(graph: fx.Graph, node: fx.Node, masks: bool, shared: bool) -> None:
-    """Write attention with dropout as products, and other attention so that masks can be cut."""
+    """Write attention with dropout as products, and other attention with cuttable masks."""
     from shoal.trace.graph.maskable_attention import drops_out, share, write_mask, write_out
 
     if drops_out(node):
@@ -302,13 +303,13 @@ def _mutated(graph: fx.Graph, skip: int, names: list[str]) -> frozenset[str]:
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Tell whether a graph's node overwrites its first argument and returns it (`add_`)."""
+    """Return whether a graph's node overwrites its first argument and returns it (`add_`)."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema and schema.is_mutable and node.args and isinstance(node.args[0], fx.Node))
 
 
 def may_be_replaced(graph: fx.Graph) -> set[fx.Node]:
-    """Find in-place nodes that may give a new tensor instead: nothing reads the old one later."""
+    """Find in-place nodes that may return a new tensor: no node reads the old one later."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     by_storage: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:

@@ -1,8 +1,8 @@
-"""Tells which layers of a model are equal, so that one of them is solved for all.
+"""Group a model's equal layers, so that one of them is solved for all.
 
-Equal are layers of one class with tensors of the same shapes whose other attributes are equal too.
-Where an attribute differs (many layers know their own number) the graphs decide: layers with the
-same text, constants included, compute the same.
+Layers are equal if they have one class, tensors of the same shapes, and equal other attributes. If
+an attribute differs (many layers know their own number), the graphs decide: layers with the same
+graph text, constants included, compute the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shoal.trace.isolation.memoized_forward import PLAIN
 
 
 class Likeness:
-    """Sorts a model's layers into groups of equal ones, so that one can be solved for all.
+    """Grouping of a model's layers by equality, so that one can be solved for all.
 
     Equal: classes, shapes and attributes; or, where only attributes differ, their traced graphs.
 
     Args:
-        opaque: parts that are no graph are an operation of one: all that they hold must be equal.
+        opaque: untraceable parts are one operation of a graph: all their attributes must be equal.
     """
 
     def __init__(self, module: nn.Module, *, opaque: bool = False) -> None:
@@ -32,10 +32,10 @@ class Likeness:
         self.graphs: dict[Any, str] = {}
 
     def groups(self, names: list[str], calls: dict[str, Call]) -> list[list[str]]:
-        """The layers in groups of equal ones, in the order of the names.
+        """Group the layers by equality, in the order of the names.
 
         Args:
-            calls: how the sample called each of them.
+            calls: the sample's call of each layer.
         """
         exact: dict[Any, list[str]] = {}
         for name in names:
@@ -54,14 +54,14 @@ class Likeness:
         return [group for alike in merged.values() for group in alike]
 
     def _graph(self, name: str, call: Call) -> str:
-        """The text of a layer's graph with its constants, or why it has none."""
+        """Return the text of a layer's graph with its constants, or why it has none."""
         key = (name, _kind(call))
         if key not in self.graphs:
             own = self.module.get_submodule(name)
             try:
                 if self.opaque:
                     from shoal.trace.graph.opaque_parts import (
-                        trace_with_opaque,  # asked where layers differ
+                        trace_with_opaque,  # only needed if layers differ
                     )
 
                     traced = trace_with_opaque(bare(own), call.args, call.kwargs)
@@ -79,7 +79,7 @@ class Likeness:
 
 
 def _kind(call: Call) -> Any:
-    """All that a graph can hang on in a call: tensors by their form, everything else as it is."""
+    """Return a key for all that a graph depends on in a call: tensor metadata, other values."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     return structure, *(
         (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)

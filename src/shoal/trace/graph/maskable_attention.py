@@ -1,8 +1,8 @@
-"""Attention in a form whose masks have a place to be cut.
+"""Rewrite attention so that its masks can be cut.
 
-Attention with dropout is written out as the products it is. Where the sequence is split,
-`is_causal` becomes a mask: a rank's first row is not the sequence's. Or the operation is shared:
-the ranks compute it together, by whatever way they are given, and nobody needs all keys.
+Attention with dropout is written out as matrix products. If the sequence is split, `is_causal`
+becomes a mask, because a rank's first row is not the sequence's. Or the operation is shared: the
+ranks compute it together, by a function of their own, and no rank needs all keys.
 
 Formula   out = dropout(softmax(q kᵀ · scale + mask)) · v
 Source    torch's own math kernel (aten/src/ATen/native/transformers/attention.cpp), which the CPU
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def write_out(graph: fx.Graph, node: fx.Node) -> None:
-    """Put the products in the place of the operation."""
+    """Replace the attention operation by its matrix products."""
     named = _named(node)
     inputs = [named["query"], named["key"], named["value"]]
     if named.get("attn_mask") is not None:
@@ -55,17 +55,17 @@ def write_out(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def drops_out(node: fx.Node) -> bool:
-    """Whether this attention drops out weights inside."""
+    """Return whether this attention has dropout."""
     return bool(_named(node).get("dropout_p"))
 
 
 def share(graph: fx.Graph, node: fx.Node, shared_attention: Callable[..., Tensor]) -> bool:
-    """Let the ranks compute this attention together, where they can share it.
+    """Let the ranks compute this attention together, if they can share it; return whether they can.
 
-    That is without dropout, and without a mask that takes a gradient (a learnt bias).
+    They can without dropout, and without a mask that needs a gradient (a learnt bias).
 
     Args:
-        shared_attention: what then stands in the graph for the operation.
+        shared_attention: the function that replaces the operation in the graph.
     """
     named = _named(node)
     q, k, v = (named[name] for name in ("query", "key", "value"))
@@ -90,7 +90,7 @@ def share(graph: fx.Graph, node: fx.Node, shared_attention: Callable[..., Tensor
 
 
 def write_mask(graph: fx.Graph, node: fx.Node) -> None:
-    """Put a mask in the place of `is_causal`."""
+    """Replace `is_causal` by a mask."""
     named = _named(node)
     if not named.get("is_causal"):
         return
@@ -123,7 +123,7 @@ def attention(
     scale: float | None,
     grouped: bool,
 ) -> Tensor:
-    """As `F.scaled_dot_product_attention`: [..., heads, seq, head_dim] each."""
+    """Compute `F.scaled_dot_product_attention` on [..., heads, seq, head_dim] each."""
     root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if grouped:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)

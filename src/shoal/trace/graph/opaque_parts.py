@@ -1,12 +1,13 @@
-"""Keeps parts of a layer as one opaque operation each, where what they do hangs on numbers.
+"""Keep a data-dependent part of a layer as one opaque operation of its graph.
 
-A layer of experts asks which tokens go where (`nonzero`) and calls one expert after the other: that
-is no graph. All around it is. So the part becomes one operation of the layer's graph, which takes
-its parameters and its inputs and runs the part's own forward on them, and is differentiated there.
-What it does with parts of its parameters is found by running it, as for every operation.
+An expert layer computes which tokens go where (`nonzero`) and calls one expert after the other:
+that is not traceable, but all around it is. So the part becomes one operation of the layer's graph.
+It takes the part's parameters and inputs, runs the part's own forward on them, and is
+differentiated there. As for every operation, trial runs find how it acts on parts of its
+parameters.
 
-Refused is what draws random numbers, changes its inputs or buffers, or gives results whose shapes
-hang on numbers.
+Parts that draw random numbers, change their inputs or buffers, or return data-dependent shapes are
+refused.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from shoal.trace.isolation.layer_calls import bare
 from shoal.trace.isolation.lifted_casts import CastsLifted
 
 GROUPED = frozenset({torch.ops.aten._grouped_mm.default})
-"""Products of many experts at once: they know no float64, in which rules are found."""
+"""Grouped matrix products of many experts: they lack float64, in which rules are found."""
 
 IMPLEMENTATION = "_experts_implementation"
-"""How transformers' layers of experts compute them: a key of their configuration."""
+"""Key of transformers' configuration that selects the implementation of expert layers."""
 
 MANY = 512
-"""Sizes up to this stay as they are where a part is made smaller: how many experts there are."""
+"""Largest size that stays when a part is made smaller: numbers of experts are below it."""
 
 
 def trace_with_opaque(
@@ -51,13 +52,13 @@ def trace_with_opaque(
     shapes: Mapping[str, Sequence[int]] | None = None,
     known: Collection[str] | None = None,
 ) -> Traced:
-    """Trace a layer, with parts that are no graph as one operation each; see `trace`.
+    """Trace a layer, with untraceable parts as one operation each; see `trace`.
 
     Args:
-        known: the parts, where they are known already.
+        known: the parts, if they are known already.
 
     Raises:
-        Untraceable(reason), that of the layer as it is, where such parts do not help.
+        Untraceable: opaque parts do not help; the text is the reason for the layer as it is.
     """
     if known is not None:
         return trace(block, args, kwargs, shapes, opaque=Opaque(known) if known else None)
@@ -96,11 +97,11 @@ def _has_matrices(block: nn.Module, name: str) -> bool:
 
 
 class Opaque:
-    """The parts of a layer that its graph shows as one operation.
+    """Parts of a layer that its graph shows as one operation each.
 
     Attributes:
-        names: of the parts.
-        under_way: the modules that were being called when a trace failed, outermost first.
+        names: names of the parts.
+        under_way: the modules whose call was in progress when a trace failed, outermost first.
         grouped: modules with a grouped product of their own, and all around them.
     """
 
@@ -111,7 +112,7 @@ class Opaque:
 
     @contextmanager
     def installed(self, block: nn.Module, fakes: FakeTensorMode) -> Iterator[None]:
-        """Context manager in which the parts note themselves, and the others who is called."""
+        """Record the parts as operations and the calls in progress while the context is open."""
         own: list[tuple[nn.Module, Any]] = []
         for name, part in block.named_modules():
             inside = any(name.startswith(f"{other}.") for other in self.names)
@@ -146,7 +147,7 @@ class Opaque:
 
 
 def _operation(part: nn.Module) -> Callable[..., Any]:
-    """The part's forward as a plain function of its tensors, under a name that code can hold.
+    """Return the part's forward as a plain function of its tensors, with a name that code can use.
 
     Its attribute `reference` computes the same in float64, at any sizes.
     """
@@ -165,10 +166,10 @@ def _operation(part: nn.Module) -> Callable[..., Any]:
 
 
 class _Reference:
-    """A part's forward for experiments: experts one by one, no casts, and sizes of one's choice.
+    """Forward of a part for trial runs: experts one by one, no casts, and sizes that can be set.
 
     Args:
-        sizes: numbers among its attributes that mean sizes, and what they are now.
+        sizes: integer attributes of the part that are sizes, and their current values.
     """
 
     stands_for_part = True
@@ -190,7 +191,7 @@ class _Reference:
             return torch.func.functional_call(self.part, named, tuple(args), dict(kwargs))
 
     def at(self, sizes: Mapping[int, int]) -> _Reference:
-        """The same for other sizes: one object for each, by which rules are known."""
+        """Return the reference for other sizes: one object for each, the key of its rules."""
         wanted = tuple(sorted(sizes.items()))
         if wanted not in self.others:
             self.others[wanted] = _Reference(self.part, self.names, wanted)
@@ -204,7 +205,7 @@ def _noted(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Note the part as one operation; gives results without data."""
+    """Record the part as one operation; return results without data."""
     mode: Any = get_proxy_mode()
     held = [t for _, t in (*part.named_parameters(), *part.named_buffers())]
     given = (held, list(args), kwargs)
@@ -234,10 +235,13 @@ def _noted(
 
 
 def _results(operation: Any, given: Any, random: bool) -> tuple[list[Any], Any]:
-    """Shapes and formats of what a part gives, and how they hang together.
+    """Return shapes and dtypes of a part's results, and their structure.
 
-    It runs on the host: parameters are zeros that take no memory, inputs zeros or random numbers.
-    Errors: Untraceable where it draws random numbers, or changes what it is given.
+    The part runs on the host: parameters are zeros that take no memory, inputs zeros or random
+    numbers.
+
+    Raises:
+        Untraceable: the part draws random numbers, or changes its inputs.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -266,7 +270,7 @@ def _results(operation: Any, given: Any, random: bool) -> tuple[list[Any], Any]:
 
 
 def smaller(call: Any, degree: int) -> Any:
-    """Give a call of a `reference` (rules.py) with smaller matrices; None where there are none."""
+    """Return a call of a `reference` (rules.py) with smaller matrices; None if there are none."""
     count = len(pytree.tree_leaves(call.template[0][0]))
     sizes = smaller_sizes([value.shape for value in call.values[:count]], degree)
     known = [value for value in call.values if value.known is not None]
@@ -280,7 +284,7 @@ def smaller(call: Any, degree: int) -> Any:
 
 
 def smaller_sizes(shapes: Sequence[Sequence[int]], degree: int) -> dict[int, int]:
-    """Sizes that a part's parameters may have instead, in the same proportions.
+    """Return smaller sizes for a part's parameters, in the same proportions.
 
     >>> smaller_sizes([(8, 28672, 4096), (8, 4096, 14336)], 2)
     {4096: 96, 14336: 336, 28672: 672}

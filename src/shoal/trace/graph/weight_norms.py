@@ -1,11 +1,11 @@
-"""Writes what a layer makes of its weights alone so that parts of the weights suffice for it.
+"""Rewrite operations on weights alone, so that each rank can compute them on its parts.
 
     unit matrix × weight       → the weight, transposed (its product needs all columns of both)
     norm that is detached      → root of the sum of squares: of parts, a sum over ranks
 
-So DoRA (2402.09353), which asks its adapter for what it makes of a unit matrix and divides by the
-norms of the summed rows, is cut as the layer that it stands on. A norm through which a gradient
-flows stays as it is: at 0 the root's gradient is infinite, the norm's is 0.
+DoRA (2402.09353) applies its adapter to a unit matrix and divides by the norms of the summed rows.
+With these rewrites it is cut as the layer that it adapts. A norm through which a gradient flows
+stays as it is: at 0 the root's gradient is infinite, the norm's is 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _is_unit(node: Any) -> bool:
 
 
 def _is_detached_root(node: fx.Node) -> bool:
-    """Whether it is a 2-norm along some dims, of which nobody asks a gradient."""
+    """Return whether a node is a 2-norm along some dims that needs no gradient."""
     users = list(node.users)
     while users and all(user.target is aten.to.dtype for user in users):
         users = [further for user in users for further in user.users]
@@ -69,7 +69,7 @@ def _replace(graph: fx.Graph, node: fx.Node, made: fx.Node) -> None:
 
 
 def _made(graph: fx.Graph, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """An operation with the shape of its result."""
+    """Add an operation to the graph, with its result's shape."""
     node = graph.call_function(target, args)
     known = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
     node.meta["val"] = target(*known)

@@ -1,1 +1,1 @@
-"""Run a module of the user and leave no trace: copies, fakes, saved state."""
+"""Run a user's module and restore its state: copies, fake tensors, saved state."""

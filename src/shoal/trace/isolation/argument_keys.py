@@ -1,7 +1,7 @@
-"""What objects hold that a model hands its layers: their tensors, and all else as a key.
+"""Keys of a layer's non-tensor arguments: the tensors inside of objects, and all other values.
 
-A graph is made once, of a layer's parameters, buffers and the tensors that it is called with. What
-a cache or a context of the model's own holds would be in it as it was when the graph was made.
+A graph is made once, from a layer's parameters, buffers and tensor arguments. Values in a cache or
+context object of the model would stay in the graph as they were when it was made.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shoal.trace.isolation.layer_calls import Call
 
 
 def handed(leaf: Any) -> str:
-    """Say that an argument which is no tensor holds some; "" where it does not."""
+    """Return a message if an argument that is no tensor holds tensors; else ""."""
     if isinstance(leaf, Tensor) or next(_tensors_inside(leaf), None) is None:
         return ""
     return f"it is handed a {type(leaf).__name__}, and a graph does not follow the tensors in it"
 
 
 def without_holders(call: Call) -> Call:
-    """Drop a call's arguments that are no tensors and hold some: they would hold their graphs."""
+    """Drop a call's non-tensor arguments that hold tensors: they would keep their graphs."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     told = [handed(leaf) for leaf in leaves]
     left = [None if why else leaf for leaf, why in zip(leaves, told, strict=True)]
@@ -37,7 +37,7 @@ def without_holders(call: Call) -> Call:
 
 
 def contents(value: Any, around: frozenset[int] = frozenset()) -> Hashable:
-    """Give a key for an object: its numbers, however deep, or which object it is."""
+    """Return a hashable key of an object: its numbers, however deep, or its identity."""
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, Tensor):
@@ -50,7 +50,7 @@ def contents(value: Any, around: frozenset[int] = frozenset()) -> Hashable:
 
 
 def _tensors_inside(value: Any) -> Iterator[Tensor]:
-    """The tensors that an object holds, in attributes, lists and dicts, however deep."""
+    """Yield the tensors that an object holds in attributes, lists and dicts, however deep."""
     waiting, seen = [value], set[int]()
     while waiting:
         one = waiting.pop()
@@ -62,7 +62,7 @@ def _tensors_inside(value: Any) -> Iterator[Tensor]:
 
 
 def _inside(one: Any) -> list[tuple[Hashable, Any]]:
-    """What an object holds: (key or name, value)."""
+    """Return the contents of an object: (key or name, value)."""
     if isinstance(one, (*PLAIN, bytes, type, FunctionType, MethodType, ModuleType)):
         return []
     if isinstance(one, Mapping):
@@ -76,7 +76,7 @@ def _inside(one: Any) -> list[tuple[Hashable, Any]]:
 
 
 class _Same:
-    """Stands for an object in a key: equal to that very object, which it keeps alive."""
+    """Key of an object by identity, which keeps the object alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -92,7 +92,7 @@ _known: Any = WeakIdKeyDictionary()
 
 
 def _numbers(tensor: Tensor) -> Hashable:
-    """A tensor's shape, format and numbers, which are read once per version of it."""
+    """Return a tensor's shape, dtype and a hash of its numbers, read once per version."""
     version, told = _known.get(tensor, (None, None))
     if version != tensor._version:
         numbers: Hashable = None

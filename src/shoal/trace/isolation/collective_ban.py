@@ -1,10 +1,10 @@
-"""Refuses collectives where one process works alone: it would wait for ranks that never come.
+"""Refuse collectives where one process works alone: it would wait for ranks that never come.
 
-A model may talk to other ranks by itself: a contrastive loss that averages over all of them, a
-SyncBatchNorm of its own. Where only rank 0 runs such a model (one process as the reference of a
-proof, a count of operations), its first collective would wait until a deadline kills the run.
-Inside `alone` it raises instead, before anything is sent, with the name of the collective and of
-the line that called it. All of them go through torch's dispatcher, whichever function asked.
+A model may communicate by itself: a contrastive loss that averages over all ranks, a SyncBatchNorm
+of its own. If only rank 0 runs such a model (one process as the reference of a proof, a count of
+operations), its first collective would wait until a deadline kills the run. Inside `alone` it
+raises instead, before anything is sent, with the name of the collective and of the line that called
+it. All collectives go through torch's dispatcher, whichever function called them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import torch
 from shoal.trace._torch import TorchDispatchMode, without_new_groups
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
-"""Where torch's collectives are."""
+"""Namespaces of torch's collectives."""
 
 TORCH, OWN = str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[2])
 """Folders whose lines are not the user's: torch's and this package's."""
 
 
 class CollectiveAlone(RuntimeError):
-    """Raised instead of a collective inside of `alone`: the process would wait for others for ever.
+    """Raised instead of a collective inside of `alone`, which would wait for the others for ever.
+
+    It is no ShoalError: the proof catches it and explains it.
 
     Args:
-        name: of the collective.
-        where: file:line of the user's that asked for it, if one is known.
-
-    No ShoalError: the proof catches it and says what it means.
+        name: name of the collective.
+        where: file:line of the user's code that called it, if known.
     """
 
     def __init__(self, name: str, where: str) -> None:
@@ -45,7 +45,7 @@ class CollectiveAlone(RuntimeError):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Context manager in which collectives and new groups of this thread raise CollectiveAlone."""
+    """Raise CollectiveAlone for collectives and new groups of this thread while it is open."""
     with without_new_groups(_refused), _Alone():
         yield
 
@@ -53,7 +53,7 @@ def alone() -> Iterator[None]:
 class _Alone(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nobody compiles here, and torch's guard would import its compiler
+        return False  # nothing compiles here, and torch's guard would import its compiler
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -68,10 +68,10 @@ def _refused(name: str) -> None:
 
 
 def called_from(*but: str) -> str:
-    """file:line of the innermost caller that is neither torch's nor this package's.
+    """Return file:line of the innermost caller that is neither torch's nor this package's.
 
     Args:
-        but: rooms of this package that are not passed over: "" where one of them called.
+        but: folders of this package that are not skipped: "" if one of them called.
     """
     frame: FrameType | None = sys._getframe(2)
     ends = tuple(f"{OWN}{os.sep}{room}{os.sep}" for room in but)

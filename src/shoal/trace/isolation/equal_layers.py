@@ -1,7 +1,8 @@
-"""Tells whether two layers are made alike: classes, shapes of their tensors, other attributes.
+"""Compare the construction of layers: classes, shapes of their tensors, other attributes.
 
-What computes differently may still be made alike only if it says so nowhere: by a global variable,
-say. Layers that know their own number are not made alike, though they may compute the same.
+Two layers with equal keys could still compute differently, but only through state outside of them,
+a global variable for example. Layers that know their own number have unequal keys, though they may
+compute the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def shapes_of(part: nn.Module) -> Any:
-    """Classes, and shapes and formats of all tensors in a layer: equal or not, and hashable."""
+    """Return a hashable key of classes, and shapes and dtypes of all tensors in a layer."""
     told: list[Any] = []
     for name, inner in part.named_modules():
         tensors = [
@@ -28,7 +29,7 @@ def shapes_of(part: nn.Module) -> Any:
 
 
 def attributes_of(part: nn.Module) -> Any:
-    """Every other attribute in a layer: plain values, anything else by what object it is; hooks."""
+    """Return every other attribute in a layer, by value if plain, else by id; hooks too."""
     plain = (bool, int, float, str, type(None), tuple)
     values = [
         (key, value if isinstance(value, plain) and _hashable(value) else id(value))
@@ -50,7 +51,7 @@ def loose_tensors(part: nn.Module) -> dict[str, Tensor]:
 
 
 def versions_of(part: nn.Module) -> dict[str, tuple[int, int]]:
-    """Say which tensors those are, and which versions of them."""
+    """Return the id and version of each loose tensor in a layer."""
     return {name: (id(t), t._version) for name, t in loose_tensors(part).items()}
 
 
@@ -59,10 +60,10 @@ OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def hooked_inside(part: nn.Module) -> list[str]:
-    """Name the hooks on modules inside of a layer, torch's and Shoal's own left out.
+    """Name the hooks on modules inside of a layer, without torch's and Shoal's own.
 
-    What is made of a layer once for all (a graph, compiled code for layers of its class) has none
-    of them. Those on the layer itself run around whatever stands in for it.
+    A graph or compiled code that is made once for equal layers has none of these hooks. Hooks on
+    the layer itself run around whatever replaces its forward.
     """
     return [
         f"{name}: {getattr(hook, '__qualname__', type(hook).__name__)}"

@@ -1,4 +1,4 @@
-"""What a layer is called with, and a copy of the layer without its numbers: enough to split it."""
+"""First call of a layer, and a copy of the layer without numbers: the inputs of a split."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from shoal.trace.isolation.module_copies import copied_module
 
 @dataclass(frozen=True)
 class Call:
-    """A layer's first call in the sample: its arguments, and what each of its calls came after.
+    """First call of a layer in the sample: its arguments, and the layers that its calls follow.
 
     Attributes:
         args, kwargs: copies of its arguments; floating tensors that carry a gradient require one.
         follows: for each call the layer whose output, untouched, is its first floating argument, or
             "".
-        unseen: what the layer computes with beside its tensors and its arguments', in words.
+        unseen: text on other inputs of the layer, beside its own tensors and its arguments'
+            tensors.
     """
 
     args: tuple[Any, ...]
@@ -29,7 +30,7 @@ class Call:
     unseen: str = ""
 
     def without_numbers(self) -> Call:
-        """The same with tensors that have shapes only."""
+        """Return the same call with tensors that have shapes only."""
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda t: t.to("meta"), (self.args, self.kwargs)
         )
@@ -37,9 +38,10 @@ class Call:
 
 
 def bare(block: nn.Module) -> nn.Module:
-    """Copy a layer with parameters of the same shapes and formats that take no memory (zeros).
+    """Copy a layer with parameters of the same shapes and dtypes that take no memory (zeros).
 
-    Buffers stay. Hooks on the layer itself are left out: they run around whatever stands in for it.
+    Buffers stay. Hooks on the layer itself are left out: they run around whatever replaces its
+    forward.
     """
     shown: dict[int, Any] = {}
     for p in block.parameters():

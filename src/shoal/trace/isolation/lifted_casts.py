@@ -1,9 +1,9 @@
-"""A model's own casts to a narrow format, lifted: float64 stays float64 where it asks for float32.
+"""Lift a model's own casts to a narrow dtype: float64 stays float64 under a cast to float32.
 
-Many models compute norms, rotary tables, softmax or routing in float32 whatever they are given. In
-a proof, which runs in float64, such a cast rounds to 24 bits on its way, so two right layouts agree
-to 1e-7 only, and what a top-k chooses may flip. Inside `CastsLifted` a float64 tensor keeps its
-format; what the model asked for in vain is noted, by the line that asked.
+Many models compute norms, rotary tables, softmax or routing in float32 whatever their inputs are.
+In a proof, which runs in float64, such a cast rounds to 24 bits on the way. Then two correct
+layouts agree to 1e-7 only, and the choices of a top-k may flip. Inside `CastsLifted` a float64
+tensor keeps its dtype; the lines whose casts were ignored are recorded.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from shoal.trace.isolation.collective_ban import called_from
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 NAMED = (Tensor.float, Tensor.half, Tensor.bfloat16)
-"""Methods whose name is the format."""
+"""Methods whose name is the dtype."""
 
 BITS = (Tensor.view, torch.frombuffer)
-"""Take a format to read bits by, which is no cast."""
+"""Functions with a dtype argument that reinterprets bits, which is no cast."""
 
 
 MACHINERY = ("trainer", "parallel", "optim")
-"""Rooms whose own casts are no model's: norms of gradients, a number to be told."""
+"""Folders whose own casts are not the model's: norms of gradients, a number to be reported."""
 
 SHOWN = 2
-"""Lines that are named; a model may cast in dozens."""
+"""Number of lines that are named; a model may cast in dozens."""
 
 
 class CastsLifted(TorchFunctionMode):
-    """Context manager in which casts from float64 to a narrower floating format give float64.
+    """Torch function mode in which casts from float64 to a narrower floating dtype return float64.
 
     Attributes:
-        lifted: file:line of every line that asked for one, filled as it happens.
+        lifted: file:line of every line with such a cast, filled as it happens.
     """
 
     def __init__(self) -> None:
@@ -60,21 +60,21 @@ class CastsLifted(TorchFunctionMode):
         try:
             return func(*args, **given)
         except RuntimeError:
-            # Where the model brought both operands to one format, one of them is float64 now.
+            # If the model cast both operands to one dtype, one of them is float64 now.
             mixed = [_double(value) for value in args]
             if not _changed(mixed, args) or getattr(func, "__name__", "_").endswith("_"):
                 raise
             return func(*mixed, **given)
 
     def note(self) -> None:
-        """Keep the line that casts, if it is the model's."""
+        """Record the line that casts, if it is the model's."""
         line = called_from(*MACHINERY)
         if line:
             self.lifted.add(line)
 
 
 def casts_text(lines: Sequence[str]) -> str:
-    """Name the casts that were lifted in one phrase, the first two by line; "" where none was.
+    """Name the lifted casts in one phrase, the first two by line; "" if there was none.
 
     >>> casts_text(["norm.py:7", "norm.py:9", "rope.py:3"])
     "the model's own casts (norm.py:7, norm.py:9 and 1 more)"
@@ -88,7 +88,7 @@ def _wider(value: Any) -> Any:
 
 
 def _to(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of `Tensor.to`, of which one may be a tensor to be alike."""
+    """Widen the arguments of `Tensor.to`, of which one may be a tensor that sets the dtype."""
     return tuple(
         value.double()
         if n and isinstance(value, Tensor) and value.dtype in NARROW

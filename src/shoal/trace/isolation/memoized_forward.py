@@ -1,14 +1,14 @@
-"""Makes a forward pass cheap where only shapes and structure matter: equal layers compute once.
+"""Speed up a forward pass where only shapes and structure matter: equal layers compute once.
 
-Inside of `echoing`, the first call of a layer computes. A later call of another layer that is made
-alike, with inputs of the same kind, gives copies of what the first one gave, and whoever listens
-inside of the layer is told the same once more, under the second layer's names.
+Inside of `echoing`, the first call of a layer computes. A later call of another, equal layer with
+inputs of the same kind returns copies of the first one's results. Listeners inside of the layer
+receive the same entries again, under the second layer's names.
 
-    always computes   a layer that changes its own attributes, is handed an object that it might
+    always computes   a layer that changes its own attributes, receives an object that it might
                       write into (a cache), or returns one of the model's weights
     Limits            what equal layers change elsewhere (a list that they share) happens once. If
-                      code around them cannot live with that, the pass fails: `as_cheaply` then
-                      runs it as it is
+                      code around them depends on that, the pass fails: `as_cheaply` then
+                      runs it without copies
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ T = TypeVar("T")
 
 
 class Log(Protocol):
-    """What listeners inside of layers note, entry by entry."""
+    """Log of the listeners inside of layers, entry by entry."""
 
     def __len__(self) -> int:
-        """How many entries there are."""
+        """Return the number of entries."""
 
     def again(self, said: slice, names: Mapping[str, str]) -> None:
-        """Note some entries once more, of other modules: name → its name."""
+        """Record some entries again, for other modules: name → the other's name."""
 
 
 class NoLog:
-    """Nobody listens inside of layers."""
+    """Log without listeners inside of layers."""
 
     def __len__(self) -> int:
-        """Nothing was noted."""
+        """Return 0: nothing is recorded."""
         return 0
 
     def again(self, said: slice, names: Mapping[str, str]) -> None:
-        """Nothing to note."""
+        """Record nothing."""
 
 
 def as_cheaply(look: Callable[[bool], T]) -> T:
-    """`look(True)`, which may use echoes, or `look(False)` if that fails."""
+    """Return `look(True)`, which may reuse equal layers' results, or `look(False)` on failure."""
     try:
         return look(True)
-    except Exception:  # of the user's model: without echoes it works, or says what is wrong
+    except Exception:  # of the user's model: without echoes it works, or raises the real error
         return look(False)
 
 
 @contextmanager
 def echoing(module: nn.Module, log: Log) -> Iterator[None]:
-    """Inside, layers of `module` that are made alike compute once for each kind of input.
+    """Let equal layers of `module` compute once for each kind of input while the context is open.
 
     Args:
-        log: of listeners inside of layers; enter before they are there.
+        log: log of listeners inside of layers; open the context before they are installed.
     """
     parts = {
         name: part
@@ -94,11 +94,11 @@ def echoing(module: nn.Module, log: Log) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Computed:
-    """A call that computed: of which layer, what it gave, and which entries of the log tell of it.
+    """Computed call: its layer, its outputs, and its entries of the log.
 
     Attributes:
-        leaves: of its outputs: a tensor's copy, or the place of an input that was handed on, or a
-            plain value.
+        leaves: leaves of its outputs: a tensor's copy, the position of an input that was passed on,
+            or a plain value.
     """
 
     part: nn.Module
@@ -109,14 +109,14 @@ class _Computed:
 
 @dataclass(frozen=True)
 class _Place:
-    """An input, by its place among the flattened ones."""
+    """Input, by its position among the flattened ones."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A tensor's numbers, and whether it takes a gradient."""
+    """Numbers of a tensor, and whether it requires a gradient."""
 
     tensor: Tensor
     moves: bool
@@ -124,10 +124,10 @@ class _Copy:
 
 @dataclass
 class _Pool:
-    """What one pass computed, by kind of layer and inputs.
+    """Computed calls of one pass, by kind of layer and inputs.
 
     Attributes:
-        names: of all modules.
+        names: names of all modules.
         weights: ids of the model's own tensors.
     """
 
@@ -137,21 +137,21 @@ class _Pool:
     known: dict[Any, _Computed] = field(default_factory=dict)
 
     def tell(self, source: nn.Module, own: nn.Module, said: slice) -> None:
-        """What was told of one layer, told of another one."""
+        """Repeat the log entries of one layer for another one."""
         pairs = zip(source.modules(), own.modules(), strict=True)
         names = {self.names[id(a)]: self.names[id(b)] for a, b in pairs}
         self.log.again(said, names)
 
 
 class _Echo(StandIn):
-    """A layer's forward that asks first what equal layers gave."""
+    """Replaced forward of a layer that first looks for the results of equal layers."""
 
     def __init__(self, name: str, block: nn.Module, form: Any, pool: _Pool) -> None:
         self.form, self.pool = form, pool
         super().__init__(name, block)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The layer's own forward, or an echo of an equal one's."""
+        """Run the layer's own forward, or copy the results of an equal layer."""
         leaves, structure = pytree.tree_flatten((inputs, named))
         if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
             return self.forward(*inputs, **named)
@@ -171,7 +171,7 @@ class _Echo(StandIn):
         return outputs
 
     def _kept(self, leaf: Any, inputs: list[Any]) -> _Copy | _Place | tuple[Any] | None:
-        """What to remember of an output; None where it must not be given again."""
+        """Return the record of an output; None if it must not be returned again."""
         if not isinstance(leaf, Tensor):
             return (leaf,) if isinstance(leaf, PLAIN) else None
         for place, one in enumerate(inputs):
@@ -185,7 +185,7 @@ def _given(kept: _Copy | _Place | tuple[Any], inputs: list[Any]) -> Any:
     if isinstance(kept, _Place):
         return inputs[kept.index]
     if isinstance(kept, _Copy):
-        # No leaf of the graph: code behind the layer may write into it.
+        # No leaf of the graph: code after the layer may write into it.
         return kept.tensor.detach().requires_grad_(kept.moves).clone()
     return kept[0]
 

@@ -1,4 +1,4 @@
-"""Models and values as shapes without data: what a trace runs on.
+"""Models and values as shapes without data: the inputs of a trace.
 
 A model is built on torch's meta device. A constructor that reads values (a schedule of drop rates)
 gets small tensors real and large ones without data.
@@ -25,11 +25,11 @@ PRODUCT_LAYERS = (
 )
 DRAWS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "xavier_uniform_")
 SMALL_ELEMENTS = 65536
-"""Tensors up to this are real where a constructor looks at values."""
+"""Largest tensor that is real for a constructor that reads values."""
 
 
 def shapes_of(build_or_module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """A twin on the meta device; a constructor that needs values gets small tensors real."""
+    """Return a meta copy; a constructor that needs values gets small tensors real."""
     if isinstance(build_or_module, nn.Module):
         return meta_twin(build_or_module)
     try:
@@ -37,7 +37,7 @@ def shapes_of(build_or_module: nn.Module | Callable[[], nn.Module]) -> nn.Module
             built = build_or_module()
     except ShoalError:
         raise
-    except Exception:  # a constructor that reads a value: the second way tells what is wrong
+    except Exception:  # a constructor that reads a value: the second way raises the real error
         try:
             with _LargeOnMeta():
                 built = build_or_module()
@@ -55,9 +55,9 @@ def shapes_of(build_or_module: nn.Module | Callable[[], nn.Module]) -> nn.Module
 
 
 def narrow_products(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Weights of linear layers and convolutions in `dtype`, in place, as Shoal's bf16 reads them.
+    """Cast weights of linear and convolution layers in place, as Shoal's bf16 reads them.
 
-    Not what anything else reads too, such as an embedding that shares its table with the head.
+    Weights that other layers read too stay, such as an embedding table that the head shares.
     """
     wide: set[int] = set()
     for part in module.modules():
@@ -71,7 +71,7 @@ def narrow_products(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Weights without data need no random numbers; asking for them anyway costs seconds."""
+    """Torch function mode that skips random initialization of weights without data."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -84,7 +84,7 @@ class _Undrawn(TorchFunctionMode):
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """New tensors of many elements have no data; small ones are real."""
+    """Torch function mode in which large new tensors have no data; small ones are real."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -107,7 +107,7 @@ def first_line(failure: BaseException) -> str:
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Rebuild a structure with `function` of every tensor in lists, tuples, dicts, dataclasses.
 
-    A tensor is one, whatever structure its class shows to libraries that look inside.
+    A tensor counts as one leaf, whatever structure its class shows to pytree.
     """
 
     def leaf(value: Any) -> Any:
@@ -127,12 +127,12 @@ def _is_leaf(value: Any) -> bool:
 
 
 def is_record(value: Any) -> bool:
-    """Whether it is a dataclass, whose fields may hold tensors."""
+    """Return whether a value is a dataclass instance, whose fields may hold tensors."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """List every tensor in lists, tuples, dicts and dataclasses, in order; one met twice, twice."""
+    """List every tensor in lists, tuples, dicts and dataclasses, in order, with repetitions."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, tree)
     return found

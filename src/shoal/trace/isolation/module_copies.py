@@ -1,9 +1,9 @@
-"""Copies of a module: with its numbers, or with shapes alone, as its twin on the meta device.
+"""Copies of a module: with its numbers, or with shapes alone, on the meta device.
 
-A module may have run already: what it remembers of its last pass loses its history in the copy.
-Many modules keep a tensor of the last forward pass as an attribute (a recurrent state, an attention
-map, an auxiliary loss). Such a tensor hangs in the graph of that pass, and torch refuses to copy
-it. A copy of the module needs its value only.
+A module may have run already: tensors that it keeps from its last pass lose their history in the
+copy. Many modules keep a tensor of the last forward pass as an attribute (a recurrent state, an
+attention map, an auxiliary loss). Such a tensor is part of that pass's graph, and torch refuses to
+copy it. A copy of the module needs its value only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def copied_module(module: nn.Module, known: dict[int, Any] | None = None) -> nn.
     """Copy a module deeply, with the values of tensors that it keeps from earlier passes.
 
     Args:
-        known: as in `copy.deepcopy`: what stands for an object, by its id.
+        known: as in `copy.deepcopy`: the copy of an object, by the object's id.
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.last = layer(torch.ones(1, 2))
@@ -42,14 +42,14 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
         device: "meta"; "cpu" while a FakeTensorMode is on, whose tensors have no data either.
 
     Raises:
-        PlanError: where a part copies itself as itself, say a teacher that is shared: its weights
-            and hooks would be the model's own.
+        PlanError: a part copies itself as itself, e.g. a shared teacher: its weights and hooks
+            would be the model's own.
     """
     twins: dict[int, Any] = {}
     loose = [v for part in module.modules() for v in vars(part).values()]
-    plain = [v for v in loose if isinstance(v, torch.Tensor)]  # kept without being registered
+    plain = [v for v in loose if isinstance(v, torch.Tensor)]  # attributes that are not registered
     for tensor in [*module.parameters(), *module.buffers(), *plain]:
-        twin = torch.empty_strided(  # empty_like is made of Python for shapes: ten times slower
+        twin = torch.empty_strided(  # empty_like runs in Python for meta tensors: ten times slower
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
         )
         if isinstance(tensor, nn.Parameter):
@@ -64,13 +64,13 @@ def meta_twin(module: nn.Module, device: str = "meta") -> nn.Module:
     for part in copied.modules():
         part._forward_pre_hooks.clear()
         part._forward_hooks.clear()
-        part.__dict__.pop("forward", None)  # recomputed activations are no work of the model's
+        part.__dict__.pop("forward", None)  # recomputation is no work of the model
         part.__dict__.pop("_output_capturing_hooks_installed", None)  # transformers': not here
     return copied
 
 
 class _WithoutHistory(TorchFunctionMode):
-    """Copies tensors in the middle of a graph as values."""
+    """Torch function mode in which deep copies of non-leaf tensors copy values only."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""Runs a user's module and leaves no trace: buffers, attributes and generators are as before."""
+"""Run a user's module and restore its state: buffers, attributes and random generators."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from shoal.fabric.device import device_generators
 
 @contextmanager
 def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
-    """Context manager that puts buffers, attributes and generators back after passes of a module.
-
-    Args:
-        attributes: False: they stay as the passes leave them, for a pass to come that needs them.
+    """Restore buffers, attributes and generators of a module when the context closes.
 
     Inside, generators are seeded with 0, so that every rank draws the same numbers.
+
+    Args:
+        attributes: False: attributes stay as the passes leave them, for a later pass that needs
+            them.
     """
     kept = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     values = {id(b): b.detach().clone() for _, held in kept for b in held.values() if b is not None}
@@ -54,11 +55,12 @@ def without_trace(module: nn.Module, attributes: bool = True) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Context manager that puts plain attributes of all submodules back to what they were.
+    """Restore plain attributes of all submodules when the context closes.
 
-    New ones are removed; lists, dicts and sets are restored one level deep; callables stay. Else an
-    output that a module keeps would keep its graph, and with it the shapes of parameters before
-    they were cut. Hooks that a pass adds go too, or they would be added twice (transformers).
+    New ones are removed; lists, dicts and sets are restored one level deep; callables stay.
+    Otherwise an output that a module keeps would keep its graph, and with it the shapes of
+    parameters before they were cut. Hooks that a pass adds are removed too, or they would be added
+    twice (transformers).
     """
     before = _Attributes(module)
     try:
@@ -68,7 +70,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
 
 class _Attributes:
-    """Plain attributes of all parts as they are now, one level into lists, dicts and sets."""
+    """Snapshot of plain attributes of all parts, one level into lists, dicts and sets."""
 
     not_plain = frozenset({*vars(nn.Module()), "forward"})
 
@@ -80,7 +82,7 @@ class _Attributes:
         self.hooks = [(table, set(table)) for pair in tables for table in pair]
 
     def restore(self) -> None:
-        """Give every part what it had; what it got since is taken away."""
+        """Restore every part's attributes and remove new ones."""
         for value, contents in self.inside:
             if isinstance(value, list):
                 value[:] = contents

@@ -1,8 +1,8 @@
-"""Where a model draws random numbers in training, seen while it runs once.
+"""Random draws of a model in training, observed while it runs once.
 
-A function draws if one of torch's own generators stands elsewhere after it than before: that is
-what every later mask hangs on, whatever the function is called. Tags of operations say too much:
-those of fused attention are set without dropout too.
+A function draws if the state of one of torch's own generators changes. Every later mask depends on
+that state, whatever the function is called. Tags of operations are too broad: fused attention has
+them without dropout too.
 
 Limits    draws from a generator that is the user's own; draws that the sample's values do not lead
           to
@@ -22,18 +22,18 @@ from shoal.fabric.device import device_generators
 
 @dataclass(frozen=True)
 class Draw:
-    """A call of a function that drew.
+    """Call of a function that drew random numbers.
 
     Attributes:
-        function: by the name under which the model calls it.
-        around: modules that were being called, the innermost last; "" is the model.
+        function: the name under which the model calls it.
+        around: modules whose call was in progress, the innermost last; "" is the model.
     """
 
     function: str
     around: tuple[str, ...]
 
     def text(self, part: str) -> str:
-        """What was drawn, and where unless `part` itself did.
+        """Format the function that drew, and its module unless `part` itself drew.
 
         >>> Draw("dropout", ("", "blocks.0", "blocks.0.drop")).text("blocks.0")
         'dropout in blocks.0.drop'
@@ -43,14 +43,15 @@ class Draw:
 
 
 def keyed_inside(layer: str, blocks: Iterable[str], draws: Sequence[Draw]) -> str:
-    """Say why a layer cannot be one graph: it holds blocks with dropout keys; "" where it can.
+    """Return why a layer cannot be one graph: it holds blocks with dropout keys; "" if it can.
 
-    A graph of such a layer calls none of them, so no key would be set at their entries, nor for
-    what follows: other masks than in one process (parallel/dropout_rng.py), which a check of one
-    layer does not see, since it gives both sides one generator.
+    A graph of such a layer calls none of these blocks, so no key would be set at their entries, nor
+    for later draws. The masks would then differ from those of one process
+    (parallel/dropout_rng.py). A check of one layer does not see that, since it gives both sides one
+    generator.
 
     Args:
-        draws: of the whole model; () : no key matters.
+        draws: draws of the whole model; (): no key matters.
 
     >>> keyed_inside("body", ["body.0", "body.1"], [Draw("dropout", ("", "body", "body.1"))])
     'dropout is keyed by blocks inside of it, like body.0'
@@ -63,11 +64,11 @@ def keyed_inside(layer: str, blocks: Iterable[str], draws: Sequence[Draw]) -> st
 
 
 class Drawing(TorchFunctionMode):
-    """Looks at torch's generators around every function of torch that a model calls.
+    """Torch function mode that compares torch's generators before and after every function.
 
     Args:
-        draws: gets an entry for each that moved one.
-        around: modules that are being called now.
+        draws: receives an entry for each function that changed a generator.
+        around: modules whose call is in progress.
     """
 
     def __init__(self, draws: list[Draw], around: list[str]) -> None:
@@ -86,6 +87,6 @@ class Drawing(TorchFunctionMode):
 
 
 def generators() -> list[bytes]:
-    """Where torch's generators stand; read without an operation, which a transform would see."""
+    """Return the states of torch's generators, read without a traceable operation."""
     used = [torch.default_generator, *device_generators()]
     return [one.get_state().numpy().tobytes() for one in used]

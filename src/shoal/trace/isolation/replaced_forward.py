@@ -1,4 +1,4 @@
-"""Something that is called in the place of a layer's `forward`, until it is taken away."""
+"""Replacement of a layer's `forward`, until it is removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class StandIn:
-    """Something that is called in the place of a block's `forward`, until it is taken away.
+    """Callable that replaces a block's `forward` until it is removed.
 
     An object with the bound method inside, and no closure, so that a deep copy of the model
     computes with its own weights. No name in the state dict changes, and hooks stay outside.
@@ -20,23 +20,23 @@ class StandIn:
         self.name, self.block = name, block
         self.replaced = block.__dict__.get("forward")
         self.forward: Callable[..., Any] = block.forward
-        # Whoever reads its signature sees the block's own; what it holds itself stays its own.
+        # The signature is the block's; the attributes stay this object's own.
         update_wrapper(self, self.forward, updated=())
         block.__dict__["forward"] = self
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """What is computed in the place of the block's own forward."""
+        """Compute the block's results instead of its own forward."""
         raise NotImplementedError
 
     def compile_inside(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-        """Hand over to `compiler` what runs in here; tells whether it did.
+        """Compile the code inside with `compiler`; return whether that was done.
 
-        For what cannot become code as a whole, since ranks talk to each other in it.
+        For forwards that cannot be compiled as a whole, because ranks communicate inside.
         """
         return False
 
     def take_away(self) -> None:
-        """Leave the block as it was, or those that stand around this one, in whichever order."""
+        """Restore the block's forward, or that of replacements around this one, in any order."""
         outer = self.block.__dict__.get("forward")
         if outer is self:
             del self.block.__dict__["forward"]

@@ -1,13 +1,12 @@
-"""Runs a module on a device that cannot hold it: each operation borrows the weights that it reads.
+"""Run a module on a device that cannot hold it: each operation copies the weights that it reads.
 
-What is asked about a model before it is divided (`trace.record`, the checks of what was found) runs
-on the device that will train it, with its kernels; the weights stay on the host. Inside of `lent`
-an operation of torch that takes a parameter or buffer of the module gets a copy of it on the
-device, which is let go when nobody needs it any more. The device holds what one operation reads,
-and what a pass keeps.
+Traces of a model before it is divided (`trace.flow`, and the checks of a split) run on the device
+that will train it, with its kernels; the weights stay on the host. Inside of `lent` an operation of
+torch that takes a parameter or buffer of the module receives a copy of it on the device, which is
+freed after its last use. The device holds what one operation reads, and what a pass keeps.
 
-    asked where it is       a lent tensor says: on the device; so does what is made there like it
-    shape, format, views    are the host's own: nothing is copied for them
+    device of a tensor      a lent tensor reports the device; so do tensors made like it
+    shape, dtype, views     are the host's own: nothing is copied for them
     written in place        the copy is, and then the host's tensor is made equal to it
 
 Source    torch.overrides.TorchFunctionMode: it sees calls before autograd and autocast do, so both
@@ -37,22 +36,22 @@ HANDLES = frozenset(
         *("register_hook", "register_post_accumulate_grad_hook", "_is_view", "__len__", "__hash__"),
     }
 )
-"""Functions that need no values of a lent tensor, or take them from wherever it is."""
+"""Functions that need no values of a lent tensor, or read them on the host."""
 
 PLACES = {"device", "is_cuda", "is_cpu"}
-"""Properties that tell where a tensor is."""
+"""Properties that depend on a tensor's device."""
 
 
 @contextmanager
 def lent(
     module: nn.Module, device: torch.device, before: Callable[[Tensor], None] | None = None
 ) -> Iterator[None]:
-    """Inside, operations on the tensors of a module run on `device`, wherever the tensors are.
+    """Run operations on a module's tensors on `device`, wherever the tensors are.
 
-    Nothing happens where all of them are there, or on the meta device, but for `before`.
+    If all tensors are on `device` or on the meta device, only `before` is called.
 
     Args:
-        before: is told of each tensor that an operation is about to read whole: it may lie in a
+        before: called with each tensor that an operation is about to read whole: it may lie in a
             file.
     """
     held = [*module.parameters(), *module.buffers()]
@@ -70,14 +69,15 @@ def lent(
 
 @contextmanager
 def one_for_all(module: nn.Module, wanted: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Inside, the layers of a list that have equal shapes all compute with the first one's weights.
+    """Let layers of a list that have equal shapes all compute with the first layer's weights.
 
-    For looks at what depends on what, which would read all weights of a checkpoint for that. Each
-    layer's tensors stay objects and storages of their own. Attributes do not count: what layers do
-    with weights of one shape may differ.
+    For traces of dependencies, which would otherwise read all weights of a checkpoint. Each layer's
+    tensors stay objects and storages of their own. Attributes do not count: layers with weights of
+    one shape may use them differently.
 
     Args:
-        wanted: whether a layer should do without this weight of its own.
+        wanted: whether a layer should use the first layer's weight instead of this weight of its
+            own.
     """
     own: dict[int, tuple[Tensor, Tensor]] = {}
     for part in module.modules():
@@ -103,11 +103,11 @@ def one_for_all(module: nn.Module, wanted: Callable[[Tensor], bool]) -> Iterator
 
 
 def _nobody(_: Tensor) -> None:
-    """Nobody is told."""
+    """Ignore a tensor that is about to be read."""
 
 
 class _Telling(TorchFunctionMode):
-    """Tells which tensors a function is about to read whole; of a table, rows are read."""
+    """Torch function mode that reports tensors before a function reads them whole."""
 
     def __init__(self, before: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _Telling(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Tell, and call it."""
+        """Report the tensors, then call the function."""
         name = getattr(func, "__name__", "")
         if name not in HANDLES and name not in ("__get__", "__set__", "embedding"):
             for leaf in pytree.tree_leaves((args, kwargs)):
@@ -126,7 +126,7 @@ class _Telling(TorchFunctionMode):
 
 
 class _Lending(TorchFunctionMode):
-    """Gives every function copies of lent tensors."""
+    """Torch function mode that passes device copies of lent tensors to every function."""
 
     def __init__(
         self, tensors: list[Tensor], device: torch.device, before: Callable[[Tensor], None]
@@ -139,7 +139,7 @@ class _Lending(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call it, with copies where it reads values."""
+        """Call the function, with copies if it reads values."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
@@ -171,7 +171,7 @@ class _Lending(TorchFunctionMode):
         return result
 
     def _is_lent(self, value: Any) -> bool:
-        """Whether a value is a lent tensor, or a view of one."""
+        """Return whether a value is a lent tensor, or a view of one."""
         if type(value) not in (Tensor, nn.Parameter) or value.device != self.host:
             return False
         try:
@@ -180,7 +180,7 @@ class _Lending(TorchFunctionMode):
             return False
 
     def _to_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call of `to` wants the values where they are."""
+        """Return whether a call of `to` asks for the values on the host."""
         asked = [*args[1:2], kwargs.get("device")]
         places = [torch.device(one) for one in asked if isinstance(one, str | torch.device)]
         return any(place.type == self.host.type for place in places)
@@ -190,6 +190,6 @@ class _Lending(TorchFunctionMode):
 
 
 def _writes(name: str) -> bool:
-    """Whether a method of this name writes into the tensor that it is called on."""
+    """Return whether a method of this name writes into the tensor that it is called on."""
     inside = name.endswith("_") and not name.endswith("__")
     return inside or name == "__setitem__" or name.startswith("__i")

@@ -1,1 +1,1 @@
-"""Choose layout and micro-batch where the user leaves them open."""
+"""Choice of layout and micro-batch size for users who leave them open."""

@@ -1,8 +1,8 @@
-"""Chooses the micro-batch of a run at its first start, where the user leaves it open, and keeps it.
+"""Choose and record the micro-batch size at a run's first start, if the user leaves it open.
 
-Rank 0 looks at model and machine and tells the others. Of `shoal train` run.toml and plan.json hold
-the choice then, and later starts go on with it (`cli/start.py settle_portions`). A loop of one's
-own comes here only where its first loader does not see that a share fits (`share_fits.py`).
+Rank 0 inspects model and machine and broadcasts the choice. Under `shoal train` run.toml and
+plan.json record it, and later starts use it (`cli/start.py settle_portions`). A user's own loop
+gets here only if its first loader does not prove that a share fits (`share_fits.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shoal.wire.phases import phase
 
 
 def is_left_open(folder: Path) -> bool:
-    """Tell whether a run's micro-batch is Shoal's to choose, and no start has chosen it yet."""
+    """Return whether Shoal is to choose a run's micro-batch, and no start has chosen it yet."""
     known = read_object(folder / "plan.json")
     return is_derived(folder / "run.toml", MICRO_BATCH) and not known.get("sized")
 
@@ -47,14 +47,14 @@ def choose_micro_batch(
 
     Args:
         config: the run's.
-        plan: with its layout, settled.
-        facts: finds the model's (`facts_of`), on rank 0.
+        plan: with its settled layout.
+        facts: returns the model's facts (`facts_of`), on rank 0.
         world: all ranks, of which rank 0 chooses.
-        folder: of the run, whose run.toml and plan.json are written again.
-        trial: measures a model that shapes alone cannot run.
+        folder: of the run, whose run.toml and plan.json are rewritten.
+        trial: measures a model that cannot run on shapes alone.
 
     Returns:
-        The plan with its micro-batch, and a line for the user, "" where all is as usual.
+        The plan with its micro-batch, and a line for the user, "" if the size is the default.
     """
     if not is_left_open(folder):
         return plan, ""
@@ -76,14 +76,14 @@ def choose_size(
     said: str,
     trial: Trial,
 ) -> tuple[Plan, str]:
-    """Choose on rank 0 and tell all ranks: the plan with its micro-batch, and a line or "".
+    """Choose a size on rank 0 and broadcast it; return the plan with it, and a line or "".
 
     Args:
         plan: with its layout.
-        facts: finds the model's.
-        further: settings of a `Case` beside plan and model.
+        facts: returns the model's facts.
+        further: returns the settings of a `Case` beside plan and model.
         world: all ranks.
-        said: how the user writes a batch and a micro-batch.
+        said: how the user writes a batch and a micro-batch, as a format string.
         trial: measures a model of which there are no facts.
     """
     size, line = plan.micro_batch, ""
@@ -109,7 +109,7 @@ def choose_size(
 
 
 def _uncounted(plan: Plan, size: int, failure: Exception, said: str) -> str:
-    """The line for a model whose memory nobody can foresee."""
+    """Return the line for a model whose memory cannot be estimated."""
     why = str(failure).partition("; ")[0].partition("\n")[0]
     why = why if isinstance(failure, ShoalError) else f"{type(failure).__name__}: {why}"
     return (

@@ -1,8 +1,8 @@
-"""Ranks the layouts of a run that leaves its layout open: facts of its model, then the planner.
+"""Rank the layouts of a run that leaves its layout open, from facts of its model and the planner.
 
-Rank 0 looks and tells the others, so that all ranks take the same layout. A run that was chosen for
-once keeps its layout on as many processes, whatever has been measured since: a restart must go on
-bit for bit. Where the model cannot be traced or the machine was never measured, the selection guide
+Rank 0 chooses and broadcasts the layout, so that all ranks use the same one. A run keeps the layout
+that was chosen once for its number of processes, whatever is measured later: a restart must resume
+bit for bit. If the model cannot be traced, or the machine was never measured, the selection guide
 decides (planning/layout_guide.py).
 """
 
@@ -48,38 +48,41 @@ from shoal.trainer.step.call_contract import Loss, split_batch
 from shoal.wire.phases import phase
 
 SHOWN = 3
-"""Further layouts that the line names."""
+"""Number of further layouts that the line names."""
 
 
 class FindFacts(Protocol):
-    """Finds a model's facts for a device's kernels and a width of its elements (`facts_of`)."""
+    """Function that returns a model's facts for a kind of kernels and an element width."""
 
     def __call__(self, *, kernels: str, element_bytes: int) -> ModelFacts:
-        """Trace it, or give what was found before."""
+        """Trace the model, or return the cached facts."""
 
 
 @phase("plan")
 def choose(
     config: Config, facts: FindFacts, world: World, folder: Path, *, is_open_size: bool = False
 ) -> tuple[Plan, Words | None]:
-    """Take the plan that the start left in a run's folder, and choose its layout if that is open.
+    """Read the plan that the start left in a run's folder, and choose its layout if it is open.
 
     Args:
-        facts: finds the model's, once they are needed (`facts_of`).
-        is_open_size: the micro-batch is chosen with the layout (`micro_batch_size.is_left_open`).
+        config: the run's.
+        facts: returns the model's facts when they are needed (`facts_of`).
+        world: all ranks.
+        folder: the run folder, with plan.json.
+        is_open_size: choose the micro-batch with the layout (`micro_batch_size.is_left_open`).
 
     Returns:
-        (plan, None); where nothing can be ranked, the plan with the words from which the guide
-        settles it.
+        (plan, None). If nothing can be ranked, the plan and the words from which the guide settles
+        it.
     """
     plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
     asked = asked_layout(config.layout)
-    open_plan = replace(plan, why="")  # the guide speaks anew, of a model that it can count
+    open_plan = replace(plan, why="")  # the guide writes a new reason, from the model itself
     if not is_open(asked) or kept_plan(folder, world.size):
         return plan, None
     if world.size == 1:
         return open_plan, asked
-    if is_open_size:  # it follows the layout that is found best
+    if is_open_size:  # it depends on the best layout
         plan = replace(plan, micro_batch=0)
     compute = formats.resolve(plan.compute, world.device)
     model = partial(facts, element_bytes=WIDTHS[compute])
@@ -101,11 +104,15 @@ def facts_by_sample(
     """Trace a model on the shapes of a batch of a few samples, as `run.step` takes it.
 
     Args:
+        model: the model, or its builder.
+        sample: the batch.
+        loss: the run's loss, or None.
         kernels, element_bytes: as `facts_of`.
         call, blocks: as `shoal.parallelize`.
+        name: of the model, for messages.
 
     Raises:
-        PlanError: for a model that shapes alone cannot run, naming the module.
+        PlanError: the model cannot run on shapes alone; names the module.
     """
     inputs, targets = split_batch(sample)
     return trace_facts(
@@ -122,7 +129,7 @@ def facts_by_sample(
 
 
 def handed(model: nn.Module | Callable[[], nn.Module]) -> str:
-    """Where a model that is given is before the run, in the words of a `Case`.
+    """Return where a given model is before the run: "builder", "host" or "device", as in a `Case`.
 
     >>> handed(nn.Linear), handed(nn.Linear(1, 1)), handed(nn.Linear(1, 1, device="meta"))
     ('builder', 'host', 'builder')
@@ -145,12 +152,16 @@ def choose_for(
     said: Words,
     world: World,
 ) -> Plan | None:
-    """Choose for a loop of one's own as for `shoal train`; None where nothing can be ranked.
+    """Choose the layout of a user's own loop as for `shoal train`; None if nothing can be ranked.
 
     Args:
-        sample: a batch, as `run.step` takes it, or a function that gives one, called once a rank.
+        module: the model.
+        sample: a batch, as `run.step` takes it, or a function that returns one, called once a rank.
+        loss: the run's loss.
+        optimizer: the run's optimizer.
         plan: with its batch and its formats.
-        said: leaves the layout open (`leaves_open`).
+        said: words that leave the layout open (`leaves_open`).
+        world: all ranks.
     """
     plan, words = split_words(plan, said)
     given = sample() if callable(sample) else sample
@@ -167,14 +178,14 @@ def choose_for(
 
 
 def own_settings(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what else a `Case` of a loop of one's own has (`case_settings.beside` of a run's)."""
+    """Return further settings of a `Case` for a user's own loop, as `case_settings.beside`."""
     group = optimizer.param_groups[0]
     rule = OptimizerPolicy(name=type(optimizer).__name__, momentum=float(group.get("momentum", 0)))
     return {"loss": "full", "optimizer_bytes": state_bytes_of(rule), "handed": handed(module)}
 
 
 def measured_here(processes: int, device: torch.device) -> Cluster | None:
-    """This machine as it was measured on the kind of device that ranks compute on; None: never."""
+    """Return this machine as measured on the ranks' kind of device; None if it never was."""
     kind = "gpu" if is_accelerator(device) else "cpu"
     return read_measured(cache_folder(), processes, kind, torch.get_num_threads())
 
@@ -186,7 +197,7 @@ def best_plan(
     further: Mapping[str, Any],
     world: World,
 ) -> Plan | None:
-    """What rank 0 finds best, on every rank; None where nothing can be ranked here."""
+    """Return rank 0's best plan, on every rank; None if nothing can be ranked."""
 
     def rank() -> Plan | None:
         cluster = measured_here(world.size, world.device)
@@ -212,12 +223,12 @@ def best_plan(
 
 
 def startable(candidates: list[Candidate]) -> list[Candidate]:
-    """Those that fit, and that can carry what else was asked for."""
+    """Return the candidates that fit, and whose layout supports the other requested settings."""
     return [c for c in candidates if c.fits and goes_together(c.case.plan)]
 
 
 def _why(candidates: list[Candidate], processes: int) -> str:
-    """The line for the user."""
+    """Return the line for the user about the chosen layout."""
     best = candidates[0]
     names: set[str] = set()
     others = []

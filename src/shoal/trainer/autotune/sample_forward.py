@@ -1,6 +1,6 @@
-"""A look at what the model does with a few samples, from which tp, pp, cp and ep are derived.
+"""Forward pass on a few samples, from which tp, pp, cp and ep are derived.
 
-Every rank sees the same samples: what one of them finds out about the model must hold on all.
+Every rank runs the same samples: a fact that one rank derives about the model must hold on all.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shoal.trainer.step.call_contract import batch_length, call_model, cut_batch
 from shoal.trainer.step.micro_batch import prepared
 
 LOOKED_AT = 3
-"""Samples: so few that looking costs little, and no power of two, which degrees are."""
+"""Number of samples: few, for speed, and no power of two, unlike most degrees."""
 
 SHORT = 256
-"""Tokens of a sample, where all a model reads is token ids, and it will share longer sequences."""
+"""Tokens of a sample in the forward pass, for models of token ids with longer sequences."""
 
 
 def divides(plan: Plan, said: Words | None) -> bool:
-    """Whether ranks will hold parts of the model only, so that none has to hold all of it."""
+    """Return whether ranks will hold only parts of the model, so that none must hold it all."""
     if said is None:
         return plan.layout.tp * plan.layout.pp * plan.layout.ep > 1 or plan.layout.zero == 3
     words: Mapping[str, Any] = {"strategy": said} if isinstance(said, str) else said
@@ -43,12 +43,16 @@ def divides(plan: Plan, said: Words | None) -> bool:
 
 
 def look_at(sample: Any, plan: Plan, world: World) -> Look | None:
-    """One forward pass on a few samples, for techniques that look at what the model does.
+    """Return a forward pass on a few samples, for techniques that trace the model, or None.
 
     Args:
-        sample: zero 3 does without: its blocks are then taken to be called once each.
+        sample: a batch, or a function that returns one. zero 3 works without: it then assumes that
+            each block is called once.
+        plan: the settled plan.
+        world: all ranks.
 
-    Errors: ConfigError without samples where the layout needs some.
+    Raises:
+        ConfigError: there is no sample, and the layout needs one.
     """
     layout = plan.layout
     if not layout.is_derived and (layout.zero < 3 or sample is None):
@@ -60,7 +64,7 @@ def look_at(sample: Any, plan: Plan, world: World) -> Look | None:
         )
     given = sample() if callable(sample) else sample
     few = _of_first(next(cut_batch(given, min(LOOKED_AT, plan.micro_batch))), world)
-    if layout.cp > 1:  # no rank may have to run all tokens of a long sequence, not even once
+    if layout.cp > 1:  # one rank may lack memory for all tokens of a long sequence
         few = _shortened(few, layout.cp)
 
     return _Look(few, plan.call, batch_length(few))
@@ -68,23 +72,23 @@ def look_at(sample: Any, plan: Plan, world: World) -> Look | None:
 
 @dataclass(frozen=True)
 class _Look:
-    """A forward pass on a batch of so many samples."""
+    """Forward pass on a batch of `samples` samples."""
 
     batch: Any
     call: str
     samples: int
 
     def __call__(self, program: Program, module: nn.Module) -> Any:
-        """What the module gives for it."""
+        """Return the module's outputs for the batch."""
         with program.autocast():
             inputs = split_batch(prepared(program, self.batch))[0]
-            if all(p.is_meta for p in module.parameters()):  # shapes are asked for, not values
+            if all(p.is_meta for p in module.parameters()):  # only shapes are needed, not values
                 inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), inputs)
             return call_model(module, inputs, self.call)
 
 
 def _shortened(batch: Any, cp: int) -> Any:
-    """Token ids [samples, tokens] cut to their first tokens, where that is all there is to cut."""
+    """Return token ids [samples, tokens] cut to their first tokens; other batches unchanged."""
     leaves, form = pytree.tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     lengths = {t.shape[1] for t in tensors if t.dim() == 2 and not t.is_floating_point()}
@@ -99,7 +103,7 @@ def _shortened(batch: Any, cp: int) -> Any:
 
 
 def _of_first(batch: Any, world: World) -> Any:
-    """Rank 0's batch on every rank: what is seen to be true of the model must be so everywhere."""
+    """Broadcast rank 0's batch to every rank: what it shows of the model must hold on all ranks."""
     leaves, form = pytree.tree_flatten(batch)
     told = [(list(v.shape), dtype_of(v)) if isinstance(v, torch.Tensor) else None for v in leaves]
     for place, spec in enumerate(world.broadcast_json(told)):

@@ -1,9 +1,9 @@
 """Check that a rank's whole share fits into one forward pass, when a first loader is opened.
 
-A loop of one's own says what its model is at `parallelize`, and what a sample is with its loader. A
-twin of the model without numbers runs two samples then, and the bytes that autograd keeps are
-counted. Where that leaves half of the memory free, the share is one pass; else, and on
-accelerators, the planner looks closely (`micro_batch_size.py`).
+A user's own loop passes its model to `parallelize`, and its samples to the loader. A copy of the
+model on the meta device then runs two samples, and the check counts the bytes that autograd saves.
+If that leaves half of the memory free, the share is one pass. Else, and on accelerators, the
+planner chooses (`micro_batch_size.py`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from shoal.trainer.run import Run
 
 EXAMPLES = 2
-"""Samples of the batch that the twin runs."""
+"""Samples of the batch that the meta copy runs."""
 
 WHOLE = ("single", "ddp", "zero1", "zero2")
-"""Strategies under which every rank has the module as it was given."""
+"""Strategies under which every rank has the module whole."""
 
 
 class ShareFits:
-    """Gives a run its micro-batch when its first loader is opened.
+    """Chooser of a run's micro-batch, when its first loader is opened.
 
     Args:
-        module: the model before it is divided, of which a twin is kept.
+        module: the model before it is sharded; a meta copy of it is kept.
         optimizer: of the run.
         loss: of the run.
     """
@@ -54,35 +54,35 @@ class ShareFits:
         self.handed = "builder" if kinds <= {"meta"} else "host" if kinds <= {"cpu"} else "device"
 
     def keep_twin(self) -> nn.Module:
-        """Return the model without its numbers; copied at the first call, while it is whole."""
+        """Return a copy of the model on the meta device, made at the first call before sharding."""
         if self._twin is None:
             try:
                 self._twin = meta_twin(self.module)
-            except Exception as failure:  # whatever a user's objects raise when they are copied
+            except Exception as failure:  # copying a user's object may raise anything
                 self.why, self._twin = f"the model cannot be copied: {failure}", nn.Identity()
         return self._twin
 
     def choose(self, run: Run, dataset: Any, collate: Collate | None, workers: int) -> None:
-        """Keep a rank's share as its micro-batch, or have the planner choose one."""
+        """Keep a rank's share as its micro-batch, or let the planner choose one."""
         sample, fits = None, False
         if run.world.is_first:
             try:
                 sample = few_samples(dataset, collate, workers)
                 fits = is_small(run, sample)
-            except Exception as failure:  # whoever reads the data for training meets it again
+            except Exception as failure:  # training meets the same error again
                 self.why = f"no sample can be looked at: {failure}"
             if not fits:
                 self.keep_twin()
                 known = not (self.why or is_accelerator(run.world.device))
                 fits = known and self._fits(run.plan, sample, run.world)
-        with run.meeting.at("run.loader"):  # every rank waits here for the first one
+        with run.meeting.at("run.loader"):  # every rank waits here for rank 0
             if run.world.size > 1:
                 fits = bool(run.world.broadcast_json(fits))
             if not fits:
                 self._ask_planner(run, sample, partial(self._trial, run, dataset, collate))
 
     def _trial(self, run: Run, dataset: Any, collate: Collate | None) -> PassBytes | None:
-        """Run the model in a copy of this process, while it is whole here and on the host."""
+        """Run the model in a forked process, if it is whole here and on the host."""
         from shoal.trainer.autotune.trial_passes import trial_passes
 
         devices = {parameter.device.type for parameter in run.model.parameters()}
@@ -91,7 +91,7 @@ class ShareFits:
         return trial_passes(lambda: run.model, dataset, collate, run.plan.call)
 
     def _ask_planner(self, run: Run, sample: Any, trial: Trial) -> None:
-        """Take the planner's choice; all ranks call it, and rank 0 has the sample."""
+        """Set the planner's choice; all ranks call it, and rank 0 has the sample."""
         from shoal.trainer.autotune.micro_batch_size import choose_size
         from shoal.trainer.autotune.rank_layouts import facts_by_sample, own_settings
 
@@ -115,12 +115,12 @@ class ShareFits:
             run.recorder.notice(line)
 
     def _fits(self, plan: Plan, sample: Any, world: World) -> bool:
-        """Tell whether a share leaves half of a rank's memory free, for all that is known here."""
+        """Return whether the estimate of a share leaves half of a rank's memory free."""
         from shoal.trainer.step.saved_activations import kept_bytes
 
         try:
             kept = kept_bytes(self.keep_twin(), split_batch(sample)[0], plan.call)
-        except Exception:  # it does not run on shapes alone, as far as this look goes
+        except Exception:  # the model does not run on shapes alone
             return False
         states = STATE_BYTES * plan.parameters
         share = plan.batch // plan.layout.data_degree
@@ -129,19 +129,21 @@ class ShareFits:
 
 
 def few_samples(dataset: Any, collate: Collate | None, workers: int) -> Any:
-    """Join the first samples to a batch; the data, and who reads them, stay as they were.
+    """Join the first samples to a batch; the dataset and its readers stay as they were.
 
     Args:
-        dataset: of the loader, and its collate.
+        dataset: of the loader.
         collate: joins samples to a batch.
         workers: processes that read it for training.
 
     Returns:
-        Of data with an index zeros of the right shapes: a process of its own reads them, since a
-        dataset or collate may draw, count or open files. Of a stream its first samples.
+        For an indexed dataset zeros of the right shapes: a separate process reads the samples,
+            since
+        a dataset or collate may draw, count or open files. For a stream its first samples.
 
     Raises:
-        Exception: what the dataset or collate raises; ConfigError where there is no look at it.
+        Exception: any exception of the dataset or collate.
+        ConfigError: the samples cannot be read here.
     """
     if not is_indexed(dataset):
         if workers:
@@ -162,10 +164,11 @@ def few_samples(dataset: Any, collate: Collate | None, workers: int) -> Any:
 
 
 def is_small(run: Run, sample: Any) -> bool:
-    """Tell whether a share fits a CPU's memory whatever the model does with each weight.
+    """Return whether a share fits a CPU's memory for any use of the weights by the model.
 
-    A weight works once on each element of a sample, a layer looks at every pair of them: that many
-    values at most are kept for the backward pass, here with room for four times as many.
+    A weight is used once on each element of a sample, and a layer uses every pair of elements. The
+    backward pass needs that many saved values at most; the limit leaves room for four times as
+    many.
     """
     leaves = pytree.tree_leaves(sample)
     if run.world.device.type != "cpu" or not all(isinstance(x, torch.Tensor) for x in leaves):
@@ -177,7 +180,7 @@ def is_small(run: Run, sample: Any) -> bool:
 
 
 def take(run: Run, plan: Plan) -> None:
-    """Give a run, and the loaders that it opens, another micro-batch."""
+    """Set another micro-batch in a run, and in the loaders that it opens."""
     if plan.micro_batch != run.plan.micro_batch:
         run.program = run.guards.model.program = replace(run.program, plan=plan)
         run.feed.plan = plan

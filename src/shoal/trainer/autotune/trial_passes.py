@@ -1,7 +1,7 @@
-"""Measure what a forward pass keeps in memory, of a model that shapes alone cannot run.
+"""Measure the activation memory of a model that cannot run on shapes alone, in a forked process.
 
-A copy of this process runs the model on 2 and on 4 samples and ends: buffers, generators, hooks and
-whatever else the model carries stay as they were. It takes at most a share of the machine's memory
+A copy of this process runs the model on 2 and on 4 samples and ends. So buffers, generators, hooks
+and all other state of the model stay as they were. It takes at most a share of the machine's memory
 and a minute; a model that needs more, or collectives, is not measured.
 """
 
@@ -22,13 +22,13 @@ from shoal.trainer.step.call_contract import split_batch
 from shoal.trainer.step.saved_activations import kept_bytes
 
 SAMPLES = (2, 4)
-"""Of the two passes: what a sample needs is their difference."""
+"""Samples of the two passes: their difference shows the bytes per sample."""
 
 AT_MOST_S = 60.0
 
 
 class PassBytes(NamedTuple):
-    """Bytes that autograd keeps of a pass: `fixed` and `sample` for each sample; of `weights`."""
+    """Bytes that autograd saves in a pass: `fixed`, and `sample` each; number of `weights`."""
 
     fixed: int
     sample: int
@@ -55,13 +55,13 @@ def trial_passes(
     """Run a model on its data's first samples, in a copy of this process.
 
     Args:
-        make: gives the model on the host; is called in the copy.
+        make: returns the model on the host; is called in the copy.
         data: of the run, map-style or iterable.
         collate: joins samples to a batch.
-        call: as of `call_model`.
+        call: as `call_model`.
 
     Returns:
-        What was measured; None where it failed, took too long or needs another process's help.
+        The measured bytes; None if the trial failed, took too long or needs another process.
     """
 
     def run(_data: Any) -> list[int]:
@@ -85,7 +85,7 @@ def trial_passes(
 
 
 def _limit_memory() -> None:
-    """Fail rather than have the system end processes: the model may be larger than the machine."""
+    """Limit this process's memory, so that it fails before the system kills other processes."""
     with contextlib.suppress(ValueError, OSError):
         most = int(FREE * this_machine().memory_bytes)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))

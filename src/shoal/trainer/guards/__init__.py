@@ -1,7 +1,7 @@
-"""Watch the steps of a run for mistakes, with a guard for each kind, in the order of their calls.
+"""Guards of a run: each watches its steps for one kind of mistake, in the order of their calls.
 
-`guard.py` defines what a guard is. `reports/` holds the texts of errors and notices, imported when
-there is one to print.
+`guard.py` defines the interface of a guard. `reports/` holds the texts of errors and notices,
+imported when there is one to print.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 
 class RunGuards(Guards):
-    """The guards of one run.
+    """All guards of one run.
 
     Args:
         program: the run's.
         optimizer: the run's.
         recorder: prints lines, keeps events.
         average: of the weights, if the run keeps one.
-        given: of "batch" and "micro_batch" those that the user fixed.
-        unheld: names of weights that no optimizer holds, and of those that seem to be forgotten.
-        agreed: asks all ranks whether they say the same.
+        given: which of "batch" and "micro_batch" the user set.
+        unheld: names of weights that no optimizer holds, and of those that look forgotten.
+        agreed: returns whether all ranks pass the same text.
 
     Attributes:
-        writes: who writes weights and gradients beside the run, and what nobody wrote.
-        optimizer: what its first steps show.
-        untrained: weights without a gradient.
-        model: lines on the model.
+        writes: finds foreign writes to weights and gradients, and memory corruption.
+        optimizer: checks the optimizer, in the first steps above all.
+        untrained: finds weights without a gradient.
+        model: finds mistakes in the model's mode and hooks.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class RunGuards(Guards):
                 *layout_guards(program),
                 # Before the weights, which differ because of it one step later.
                 *([OptimizerSettingsGuard(optimizer, program.world)] if ranks > 1 else []),
-                # Before the weights' sums are taken: an update that moved nothing ends the run.
+                # Before the weights' checksums: an update that moved nothing ends the run.
                 self.optimizer,
-                # First thing in a step: its batch may be well and its weights not.
+                # Before the batch: it may be right, and the weights wrong.
                 self.writes,
-                # Samples before what is computed of them.
+                # Samples before the results that depend on them.
                 BatchConsistencyGuard(program, program.plan.batch * ("batch" in given), notice),
                 self.model,
                 HiddenStateGuard(program, notice),
@@ -91,7 +91,7 @@ class RunGuards(Guards):
 
 
 def layout_guards(program: Program) -> list[Guard]:
-    """Return the guards that evaluations have too: of layouts that gather blocks."""
+    """Return the guards that evaluations use too: those of layouts that gather blocks."""
     if program.unit_log is None:
         return []
     from shoal.trainer.guards.unit_order import UnitOrderGuard

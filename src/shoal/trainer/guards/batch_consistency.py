@@ -1,14 +1,14 @@
 """Check that ranks train on different samples of the same data, in a run's first steps.
 
-A loader of the user's own knows nothing of ranks: under torchrun it shows each of them the whole
-dataset, in the same order where seeds are equal. A dataset made of unseeded numbers is another one
-on every rank. Both train, and the loss goes down. So before the first forward passes ranks tell
-each other, in a few hundred bytes, how many samples they hold and a hash of them.
+A user's own loader does not know of ranks: under torchrun it shows each of them the whole dataset,
+in the same order if seeds are equal. A dataset made of unseeded numbers differs between ranks. Both
+train, and the loss goes down. So before the first forward passes ranks send each other, in a few
+hundred bytes, the number of their samples and a hash of them.
 
     ranks that work on the same samples (tp, pp, cp)   must hold equal ones
     ranks that do not                                  must not, unless they could by chance
     batches of `run.loader`                            must come from the same dataset on all
-    batch=…                                            is what all ranks bring together
+    batch=…                                            must equal the samples of all ranks together
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step.call_contract import batch_length
 
 LOOKS = 3
-"""Steps of one's own batches that are compared, at most."""
+"""Largest number of steps whose own batches are compared."""
 
 CHANCE_BITS = 32
 """Information from which equal samples are no coincidence."""
 
 
 class BatchConsistencyGuard(Guard):
-    """Find ranks that bring equal samples, or other samples where they must be equal.
+    """Guard against ranks with equal samples, or with different samples where they must be equal.
 
     Args:
-        batch: samples of a step over all ranks, if the user said so; 0: not said.
+        program: the run's.
+        batch: samples of a step over all ranks, if the user set it; 0: not set.
+        notice: prints a line, by rank 0.
     """
 
     def __init__(self, program: Program, batch: int, notice: Callable[[str], None]) -> None:
@@ -45,7 +47,7 @@ class BatchConsistencyGuard(Guard):
         self._short = 0
 
     def before(self, step: int, batch: Any) -> None:
-        """Compare what ranks bring to a step; all of them call it.
+        """Compare the batches of all ranks; all of them call it.
 
         Raises:
             ConfigError: the same on all ranks.
@@ -77,7 +79,7 @@ class BatchConsistencyGuard(Guard):
         self._check_other(step, shares)
         self._check_size(step, shares)
         if not self._short and (len(shares) == 1 or not self._alike):
-            self.looks = LOOKS  # nothing is left to doubt
+            self.looks = LOOKS  # no doubt remains: stop comparing
 
     def _told(self, batch: Any) -> dict[str, Any]:
         loaded = isinstance(batch, StepBatch)
@@ -100,7 +102,7 @@ class BatchConsistencyGuard(Guard):
         return told
 
     def _check_other(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
-        """Errors: ConfigError where all ranks read the whole data, or the same samples."""
+        """Raise ConfigError if all ranks read the whole data, or the same samples."""
         if len(shares) == 1:
             return
         hashes = [one["hash"] for one in shares]
@@ -113,7 +115,7 @@ class BatchConsistencyGuard(Guard):
             refuse_doubled(step, shares, by_chance=by_chance)
 
     def _check_size(self, step: int, shares: Sequence[dict[str, Any]]) -> None:
-        """Errors: ConfigError where the batch that was asked for is another one."""
+        """Raise ConfigError if the ranks' samples do not add up to the batch that the user set."""
         brought = sum(one["samples"] for one in shares)
         if not self.batch or brought == self.batch:
             return

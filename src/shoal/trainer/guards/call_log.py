@@ -1,14 +1,13 @@
-"""Keeps the calls that every rank of a run must make, for who watches the ranks.
+"""Log of the calls that every rank of a run must make, for the watchdog of the ranks.
 
 Some calls need every rank: `run.step`, `run.evaluate`, `run.save`, a forward pass of a model whose
-weights lie in parts. `if rank == 0: run.model(x)` is everybody's habit, and under fsdp rank 0 then
-gathers weights that the others never send. So every rank writes the names of its calls into its
-page (wire/watch_page.py), and the process that watches compares them once all ranks stand still
-(launch/watch/call_mismatch.py). Where nobody watches (no Linux), torch's own deadline ends the
-wait.
+weights are sharded. `if rank == 0: run.model(x)` is a common habit; under fsdp rank 0 then gathers
+weights that the others never send. So every rank writes the names of its calls into its page
+(wire/watch_page.py), and the watchdog compares them once all ranks stand still
+(launch/watch/call_mismatch.py). Without a watchdog (no Linux), torch's own timeout ends the wait.
 
-Calls that are made now and then (a save, not a step) wait for each other at the store first, since
-two unlike collectives that meet do not wait, they abort.
+Rare calls (a save, not a step) first wait for each other at the store, since two different
+collectives that meet do not wait, they abort.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from shoal.parallel.program import Program
 from shoal.wire import phases
 
 GATHER_S, WATCHED = 8.0, 75
-"""So long ranks wait for each other at the store · so often longer where the watch would end it."""
+"""Seconds that ranks wait for each other at the store · repetitions under a watchdog."""
 NAMES = "step forward_backward update micro_batches backward total"
 OFTEN = frozenset(f"run.{name}" for name in NAMES.split())
-"""Calls that begin at once: a step must not wait for a word over the store."""
+"""Calls that begin at once: a step must not wait for the store."""
 
 Item = TypeVar("Item")
 _made = itertools.count()
@@ -46,10 +45,10 @@ _joined: Counter[str] = Counter()
 
 
 class Meeting:
-    """The calls of one process that all ranks must make.
+    """Log of one process's calls that all ranks must make.
 
     Attributes:
-        runs: how many use it.
+        runs: number of open runs that use it.
     """
 
     def __init__(self, world: World, store: dist.Store | None) -> None:
@@ -58,19 +57,19 @@ class Meeting:
         self.turn = self._page_key = 0  # calls ever begun by the runs that joined last
         self.in_passes, self._store = False, store
         self._failed: tuple[str, str, Exception] | None = None  # key, call and why
-        # A rank may have runs of its own, which the others know nothing of.
+        # A rank may have runs that the other ranks do not have.
         self.ranks = str(list(world.ranks))
         self.key = f"{world.ranks[0]}-{world.size}/{next(_made) if store is not None else 0}"
 
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
-        """A call that every rank must make; what it calls itself is not counted."""
+        """Enter a call that every rank must make; calls inside of it are not counted."""
         page = None if self.depth else phases.page
         if not self.depth:
             self.turn += 1
             if page is not None and self.size > 1:
                 page.call(self._page_key, self.turn, name.encode())
-            # In `finally: run.close()` the error is on its way up.
+            # In `finally: run.close()` the error is propagating already.
             if self._failed is not None and (name != "run.close" or sys.exc_info()[1] is None):
                 self._check_failed()
         self.depth += 1
@@ -89,11 +88,11 @@ class Meeting:
 
     @contextmanager
     def passes(self, *, alike: bool) -> Iterator[None]:
-        """Around a step's passes in a loop of the user's own: calls inside begin at once.
+        """Enter a step's passes in a user's own loop: calls inside begin at once.
 
         Args:
-            alike: every rank makes the same ones; else some have fewer micro-batches, and what they
-                call is not counted.
+            alike: every rank makes the same calls. Else some ranks have fewer micro-batches, and
+                their calls are not counted.
         """
         self.in_passes = True
         self.depth += not alike
@@ -104,7 +103,7 @@ class Meeting:
             self.in_passes = False
 
     def each(self, name: str, items: Generator[Item, None, None]) -> Iterator[Item]:
-        """Yield what a generator does; each turn of it is a call that every rank must make."""
+        """Yield the items of a generator; each `next` is a call that every rank must make."""
         with closing(items):
             while True:
                 with self.at(name):
@@ -115,10 +114,10 @@ class Meeting:
                 yield item
 
     def _gather(self, name: str) -> None:
-        """Wait for the others where words may differ, before collectives, where they may not.
+        """Wait for the other ranks where their calls may differ, before any collective.
 
-        One that receives another's numbers in the place of its own aborts the process (gloo). After
-        some seconds they are on their way, or gone: both is for the collective to find.
+        A rank that receives another collective's numbers aborts the process (gloo). After some
+        seconds the other ranks are on their way, or gone: the collective finds out which.
         """
         if self._store is None:
             return
@@ -126,7 +125,7 @@ class Meeting:
             self._await(f"{self.key}/{self.joined}/{self.turn}/{name}", add=1)
 
     def _await(self, key: str, *, add: int) -> bool:
-        """Wait until all ranks have counted up a key of the store, for some seconds."""
+        """Wait some seconds for all ranks to increment a key of the store; return if all did."""
         if self._store is None:
             return True
         until_s, pause_s = time.monotonic() + GATHER_S, 0.0002
@@ -138,21 +137,21 @@ class Meeting:
         return not left
 
     def _note_failure(self, name: str, failure: Exception) -> None:
-        """A call failed here: it must have failed on every rank by the next one."""
+        """Note that a call failed here: it must have failed on every rank by the next call."""
         if self._store is None:
             return
         self._failed = (f"{self.key}/{self.joined}/{self.turn}/failed", name, failure)
-        if phases.page is None or phases.page.exit_order is None:  # else peers end already
-            with suppress(RuntimeError, dist.DistError):  # the store is gone, and with it a rank
+        if phases.page is None or phases.page.exit_order is None:  # else all ranks are ending
+            with suppress(RuntimeError, dist.DistError):  # the store is gone, so a rank has ended
                 self._store.add(self._failed[0], 1)
 
     def _check_failed(self) -> None:
         """Wait until the call that failed here has failed on every rank.
 
-        Who watches ends all where the others wait in it (launch/watch/call_mismatch.py).
+        If other ranks wait in the call, the watchdog ends all (launch/watch/call_mismatch.py).
 
         Raises:
-            ConfigError: nobody watches, and they have not failed within seconds.
+            ConfigError: there is no watchdog, and the other ranks have not failed within seconds.
         """
         if self._failed is None:
             return
@@ -172,19 +171,19 @@ class Meeting:
             page.told = {}
 
     def agreed(self, what: str) -> bool:
-        """Whether every rank says the same, each when it comes here; asked where few would."""
+        """Return whether every rank passes the same text, within seconds; for rare questions."""
         return self._await(f"{self.key}/{self.joined}/{what}", add=1)
 
     def join(self) -> None:
-        """A run begins: what was called before is over on all ranks alike."""
+        """Start the log of a new run: earlier calls have ended on all ranks."""
         self.runs += 1
         self.joined += 1
         self.turn = 0
-        _joined[self.ranks] += 1  # no two runs of a process have one name
+        _joined[self.ranks] += 1  # unique for each run of a process
         self._page_key = zlib.crc32(f"{self.ranks}/{_joined[self.ranks]}".encode())
 
     def leave(self) -> None:
-        """A run was closed; the last one lets go of the store."""
+        """Close the log of a run; the last one releases the store."""
         self.runs -= 1
         if self.runs <= 0:
             self._store = None
@@ -194,11 +193,11 @@ _meetings: list[Meeting] = []
 
 
 def meeting_of(world: World) -> Meeting:
-    """The meeting of these processes; one for all runs over them."""
+    """Return the call log of a group of processes; all runs over them share it."""
     for one in _meetings:
         if one.runs > 0 and one.group == id(world.group):
             return one
-    alone = world.size == 1 or "SHOAL_RUN_FOLDER" in os.environ  # whose own calls are alike
+    alone = world.size == 1 or "SHOAL_RUN_FOLDER" in os.environ  # its ranks call alike
     made = Meeting(world, None if alone else meeting_store())
     _meetings[:] = [one for one in _meetings if one.runs > 0] + [made]
     return made
@@ -208,7 +207,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def together(name: str) -> Callable[[Call], Call]:
-    """Marks a method of something with a `meeting` as a call that every rank must make."""
+    """Decorate a method of an object with a `meeting` as a call that every rank must make."""
 
     def mark(method: Call) -> Call:
         @wraps(method)
@@ -222,10 +221,10 @@ def together(name: str) -> Callable[[Call], Call]:
 
 
 def count_forwards(program: Program, meeting: Meeting) -> Program:
-    """Count forward passes that the user makes of a model that needs all ranks."""
+    """Count the user's own forward passes of a model that needs all ranks."""
     layout, module = program.plan.layout, program.module
     if layout.zero < 3 and max(layout.tp, layout.cp, layout.pp, layout.ep) == 1:
-        return program  # this rank has all it needs
+        return program  # this rank's forward pass needs no other rank
     open_calls: list[Any] = []
 
     def enter(_module: nn.Module, _inputs: Any) -> None:

@@ -1,9 +1,9 @@
-"""Sums of tensors' bytes as whole numbers: exact, in whatever order, and others for any one bit.
+"""Checksums of tensors: exact sums of their bytes as integers, in any order; one bit changes them.
 
-`fingerprint` is one number for some tensors, for ranks to compare. `Checksums` gives one for each
-tensor and is made to be asked in every step: eight bytes at a time, modulo 2**64, over views that
-are kept, so that a tensor costs a microsecond and the reading of its bytes. A bit that flips
-changes such a sum by a power of two.
+`fingerprint` is one number for some tensors, which ranks compare. `Checksums` computes one for each
+tensor in every step: eight bytes at a time, modulo 2**64. It keeps views of the tensors, so that a
+tensor costs a microsecond and the reading of its bytes. A bit that flips changes such a sum by a
+power of two.
 """
 
 from __future__ import annotations
@@ -19,35 +19,36 @@ from torch import nn
 from shoal.parallel._torch import writes
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers as wide as an element."""
+"""Integer dtypes by element width in bytes."""
 
 LOOKED_AT = 65536
-"""Elements of a tensor that are read where nothing says that it was written."""
+"""Elements that `fingerprint` reads of a tensor that was not marked as written."""
 
 SURE = 2**52
-"""Whole numbers below it survive a sum in float64."""
+"""Bound of integers that a sum in float64 represents exactly."""
 
 Memory = tuple[int, int]
-"""Where a tensor's memory begins, and its bytes."""
+"""Address of a tensor's memory, and its bytes."""
 
 WEIGHT = "weight"
-"""What a tensor is that user code may write; all others are an optimizer's, or ours."""
+"""Kind of tensors that user code may write; all others belong to the optimizer or to Shoal."""
 
 Key = tuple[str, str]
-"""What a tensor is (weight, a key of the optimizer's state, average), and of which parameter."""
+"""Kind of a tensor (weight, a key of the optimizer's state, average), and its parameter's name."""
 
 
 def here(tensor: Any) -> torch.Tensor:
     """Return the part of a tensor that is on this rank."""
-    with torch.no_grad():  # else torch gives the part a history, which takes longer than most looks
+    with torch.no_grad():  # else torch records autograd history, which is slower than most checks
         part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
-    """A number below 2**52 that other bits would hardly give.
+    """Return a checksum below 2**52 of some tensors; other bits very rarely have the same one.
 
     Args:
+        tensors: the tensors, in the same order on all ranks that compare.
         whole: read every element, and not only some tens of thousands of each tensor.
     """
     total = 0
@@ -55,13 +56,13 @@ def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
     for place, tensor in enumerate(tensors, start=1):
         part = here(tensor).detach()
         if not part.untyped_storage().nbytes():
-            continue  # on the host between its passes, where it is another of them
+            continue  # offloaded between its passes: the host copy is another of these tensors
         flat = part.contiguous().reshape(-1)
         if flat.element_size() in BITS:
             flat = flat.view(BITS[flat.element_size()])
         bits = flat[:: 1 if whole else max(1, flat.numel() // LOOKED_AT)]
-        # torch makes a copy of 64 bits per element on the host, and a result that lies between such
-        # copies: of parameters that are parked there the heap kept twice their bytes.
+        # On the host torch copies to 64 bits per element, and its result lies among such copies.
+        # So the heap kept twice the bytes of offloaded parameters.
         if bits.device.type == "cpu" and bits.element_size() in BITS:
             total += place * int(bits.numpy().sum(dtype=np.int64))
             continue
@@ -75,10 +76,10 @@ def fingerprint(tensors: Sequence[torch.Tensor], *, whole: bool = False) -> int:
 
 @dataclass
 class Sums:
-    """Sums of some tensors, those on a device still under way there.
+    """Checksums of some tensors, those of a device not yet copied to the host.
 
     Attributes:
-        host: int64, zeros where a tensor is elsewhere.
+        host: int64, zeros for tensors on a device.
         devices: by device: which tensors, and their sums.
     """
 
@@ -86,7 +87,7 @@ class Sums:
     devices: dict[torch.device, tuple[list[int], torch.Tensor]]
 
     def read(self) -> Any:
-        """int64, one per tensor; waits for devices."""
+        """Return the checksums as int64, one per tensor; wait for devices."""
         for places, sums in self.devices.values():
             self.host[places] = sums.cpu().numpy()
         self.devices = {}
@@ -95,12 +96,16 @@ class Sums:
 
 @dataclass
 class Look:
-    """What this rank held when the update of `step` was over.
+    """Checksums of this rank's tensors after the update of `step`.
 
     Attributes:
-        marks: how often each tensor was written by then, and where it lay.
-        changed: places of those that are other now, though nobody wrote them; found by
-            `Drift.says`.
+        step: the step.
+        tensors: the tensors, by kind and parameter.
+        sums: their checksums.
+        marks: write counter, address and bytes of each tensor at that time.
+        now: the checksums of a later look at the same tensors.
+        changed: indices of tensors whose bytes changed without a write; set by
+            `CorruptionCheck._compare`.
     """
 
     step: int
@@ -112,14 +117,14 @@ class Look:
 
 
 class Checksums:
-    """Reads many tensors, again and again: how memory is read that stays in its place is kept."""
+    """Reader of checksums of many tensors; it caches views of memory that stays at its address."""
 
     def __init__(self) -> None:
         self._seen: set[Memory] = set()
         self._words: dict[Memory, tuple[Any, Any]] = {}
 
     def sums(self, tensors: Sequence[torch.Tensor]) -> Sums:
-        """One sum per tensor; 0 for one whose memory is given away for now."""
+        """Return one checksum per tensor; 0 for a tensor whose memory is released for now."""
         host = np.zeros(len(tensors), np.int64)
         elsewhere: dict[torch.device, list[int]] = {}
         words, add = self._words, np.add.reduce
@@ -141,9 +146,10 @@ class Checksums:
         return Sums(host, devices)
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep the views of tensors that lay where they lie the last time too, and no others.
+        """Keep the views of tensors that have the same address as last time, and no others.
 
-        An optimizer that makes new state in each step would have the old one kept beside it.
+        Otherwise, for an optimizer that makes new state in each step, the views would keep the old
+        state.
         """
         now = {(t.data_ptr(), t.nbytes): t for t in tensors if t.device.type == "cpu"}
         stay = {m: self._words.get(m) or _words(now[m]) for m in now if all(m) and m in self._seen}
@@ -151,14 +157,14 @@ class Checksums:
 
 
 def _words(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """A tensor's bytes on the host: eight at a time, and those that are left, or None."""
+    """Return a tensor's bytes on the host: eight at a time, and the rest or None."""
     raw = _flat(tensor).view(torch.uint8).numpy()
     whole = len(raw) // 8 * 8
     return raw[:whole].view(np.int64), raw[whole:] if whole < len(raw) else None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements as they lie in memory; a copy where there are gaps between them."""
+    """Return all elements as they lie in memory; a copy if there are gaps between them."""
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         length = 1
@@ -171,7 +177,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One sum per tensor of a device, there: elements as whole numbers."""
+    """Return one sum per tensor of a device, on the device, of elements as integers."""
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     for place, tensor in enumerate(tensors):
         if tensor.numel() and tensor.untyped_storage().nbytes():
@@ -182,19 +188,19 @@ def _on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 Marks = Mapping[int, tuple[int, int]]
-"""Parameter, by id → its gradient, by id, and how often that was written."""
+"""Parameter, by id → id of its gradient, and the gradient's write counter."""
 
 NO_GRADIENT = (0, 0)
-"""The mark of a parameter without one."""
+"""Mark of a parameter without a gradient."""
 
 
 def marks_of(parameters: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
-    """Take the marks of some parameters; writes into a DTensor count there, not in its part."""
+    """Return the marks of some parameters; writes into a DTensor count there, not in its part."""
     return {id(p): _mark(p.grad) for p in parameters}
 
 
 def changed_since(marks: Marks, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those with a mark whose gradient is another one, was written, or is gone since."""
+    """Return parameters with a mark whose gradient was replaced, written or removed since then."""
     return [p for p in parameters if id(p) in marks and _mark(p.grad) != marks[id(p)]]
 
 
@@ -207,10 +213,10 @@ def _mark(gradient: torch.Tensor | None) -> tuple[int, int]:
 
 
 def any_nonzero(parameters: Sequence[nn.Parameter]) -> bool:
-    """Read whether some gradient has an element that is not zero; waits for its device."""
+    """Return whether some gradient has a nonzero element; wait for its device."""
     return any(p.grad is not None and bool((here(p.grad) != 0).any()) for p in parameters)
 
 
 def is_read(step: int) -> bool:
-    """Return whether numbers themselves are read before this step: 1, 2, 4, 8, …"""
+    """Return whether the check before this step reads values: in steps 1, 2, 4, 8 and so on."""
     return step > 0 and step & (step - 1) == 0

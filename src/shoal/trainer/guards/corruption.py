@@ -1,17 +1,17 @@
-"""Whether weights or optimizer state changed in memory between updates, or differ over replicas.
+"""Detect silent corruption of weights and optimizer state, at rest in memory or between replicas.
 
-A bit that memory flips, or a product that a core gets wrong, is no error for anybody: the run goes
-on with other weights, writes them into every checkpoint, and ranks that ought to hold the same do
-not. So every tensor's bytes are summed as whole numbers when an update is over:
+A bit that memory flips, or a product that a core gets wrong, raises no error. The run goes on with
+other weights, writes them into every checkpoint, and replicas no longer agree. So every tensor's
+bytes are summed as integers when an update is over:
 
     at rest     summed again before the next update, and before a save, they must be the same; each
-                rank sees that for itself, whoever else holds the tensor. Every single bit is seen
-    replicas    ranks that hold the same must have the same sums: a wrong product, or message
+                rank checks this on its own. Every flip of a single bit is found
+    replicas    ranks that hold the same must have the same sums; else a product or a message was
+                wrong
 
-What was found travels in the step's one all-reduce, so no rank makes an update that one must not
-make. A look reads all bytes twice; where that is more than a hundredth of a step it is made at
-every k-th only. What user code writes is known by torch's counters of writes, or is done on all
-ranks.
+The findings are part of the step's one all-reduce, so all ranks skip the update that one must not
+make. A check reads all bytes twice; if that is more than a hundredth of a step, only every k-th
+step has one. Writes of user code show in torch's write counters, or happen on all ranks.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ if TYPE_CHECKING:
     from shoal.optim.average import WeightAverage
 
 SHARE, TIMES = 0.005, 15
-"""Of a step that looks may take: what they do to caches costs the step as much again, so it is a
-hundredth in all (benchmarks/guards.py) · looks of which the median counts: the fastest one finds
-everything in caches."""
+"""Share of a step that checks may take. Their effect on caches costs as much again, so it is a
+hundredth in all (benchmarks/guards.py) · number of checks of which the median counts: the
+fastest one finds all data in caches.
+"""
 
 Axes = tuple[tuple[str, ...], tuple[int, ...]]
-"""Over which axes ranks hold the same, and in which stages of a pipeline, () for one's own."""
+"""Axes over which ranks hold the same tensor, and the pipeline stages that do, () for one stage."""
 
 
 class CorruptionCheck:
-    """Looks at what a run holds on this rank.
+    """Check of this rank's weights, optimizer state and averages for silent corruption.
 
     Attributes:
-        every: steps from one look to the next, the same on all ranks.
-        told: a user's own writes were told of.
+        every: steps from one check to the next, the same on all ranks.
+        told: the notice about a user's own uncounted writes was printed.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class CorruptionCheck:
         self._folds_now: list[int] = []
 
     def take(self, step: int) -> None:
-        """The update of a step is over, or another state was loaded: sum what there is now."""
+        """Compute checksums after the update of a step, or after a state was loaded."""
         self.taken = None
         if not self.on or step < self._next:
             return
@@ -91,11 +92,11 @@ class CorruptionCheck:
         self._spent_s = self._clock() - began_s
 
     def forget(self) -> None:
-        """Somebody who may write weights did; the next update is followed by a look."""
+        """Discard the checksums after an allowed write; the next update is followed by a check."""
         self.taken, self._next = None, 0
 
     def sums(self) -> list[float]:
-        """Look again where a look is due: [tensors that changed, steps to the next look]."""
+        """Compute checksums again if a check is due: [changed tensors, steps to the next check]."""
         now_s, before_s = time.perf_counter(), self._before_s
         self._before_s = now_s
         if before_s:
@@ -114,27 +115,27 @@ class CorruptionCheck:
         return [float(len(self.taken.changed)), float(min(max(1, every), 2**20))]
 
     def invariants(self) -> list[Invariant]:
-        """Return what replicas must have in common after this look; call `sums` before."""
+        """Return values that must be equal on replicas after this check; call `sums` before."""
         return [
             Invariant(f"held alike {number}", fold, self._own_groups[number])
             for number, fold in enumerate(self._folds_now)
         ]
 
     def agree(self, numbers: StepNumbers, *, alone: bool = False) -> None:
-        """Look at what all ranks said.
+        """Check the findings of all ranks.
 
         Args:
             numbers: of the step, with `sums` and `invariants` of all ranks.
-            alone: look only for what can be nothing but a flipped bit; the rest comes later.
+            alone: report only certain bit flips; the rest comes later.
 
         Raises:
-            ClusterError: on all ranks, for what changed in memory, or differs.
+            ClusterError: a tensor changed in memory, or differs between replicas; on all ranks.
         """
         look = self.taken
         if look is None:
             return
         changed, every = numbers.sums("drift")
-        self.every = max(1, math.ceil(every / self.program.world.size))  # ranks look together
+        self.every = max(1, math.ceil(every / self.program.world.size))  # ranks check together
         self._next = look.step + self.every
         if changed:
             from shoal.trainer.guards.reports.corruption_report import changed_at_rest
@@ -145,9 +146,10 @@ class CorruptionCheck:
             self.taken = None
 
     def before_save(self, step: int) -> None:
-        """A checkpoint is about to be written; every rank calls it.
+        """Check all tensors before a checkpoint is written; every rank calls it.
 
-        Errors: ClusterError, on all ranks, if anything that it would hold is damaged
+        Raises:
+            ClusterError: a tensor that the checkpoint would hold is damaged; on all ranks.
         """
         if not self.on:
             return
@@ -156,7 +158,7 @@ class CorruptionCheck:
             self._compare(look)
         self._folds_now = self._folds(look, look.now)
         own = [Invariant("changed", len(look.changed), None), *self.invariants()]
-        found = InvariantCheck(own, [1.0], self.program.world.gather_json)  # 1: who holds what
+        found = InvariantCheck(own, [1.0], self.program.world.gather_json)  # 1.0: always compare
         if any(found.by_rank("changed")):
             from shoal.trainer.guards.reports.corruption_report import changed_at_rest
 
@@ -164,7 +166,7 @@ class CorruptionCheck:
         self._compare_replicas(look, found)
 
     def held_over(self, row: Placement, what: str) -> Axes:
-        """Over which axes ranks hold the same of a parameter's weight, or of its state."""
+        """Return the axes and stages over which ranks hold the same weight, or its state."""
         zero_parts = row.data == "states" and what != WEIGHT
         over = {"whole": row.data_axes, "rows": row.data_axes[:1], "states": row.data_axes}
         axes = () if zero_parts else over[row.data]
@@ -196,13 +198,13 @@ class CorruptionCheck:
         return found | {("average", name): one for name, one in averages.items()}
 
     def look_now(self, step: int) -> Look:
-        """Sum what is held now, and compare it with nothing."""
+        """Return checksums of the present tensors, compared with none."""
         tensors = self._tensors()
         sums = self._bits.sums(list(tensors.values()))
         return Look(step, tensors, sums, [], sums.read())
 
     def _compare(self, look: Look) -> None:
-        """Sum again; which tensors are other than they were, though they are where they were."""
+        """Compute checksums again, and note tensors that changed although nothing wrote them."""
         held = list(look.tensors.values())
         before = look.sums.read()
         look.now = self._bits.sums(held).read()
@@ -214,7 +216,7 @@ class CorruptionCheck:
         ]
 
     def _folds(self, look: Look, sums: Any) -> list[int]:
-        """For each kind one number of 48 bits that ranks of a group must have in common."""
+        """Return, for each kind of sharding, a 48-bit hash that must be equal within its group."""
         places = self.places(look)
         return [
             int.from_bytes(hashlib.blake2b(sums[one].tobytes(), digest_size=6).digest())
@@ -224,7 +226,7 @@ class CorruptionCheck:
         ]
 
     def places(self, look: Look) -> list[list[int]]:
-        """For each kind, places of the tensors of a look that are held so."""
+        """Return, for each kind of sharding, the indices of its tensors."""
         rows, numbers = self.program.rows, {kind: n for n, kind in enumerate(self.kinds)}
         found: list[list[int]] = [[] for _ in self.kinds]
         if (keys := list(look.tensors)) == self._kinds_of[0]:
@@ -242,9 +244,9 @@ class CorruptionCheck:
                 replicas_differ(self, look, number)
 
     def _clock(self) -> float:
-        """Now, on the host by this thread's processor seconds: nobody else's turn is a cost.
+        """Return the present time in seconds; for ranks on the CPU, this thread's processor time.
 
-        What a device does of a look is measured in the first ones, not waited for later.
+        On a device, only the first checks are timed with its kernels, and later ones do not wait.
         """
         if self._looks < 2 and is_accelerator(self.program.world.device):
             synchronize(self.program.world.device)
@@ -258,7 +260,7 @@ def _inside(part: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 def _groups(program: Program, kind: Axes) -> list[int]:
-    """For every rank the lowest of those that hold the same as it."""
+    """Return, for every rank, the lowest rank that holds the same tensors."""
     axes, stages = kind
     layout = program.plan.layout
     experts = any(axis.startswith("expert") for axis in axes)

@@ -1,9 +1,9 @@
-"""Whether somebody changed weights, gradients or the optimizer beside a run, and on which ranks.
+"""Detect foreign writes to weights, gradients and the optimizer, and the ranks that made them.
 
-Ranks agree on weights because all of them take the same steps. `optimizer.step()` of one's own,
-`load_state_dict` on rank 0, a scheduler that follows a rank's own loss: each makes ranks drift
-apart without an error. torch counts the writes into every tensor, so a look at the counters between
-two steps costs microseconds; what was written is compared over ranks in the step's one all-reduce.
+Ranks agree on weights because all of them take the same steps. The user's own `optimizer.step()`,
+`load_state_dict` on rank 0, a scheduler that follows a rank's own loss: each makes ranks diverge
+without an error. torch counts the writes into every tensor, so reading the counters between two
+steps costs microseconds. The step's one all-reduce compares written tensors over ranks.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ if TYPE_CHECKING:  # steps that nobody writes out do without
     from shoal.trainer.guards.gradient_halves import HalfGradients
 
 Holders = dict[str, tuple[int, int]]
-"""Name of a parameter → which layer holds it; which object it is, 0 where that changes."""
+"""Name of a parameter → ids of its layer and of itself; the latter is 0 where passes replace it."""
 
 Counters = dict[int, tuple[int, int, torch.dtype]]
-"""By id of a tensor: its count of writes, its address, its format."""
+"""By id of a tensor: its write counter, its address, its dtype."""
 
 COMPARED = ("weights_written", "training_mode", "weights", "trainable", "layers")
-"""Values that all ranks share; ranks of one part of the model share the last three."""
+"""Values that all ranks share; replicas share the last three."""
 
 UNCOUNTED = 2
 """Value of `weights_written` for weights that changed though no write was counted."""
 
 CLOSELY = 8
-"""First steps in which every tensor's counter is read; later, in most steps, those of a few."""
+"""First steps in which every tensor's counter is read; most later steps read only a few."""
 
 _all: weakref.WeakSet[ExternalWriteGuard] = weakref.WeakSet()
 
 
 class ExternalWriteGuard(Guard):
-    """Find weights, gradients, layers and modes that somebody changed beside the run.
+    """Guard against foreign writes to weights, gradients, layers and modes.
 
     Args:
         program: the run's.
-        optimizer: its optimizer, whose steps of its own are refused.
+        optimizer: its optimizer, whose `step` only the run may call.
         notice: prints a line, by rank 0.
-        agreed: asks all ranks whether they say the same.
-        drift: looks at what nobody wrote.
+        agreed: returns whether all ranks pass the same text.
+        drift: checks for silent corruption.
 
     Attributes:
-        weights_written: whether weights were written since the last step, beside the run.
-        watching: False: whatever is done is meant.
+        weights_written: foreign code wrote weights since the last step.
+        watching: False: every change is intended.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class ExternalWriteGuard(Guard):
 
     @property
     def looked_at(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are looked at in the step under way."""
+        """Return the parameters whose gradients are checked in the current step."""
         return self.graded if self._closely else _few(self.graded)
 
     def before(self, step: int, batch: Any) -> None:
-        """Look at weights and gradients before a step.
+        """Check weights and gradients before a step.
 
         Raises:
-            ConfigError: gradients that nothing will ever use, or other parameters than before.
+            ConfigError: gradients that no step will use, or other parameters than before.
         """
         self._step = step
         if self._halves is not None:
@@ -145,10 +145,10 @@ class ExternalWriteGuard(Guard):
             self.weights_written = self._uncounted = fingerprint(self.pieces) != self._bits
 
     def between(self, step: int) -> None:
-        """Look at what was done to the sums since `run.forward_backward`.
+        """Check what user code did to the gradients since `run.forward_backward`.
 
         Raises:
-            ConfigError: nothing is left of them.
+            ConfigError: all gradients were removed.
         """
         regraded = self._regraded() if self.watching else []
         changed = self._halves is not None and self._halves.close()
@@ -165,9 +165,10 @@ class ExternalWriteGuard(Guard):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """The run's own step of the optimizer.
+        """Mark the run's own step of the optimizer.
 
-        Errors: ConfigError for a step hook of the user's that takes a part's norm for the whole's
+        Raises:
+            ConfigError: a step hook of the user's takes a part's norm for the whole gradient's.
         """
         self.ours = True
         try:
@@ -186,13 +187,13 @@ class ExternalWriteGuard(Guard):
         return HookGradients(program, stepped, self._step).watching(self.optimizer)
 
     def sums(self, step: int) -> Mapping[str, Sequence[float]]:
-        """Return how many ranks have weights that changed uncounted, and the drift's numbers."""
+        """Return the number of ranks with uncounted writes, and the corruption check's sums."""
         return {"uncounted": [float(self._uncounted)], "drift": self.drift.sums()}
 
     def invariants(self, step: int) -> Sequence[Invariant]:
-        """Return what ranks must have in common to train one model.
+        """Return values that must be equal on ranks that train one model.
 
-        Weights are read where they were written, and else in steps 1, 2, 4, 8, …, there in part.
+        Written weights are read whole; others in part, in steps 1, 2, 4, 8, …
         """
         program, everyone, replicas = self.program, self._everyone, self._replicas
         written = UNCOUNTED if self._uncounted else int(self.weights_written)
@@ -211,12 +212,16 @@ class ExternalWriteGuard(Guard):
         return [*found, *self.drift.invariants()]
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Raises: ConfigError, the same on all ranks, where they would train different models."""
-        for one in [each for each in _all if each is not self]:  # the loss may run other models
+        """Check whether all ranks train the same model.
+
+        Raises:
+            ConfigError: they do not; the same on all ranks.
+        """
+        for one in [each for each in _all if each is not self]:  # losses may run other runs' models
             one._gradients = marks_of(one.looked_at)
         if not self.watching:
             return
-        # What can be nothing but a flipped bit is no mistake of the user's, who would be told one.
+        # First the certain bit flips: they must not be reported as the user's mistake.
         self.drift.agree(numbers, alone=True)
         if numbers.sums("uncounted")[0] or numbers.invariants.differs(*COMPARED):
             from shoal.trainer.guards.reports.writes_report import refuse_unlike_ranks
@@ -225,7 +230,7 @@ class ExternalWriteGuard(Guard):
         self.drift.agree(numbers)
 
     def after(self, following: int = 0) -> None:
-        """A step, or half of one, is over, or an evaluation.
+        """Record the state after a step, half of one, or an evaluation.
 
         Args:
             following: the step that comes next, if weights may have moved.
@@ -248,13 +253,13 @@ class ExternalWriteGuard(Guard):
             one._gradients = marks_of(one.looked_at)
 
     def updated(self, step: int, *, skipped: bool = False) -> None:
-        """The update of a step is over, or a checkpoint of it was loaded."""
+        """Record the state after the update of a step, or after its checkpoint was loaded."""
         self.after(step + 1)
         if self.watching:
             self.drift.take(step)
 
     def close(self) -> None:
-        """Leave the optimizer and the gradients alone."""
+        """Remove the hooks from the optimizer and the gradients."""
         self._hook.remove()
         _all.discard(self)
         if self._halves is not None:
@@ -264,7 +269,7 @@ class ExternalWriteGuard(Guard):
         return zlib.crc32("\n".join(layers_of(self.program.module)).encode())
 
     def _holders(self) -> Holders:
-        """A parameter's name → the layer that holds it, and itself where no pass replaces it."""
+        """Return a parameter's name → ids of its layer, and of itself if no pass replaces it."""
         stays = self.program.plan.layout.zero < 3
         return {
             f"{name}.{key}".lstrip("."): (id(layer), id(parameter) if stays else 0)
@@ -277,7 +282,7 @@ class ExternalWriteGuard(Guard):
         return sum(p.requires_grad for p in self.program.parameters.values())
 
     def _module_weights(self) -> list[nn.Parameter]:
-        """The module's own, unless torch deals them out anew in every pass."""
+        """Return the module's own weights, or none if torch makes them anew in every pass."""
         return [] if self.program.plan.layout.zero == 3 else list(self.program.parameters.values())
 
     def _of_weights(self) -> Counters:
@@ -295,5 +300,5 @@ class ExternalWriteGuard(Guard):
 
 
 def _few(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Eight of them, from the first to the last: what touches weights, touches most."""
+    """Return eight parameters, from the first to the last: most writes touch most weights."""
     return tensors[:: max(1, len(tensors) // CLOSELY)]

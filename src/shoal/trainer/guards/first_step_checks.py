@@ -1,4 +1,4 @@
-"""What the first step of a run shows of the user's model, loss and targets, when nothing fails.
+"""Check the first step of a run for mistakes in model, loss and targets that raise no error.
 
     a mean with a count      the loss's last operation is a mean, which was then called a sum
     targets = inputs         Hugging Face's labels, with a loss that compares place t with place t
@@ -8,9 +8,9 @@
     gradients of gradients   under layouts that can be differentiated once only
     evaluation mode          dropout is off and BatchNorm frozen while the model trains
 
-None of them calls the loss twice: the first is read from the autograd graph, the second from the
-gradient that arrives at the last place of the outputs, which no shifted loss looks at, two from the
-loss's calls of torch.distributed and of torch, one from its second derivative.
+None of them calls the loss twice. The first reads the autograd graph. The second reads the gradient
+at the last position of the outputs, which no shifted loss uses. Two watch the loss's calls of
+torch.distributed and of torch, one takes its second derivative.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shoal.trainer.step.call_contract import (
 from shoal.trainer.step.optimizer_step import NO_GRADIENT
 
 FEWEST = 8
-"""Targets that must all equal their inputs before anything is said."""
+"""Targets that must all equal their inputs before a notice is printed."""
 
 DRAWS = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
@@ -51,14 +51,14 @@ DRAWS = (
 
 
 class FirstStepLoss:
-    """The loss of a run as it is called in its first step; counts the same."""
+    """Wrapper of a run's loss in its first step; its results are the same."""
 
     def __init__(self, loss: Loss, program: Program, batches: list[tuple[int, Any]]) -> None:
         self.loss, self.program, self.module = loss, program, program.module
         self.ranks = program.world.size
         found = [pair for _, value in batches if (pair := _copied(value)) is not None]
         self.copied = bool(found)
-        # One tensor given twice is no label: it fills in for data, to see how fast steps are.
+        # One tensor as both is no label: speed measurements use it in the place of data.
         self.labels = any(one.data_ptr() != other.data_ptr() for one, other in found)
         self.compared = False
         self.asked: set[str] = set()
@@ -69,7 +69,11 @@ class FirstStepLoss:
         self.looked, self.together = False, 0
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        """What the loss gives. Errors: ConfigError for a mean that is called a sum."""
+        """Return the result of the loss, after the checks.
+
+        Raises:
+            ConfigError: a mean is returned as a sum.
+        """
         if is_default(self.loss) and not isinstance(targets, torch.Tensor):
             from shoal.trainer.guards.reports.first_step_report import refuse_form
 
@@ -81,7 +85,7 @@ class FirstStepLoss:
         outputs = pytree.tree_map(
             _without_hooks, watched(outputs, self.once) if self.once else outputs
         )
-        # One rank alone has nothing to count twice, and may have runs in other threads beside it.
+        # A single rank cannot count twice, and may have other runs in threads.
         ranks = _calls_of_ranks(self.asked) if self.ranks > 1 else nullcontext()
         with ranks, _refuse_parts(self.program):
             result = self.loss(outputs, targets)
@@ -98,10 +102,11 @@ class FirstStepLoss:
         return result
 
     def tell(self, notice: Callable[[str], None]) -> None:
-        """After the backward passes: a line on targets that are the inputs.
+        """Print notices after the backward passes, such as on targets that are the inputs.
 
-        Errors: ConfigError where the model is one that sees the place it predicts, or where nothing
-        led from the loss back to the model (layouts that gather would take that for zeros)
+        Raises:
+            ConfigError: the model sees the position it predicts; or the loss is not connected to
+                the model, which layouts that gather would take for zero gradients.
         """
         if self.cut_off:
             raise ConfigError(NO_GRADIENT)
@@ -114,7 +119,7 @@ class FirstStepLoss:
     def _look_at(self, result: Any) -> None:
         total, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1)
         some = bool((count != 0).any()) if isinstance(count, torch.Tensor) else bool(count)
-        if isinstance(total, torch.Tensor) and some:  # what is no count at all is told elsewhere
+        if isinstance(total, torch.Tensor) and some:  # another check reports an invalid count
             self.cut_off = not total.requires_grad and not self._tied
             self._tied = self._tied or total.requires_grad
 
@@ -141,7 +146,7 @@ class FirstStepLoss:
 
 
 RANKS = ("all_reduce", "all_gather", "all_gather_into_tensor", "get_rank", "get_world_size")
-"""Functions of torch.distributed that a loss has no need of."""
+"""Functions of torch.distributed that a loss does not need."""
 
 
 @contextmanager
@@ -152,7 +157,7 @@ def _calls_of_ranks(asked: set[str]) -> Iterator[None]:
     def listed(name: str) -> Callable[..., Any]:
         @functools.wraps(whole[name])
         def call(*args: Any, **kwargs: Any) -> Any:
-            # A loss over parts of a vocabulary has collectives too, ours and torch's own.
+            # Losses over vocabulary shards, Shoal's and torch's, use collectives too.
             caller = str(sys._getframe(1).f_globals.get("__name__", ""))
             if caller.partition(".")[0] not in ("shoal", "torch"):
                 asked.add(name)
@@ -170,7 +175,7 @@ def _calls_of_ranks(asked: set[str]) -> Iterator[None]:
 
 
 class _RefuseParts(TorchFunctionMode):
-    """Errors: PlanError where the user's own code computes with a weight that is here in part."""
+    """Mode that raises PlanError if user code computes with a weight that is sharded here."""
 
     def __init__(self, parts: Mapping[int, str], layout: str) -> None:
         super().__init__()
@@ -191,7 +196,7 @@ class _RefuseParts(TorchFunctionMode):
 
 
 def _refuse_parts(program: Program) -> AbstractContextManager[Any]:
-    """Around a loss: `_RefuseParts`, where there are parts."""
+    """Return `_RefuseParts` around a loss if weights are sharded, else a null context."""
     parts = {
         id(p): name
         for name, p in program.module.named_parameters()
@@ -201,7 +206,7 @@ def _refuse_parts(program: Program) -> AbstractContextManager[Any]:
 
 
 def _asked_by_us() -> bool:
-    """Whether Shoal's own loss called torch: it knows what a part is."""
+    """Return whether Shoal's own loss called torch: it handles sharded weights."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -212,7 +217,7 @@ def _asked_by_us() -> bool:
 
 
 def _copied(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(inputs, targets), if these are integers equal to the inputs wherever they count."""
+    """Return (inputs, targets) if these are integers equal to the inputs where they count."""
     inputs, targets = split_batch(value)
     labels = labels_of(targets)
     if labels is None:
@@ -226,11 +231,11 @@ def _copied(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 LABELS = "labels"
-"""Where Hugging Face's batches have the targets."""
+"""Key of the targets in Hugging Face's batches."""
 
 
 def labels_of(targets: Any) -> torch.Tensor | None:
-    """Targets that are tokens: a tensor, or the labels in a dict."""
+    """Return targets that are token ids: a tensor, or the labels in a dict."""
     found = targets.get(LABELS) if isinstance(targets, Mapping) else targets
     return found if isinstance(found, torch.Tensor) else None
 
@@ -250,11 +255,11 @@ def _equal(inputs: torch.Tensor, targets: torch.Tensor) -> bool:
 
 
 MOST = 1 << 20
-"""Elements of outputs whose second derivative is taken."""
+"""Largest number of output elements whose second derivative is taken."""
 
 
 def _compared(result: Any, outputs: Any, targets: Any) -> int:
-    """How many samples a loss compares with each other; 0 if it adds them up, or cannot be asked.
+    """Return how many samples a loss compares with each other; 0 if it sums them, or is unknown.
 
     A sum over samples has no second derivative by outputs of two of them.
     """
@@ -271,16 +276,16 @@ def _compared(result: Any, outputs: Any, targets: Any) -> int:
 
 
 def _without_hooks(leaf: Any) -> Any:
-    """An alias of an output on which hooks wait for the backward pass, so that none runs early.
+    """Return an alias of an output whose hooks wait for the backward pass, so that none runs early.
 
-    Under fsdp they gather all weights and, at the end, reduce all gradients.
+    Under fsdp hooks gather all weights and, at the end, reduce all gradients.
     """
     hooked = isinstance(leaf, torch.Tensor) and leaf.requires_grad and gradient_hooks(leaf)
     return leaf.view_as(leaf) if hooked else leaf
 
 
 def _couples(total: torch.Tensor, outputs: torch.Tensor) -> bool:
-    """Whether the gradient of the first of several outputs depends on the others."""
+    """Return whether the gradient of the first of several outputs depends on the others."""
     grad = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     try:
         (first,) = grad(total, outputs, create_graph=True)
@@ -301,7 +306,7 @@ PASSED = ("ToCopyBackward0", "NegBackward0", "AliasBackward0", "ViewBackward0", 
 
 
 def _refuse_pairs(losses: Any, outputs: Any, targets: Any) -> None:
-    """Errors: ConfigError for [B, 1] and [B], of which broadcasting makes B × B losses."""
+    """Raise ConfigError for [B, 1] and [B], which broadcasting turns into B × B losses."""
     if not all(isinstance(each, torch.Tensor) for each in (losses, outputs, targets)):
         return
     shapes = {tuple(outputs.shape), tuple(targets.shape)}
@@ -318,10 +323,12 @@ def refuse_mean(
     where: str = "loss returned",
     nearest: str = 'reduction="sum", or shoal.mean_of_samples(loss)',
 ) -> None:
-    """Errors: ConfigError for (mean, count): its gradient is too small, by the count.
+    """Raise ConfigError for (mean, count): its gradient is too small, by the count.
 
     Args:
-        where, nearest: begin and end the message.
+        total: first element of the loss's result.
+        count: second element.
+        where, nearest: begin and end of the message.
     """
     node = getattr(total, "grad_fn", None)
     while node is not None and node.name() in PASSED:
@@ -329,7 +336,7 @@ def refuse_mean(
     if node is None:
         return
     reduction = getattr(node, "_saved_reduction", None)
-    several = getattr(node, "_saved_self_sym_numel", 2) > 1  # a mean of one number is that
+    several = getattr(node, "_saved_self_sym_numel", 2) > 1  # a mean of one number equals it
     mean = (node.name().startswith("MeanBackward") and several) or reduction == MEAN
     if mean:
         raise ConfigError(
@@ -343,7 +350,7 @@ MEAN = 1
 
 
 def evaluation_line(module: nn.Module) -> str:
-    """What to tell of a model that trains in evaluation mode; "" where nothing depends on it."""
+    """Return the notice for a model that trains in evaluation mode; "" if no layer cares."""
     if module.training or not any(isinstance(part, DRAWS) for part in module.modules()):
         return ""
     from shoal.trainer.guards.reports.first_step_report import EVALUATES
@@ -352,7 +359,7 @@ def evaluation_line(module: nn.Module) -> str:
 
 
 def once_only(program: Program) -> str:
-    """Name what of a plan can be differentiated once only; "" for nothing."""
+    """Return the part of a plan that can be differentiated only once; "" for none."""
     layout = program.plan.layout
     for axis in ("tp", "cp", "ep", "pp"):
         if getattr(layout, axis) > 1:
@@ -363,13 +370,14 @@ def once_only(program: Program) -> str:
 
 
 def watched(outputs: Any, what: str) -> Any:
-    """Outputs whose gradient must not be differentiated again, in the place of `outputs`.
+    """Return aliases of outputs whose gradient must not be differentiated again.
 
     Args:
-        what: of the plan is in the way, by name.
+        outputs: of the model.
+        what: the part of the plan that can be differentiated only once.
 
     Returns:
-        aliases: derivatives by the outputs themselves pass through nothing of a layout's.
+        Aliases: derivatives by the outputs themselves pass through no operation of a layout.
     """
 
     def refuse(gradient: torch.Tensor) -> None:

@@ -1,12 +1,12 @@
-"""Gradients between run.forward_backward and run.update, and after it: who may change them.
+"""Protect gradients between run.forward_backward and run.update, and after the update.
 
     run.forward_backward … run.update      sums over all ranks, in parts where a layout has them
     run.update … the next step             none: what is done to them is lost
 
-Under a layout with parts a norm, a clamp or a mask on what a loop sees is none on what is stepped.
-That ends the run, with what to type instead. torch's own clipping functions ask before they act
-(`_torch.ask_before_clipping`). With a limit that no gradient reaches they are called for the norm
-alone, which changes nothing.
+If a layout shards gradients, a norm, a clamp or a mask on the visible gradients is none on the
+stepped ones. That ends the run, with an error that names the right call. torch's own clipping
+functions ask before they act (`_torch.ask_before_clipping`). With a limit that no gradient reaches
+they are called for the norm alone, which changes nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ CHANGED = (
 
 
 def refuse_dropped(stepped: Sequence[nn.Parameter], before: Marks, step: int, call: str) -> None:
-    """Raise where no gradient is left for the update, of those that somebody changed.
+    """Raise ConfigError if user code removed all gradients of the update.
 
     Args:
         stepped: parameters that the optimizer steps, or those that it steps parts of.
         before: marks when the run's last call ended, of all of them or of some.
-        step: the step under way.
+        step: the current step.
         call: the call that made the gradients.
 
     Raises:
@@ -50,7 +50,7 @@ def refuse_dropped(stepped: Sequence[nn.Parameter], before: Marks, step: int, ca
 
 
 def dropped(step: int, call: str) -> ConfigError:
-    """Return the error for gradients that nothing is left of."""
+    """Return the error for gradients that were all set to None or zero."""
     return ConfigError(
         f"step {step}: gradients were set to None or zero between {call} and run.update (by "
         f"optimizer.zero_grad(), model.zero_grad() or p.grad = None), so no weight would move; "
@@ -70,11 +70,13 @@ def changed_beside() -> ConfigError:
 class HalfGradients:
     """Gradients between run.forward_backward and run.update, where ranks step parts of the sums.
 
-    Under zero 1 and 2 parameters have none there: something stands in `.grad` that refuses writes.
-    Under zero 3 they have their rows, which may be scaled; another tensor, or none, in their place
+    Under zero 1 and 2 parameters have no gradient there: a placeholder in `.grad` refuses writes.
+
+    Under zero 3 they have their rows, which may be scaled. Another tensor, or none, in their place
     would change nothing, since the optimizer steps over the rows. torch's functions for lists
-    (`_foreach_…`) leave no trace in the counters of a DTensor: norms tell in steps 1, 2, 4, 8, …
-    Under tp and pp a rank has gradients of its own parts, whose norm is none of all.
+    (`_foreach_…`) leave no trace in the counters of a DTensor: the norms of steps 1, 2, 4, 8 and
+    so on show them. Under tp and pp a rank has gradients of its own parts, whose norm is not that
+    of the whole.
 
     Args:
         program: the run's.
@@ -93,7 +95,7 @@ class HalfGradients:
         self._norms: list[torch.Tensor] = []
 
     def open(self, step: int) -> None:
-        """The first half of a step is over."""
+        """Start to protect the gradients after the first half of a step."""
         self.step, self._over = step, False
         for parameter, stand_in in self._stand_ins.items():
             if parameter.grad is None:
@@ -104,10 +106,10 @@ class HalfGradients:
         watch(self)
 
     def close(self) -> bool:
-        """The second half begins; tell whether gradients were changed where they are stepped.
+        """Check the gradients before the second half; return whether they were changed in place.
 
         Raises:
-            ConfigError: gradients were dropped, or others put in their place.
+            ConfigError: gradients were removed or replaced.
         """
         WATCHED.discard(self)
         norms, self._norms = self._norms, []
@@ -124,21 +126,21 @@ class HalfGradients:
         return changed
 
     def _read(self) -> list[torch.Tensor]:
-        """Norms of the rows, those of gradients that are gone left out."""
+        """Return norms of the rows, without gradients that are gone."""
         held = [here(p.grad) for p, _ in self._held if p.grad is not None]
         return [norm.nan_to_num() for norm in torch._foreach_norm(held)] if held else []
 
     def rest(self) -> None:
-        """A step is over; till the next one clipping changes nothing."""
+        """Refuse clipping after a step, until the next one: it would change nothing."""
         self._over = True
         watch(self)
 
     def leave(self) -> None:
-        """Another step begins, or the run is closed: gradients are somebody else's."""
+        """Stop protecting the gradients, since another step begins or the run is closed."""
         WATCHED.discard(self)
 
     def asked(self, name: str, parameters: Sequence[Any]) -> None:
-        """Refuse torch's clipping where it would change nothing."""
+        """Raise ConfigError for torch's clipping if it would change nothing."""
         if self._over:
             raise changed_beside()
         if self._stand_ins:
@@ -165,12 +167,12 @@ class HalfGradients:
 
 
 class Watching(Protocol):
-    """Somebody whose gradients nobody may clip now."""
+    """Object that protects the gradients of some parameters from clipping."""
 
     names: set[int]
 
     def asked(self, name: str, parameters: Sequence[Any]) -> None:
-        """Judge a call of torch's clipping function `name`, some of whose parameters are ours."""
+        """Check a call of torch's clipping function `name` on some of these parameters."""
 
 
 WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -178,7 +180,7 @@ WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(one: Watching) -> None:
-    """Ask from now on before torch's clipping touches its gradients."""
+    """Register an object whose `asked` runs before torch's clipping of its gradients."""
     _install()
     WATCHED.add(one)
 
@@ -189,7 +191,7 @@ def _install() -> None:
 
 
 def _ask(name: str, parameters: Sequence[Any]) -> bool:
-    """Ask who watches these parameters; a call for the norm alone needs to write none of them."""
+    """Call `asked` of the owners of these parameters; return whether only the norm is wanted."""
     asked = [one for one in WATCHED if any(id(p) in one.names for p in parameters)]
     for one in asked if name else ():
         one.asked(name, parameters)

@@ -4,12 +4,12 @@
     run.forward_backward … run.update          `guards/gradient_halves.py`
     step hooks of the optimizer                the mean gradient, in parts where a layout has them
 
-A norm, a clamp or noise is another one on such numbers, and ranks drift apart: that ends the run,
-with what to type instead. So does `optimizer.zero_grad()` before the update, which leaves nothing
-to step on.
+A norm, a clamp or noise differs on such partial sums, and ranks diverge. That ends the run, with an
+error that names the right call. So does `optimizer.zero_grad()` before the update, after which no
+gradient is left.
 
-Seen by torch's counters of writes: no number is read, and no device is waited for. Of writes
-through `.data`, which are not counted, norms tell in steps 1, 2, 4, 8, …, read after the step's one
+torch's write counters show the writes: the check reads no number, and waits for no device. Writes
+through `.data` are not counted: norms show them in steps 1, 2, 4, 8, …, read after the step's one
 wait. torch's own clipping functions ask before they act (`_torch.ask_before_clipping`): under zero2
 parameters have no gradient there, and clipping would silently do nothing. With a limit that no
 gradient reaches they are called for the norm alone, which changes nothing.
@@ -46,13 +46,13 @@ REDUCTIONS = frozenset(
 
 
 class PassGradients:
-    """The gradients of a step whose passes are written out, as the run's last call left them.
+    """Gradients of a step whose passes are written out, as the run's last call left them.
 
     Args:
         program: the run's.
-        graded: parameters whose gradients are looked at: all, or some of them.
-        step: the step under way, from 1.
-        scale: what its losses are multiplied by.
+        graded: parameters whose gradients are checked: all, or some of them.
+        step: the current step, from 1.
+        scale: factor of its losses.
     """
 
     def __init__(
@@ -70,22 +70,22 @@ class PassGradients:
         watch(self)
 
     def note(self) -> None:
-        """Remember what the run made itself."""
+        """Record the marks and norms of the gradients that the run made."""
         self._marks: Marks = marks_of(self.graded)
         self._norms = self._read()
 
     @contextmanager
     def backward(self, reducer: Reducer, rounds: int, *, counted: bool) -> Iterator[None]:
-        """Stand around a backward pass of the run.
+        """Wrap a backward pass of the run.
 
         Args:
-            reducer: makes gradients anew that were dropped before there was any.
+            reducer: makes gradients anew that were removed before the first backward pass.
             rounds: micro-batches of the busiest rank.
             counted: the loss came with a count; else it is a share of the step's mean.
         """
         self.check()
         if not self.passes and any(p.grad is None for p in self._changed()):
-            reducer.begin(rounds)  # zero_grad at the top of a loop: nothing was lost
+            reducer.begin(rounds)  # zero_grad at the top of a loop: nothing is lost
         self.hide()
         yield
         for parameter, gradient in self._elsewhere.items():
@@ -95,16 +95,16 @@ class PassGradients:
         self.note()
 
     def hide(self) -> None:
-        """Take away what stands for gradients that are kept elsewhere."""
+        """Remove the placeholders of gradients that the run stores in other buffers."""
         for parameter, gradient in self._elsewhere.items():
             if parameter.grad is gradient:
                 parameter.grad = None
 
     def check(self) -> None:
-        """Look at what was done since the run's last call.
+        """Check what user code did since the run's last call.
 
         Raises:
-            ConfigError: gradients were dropped, or changed.
+            ConfigError: gradients were removed or changed.
         """
         changed = self._changed()
         if not changed and self._norms and not self._means_already():
@@ -118,7 +118,7 @@ class PassGradients:
             raise self._written()
 
     def compare(self) -> None:
-        """Read what was measured before and after user code ran, once the host has waited.
+        """Compare norms from before and after user code, once the host has waited.
 
         Raises:
             ConfigError: gradients were changed through `.data`.
@@ -129,18 +129,18 @@ class PassGradients:
                 raise self._written()
 
     def asked(self, name: str, parameters: Sequence[Any]) -> None:
-        """Raise for torch's clipping of sums over this rank's own samples."""
+        """Raise ConfigError for torch's clipping of sums over this rank's own samples."""
         if self.passes and not self._means_already():
             raise self.refusal(f"{name} was called")
 
     def close(self) -> None:
-        """The update begins: judge what was done last, and watch no more."""
+        """Check the gradients a last time before the update, and stop watching."""
         self.check()
         self.hide()
         WATCHED.discard(self)
 
     def refusal(self, what: str) -> ConfigError:
-        """Return the error that ends the run, with its words."""
+        """Return the error that ends the run, for a change described by `what`."""
         return ConfigError(
             f"step {self.step}: {what} between run.backward and run.update, where each rank has "
             f"sums over its own samples: a norm, a clamp or noise is not that of the step's mean "
@@ -148,7 +148,7 @@ class PassGradients:
         )
 
     def _read(self) -> list[torch.Tensor]:
-        """Norms of gradients on their way; none in most steps, and while there are none."""
+        """Return norms of gradients in progress; none in most steps, and before the first pass."""
         if not (self._reads and self.passes):
             return []
         held = [here(p.grad) for p in self.graded if id(p) in self.own and p.grad is not None]
@@ -160,17 +160,17 @@ class PassGradients:
         return self.refusal("gradients were changed")
 
     def _changed(self) -> list[nn.Parameter]:
-        """Parameters with another gradient; parts that are stepped may be dropped till the sum."""
+        """Return parameters with another gradient; stepped parts may be removed before the sum."""
         changed = changed_since(self._marks, self.graded)
         return [p for p in changed if id(p) in self.own or p.grad is not None]
 
     def _means_already(self) -> bool:
-        """Tell whether they are the step's mean gradient, as in plain PyTorch: in one process."""
+        """Return whether the gradients are the step's mean, as in plain PyTorch: in one process."""
         return self.alone and self.means
 
 
 def _kept_elsewhere(program: Program) -> list[nn.Parameter]:
-    """Parameters that have no gradient of their own after a pass: the run keeps it elsewhere."""
+    """Return parameters whose gradient the run stores in a buffer after each pass."""
     plan, parameters = program.plan, program.parameters
     if plan.layout.zero == 3:
         return []
@@ -180,9 +180,9 @@ def _kept_elsewhere(program: Program) -> list[nn.Parameter]:
 
 
 class HookGradients:
-    """Gradients while step hooks of the user's run, under a layout that steps parts of weights.
+    """Gradients while the user's step hooks run, under a layout that steps parts of weights.
 
-    An element by itself may be changed, and a norm may be read; both together is a norm of a part.
+    A hook may change single elements, or read a norm; doing both uses the norm of a part.
     """
 
     def __init__(self, program: Program, stepped: Sequence[nn.Parameter], step: int) -> None:
@@ -190,14 +190,14 @@ class HookGradients:
         self.names = {id(p) for p in (*program.parameters.values(), *stepped)}
 
     def asked(self, name: str, parameters: Sequence[Any]) -> None:
-        """Raise for torch's clipping by a norm, or of parameters that have no gradient here."""
+        """Raise ConfigError for clipping by a norm, or of parameters without a gradient here."""
         ours = [p for p in parameters if id(p) in self.names]
         if ours and ("norm" in name or all(p.grad is None for p in ours)):
             raise self._refusal(f"calls {name}")
 
     @contextmanager
     def watching(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Stand around a call of `optimizer.step`; only what its hooks do is looked at."""
+        """Wrap a call of `optimizer.step`; only its hooks are watched."""
         reads, marks = _Reductions(), dict[int, tuple[int, int]]()
 
         def begin(*_what: Any) -> None:
@@ -234,7 +234,7 @@ class HookGradients:
 
 
 class _Reductions(TorchFunctionMode):
-    """Notes that a reduction of torch was called."""
+    """Mode that notes the first reduction of torch that is called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Define a guard, which watches the steps of a run for one kind of mistake.
+"""Interface of a guard, which watches the steps of a run for one kind of mistake.
 
-A step calls its guards at fixed places, those only that are due and have something to do there:
+A step calls its guards at fixed points, only those that are due and have work there:
 
     before      the batch is here, nothing has run
     around      a context around the forward and backward passes
@@ -26,17 +26,17 @@ from shoal.trainer.step.step_vector import Invariant, StepNumbers
 
 
 class Guard:
-    """Watch for one kind of mistake; a subclass overrides the places where it has work."""
+    """Watcher for one kind of mistake; a subclass overrides the methods where it has work."""
 
     def due(self, step: int) -> bool:
-        """Tell whether this guard has anything to do in a step, from 1; the same on all ranks."""
+        """Return whether this guard has work in a step, from 1; the same on all ranks."""
         return True
 
     def before(self, step: int, batch: Any) -> None:
-        """Look at what a step begins with."""
+        """Check the batch and the model before a step."""
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
-        """Return what stands around the passes, or None."""
+        """Return a context around the passes, or None."""
         return None
 
     def sums(self, step: int) -> Mapping[str, Sequence[float]]:
@@ -44,31 +44,35 @@ class Guard:
         return {}
 
     def invariants(self, step: int) -> Sequence[Invariant]:
-        """Return values that ranks must have in common."""
+        """Return values that must be equal on the ranks of a group."""
         return ()
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Look at what all ranks said. Raises: ShoalError, the same on all of them."""
+        """Check the sums of all ranks before the update.
+
+        Raises:
+            ShoalError: a mistake was found; the same on all ranks.
+        """
 
     def between(self, step: int) -> None:
-        """Look at what was done between the passes and the update."""
+        """Check what user code did between the passes and the update."""
 
     def updating(self, step: int) -> None:
-        """Look at the optimizer before it steps."""
+        """Check the optimizer before its step."""
 
     def updated(self, step: int, *, skipped: bool) -> None:
-        """Take note of an update, or of a step whose update was skipped."""
+        """Note an update, or a step whose update was skipped."""
 
     def close(self) -> None:
-        """Take away what stands around the user's objects."""
+        """Remove hooks and wrappers from the user's objects."""
 
 
 class Guards:
-    """The guards of a run, in order.
+    """Guards of a run, in order.
 
     Attributes:
-        all: every one, due or not.
-        on: whether any is called but to be closed.
+        all: every guard, due or not.
+        on: False: only `close` calls the guards.
     """
 
     def __init__(self, guards: Sequence[Guard], *, on: bool = True) -> None:
@@ -77,32 +81,32 @@ class Guards:
         self._at: dict[str, list[Guard]] = {}
 
     def add(self, guard: Guard) -> None:
-        """Append one that is called after the others."""
+        """Append a guard that is called after the others."""
         self.all.append(guard)
         self._step, self._at = -1, {}
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None]:
-        """Return one context of those that are due, the first one outermost."""
+        """Return one context of all guards that are due, the first one outermost."""
         return all_around(*(one.around(step, micro_batches) for one in self.at("around", step)))
 
     def sums(self, step: int) -> dict[str, Sequence[float]]:
-        """Return the entries of all that are due."""
+        """Return the vector entries of all guards that are due."""
         entries: dict[str, Sequence[float]] = {}
         for guard in self.at("sums", step):
             entries |= guard.sums(step)
         return entries
 
     def invariants(self, step: int) -> list[Invariant]:
-        """Return the values of all that are due."""
+        """Return the invariants of all guards that are due."""
         return [one for guard in self.at("invariants", step) for one in guard.invariants(step)]
 
     def close(self) -> None:
-        """Close all, due or not."""
+        """Close all guards, due or not."""
         for guard in self.all:
             guard.close()
 
     def at(self, place: str, step: int) -> list[Guard]:
-        """Return those that are due in a step and have something to do at a place of it."""
+        """Return the guards that are due in a step and override the method named `place`."""
         if step != self._step:
             self._step, before = step, self._resting
             self._resting = [one for one in self.all if not (self.on and one.due(step))]

@@ -1,12 +1,12 @@
-"""Whether a model carries a state from batch to batch in plain attributes, outside of its buffers.
+"""Detect state that a model carries from batch to batch in plain attributes, not in buffers.
 
 A recurrent layer that keeps its last hidden state, a running mean in an attribute: in one process
-each batch meets the one before it. Ranks have other batches, micro-batches are smaller, so every
-layout carries something else, which no checkpoint has. That is legal (a stream per rank), and
-seldom what is meant.
+each batch meets the one before it. Ranks have other batches, and micro-batches are smaller. So the
+state depends on the layout, and no checkpoint has it. That is legal (a stream per rank), but rarely
+intended.
 
-Seen in two steps: what the first leaves in an attribute, the second reads and leaves anew. Tables
-that are computed once (rotary angles, masks) are left as they are.
+The check takes two steps: the second must read and replace the tensor that the first left in an
+attribute. Tables that are computed once (rotary angles, masks) are not reported.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ States = dict[str, torch.Tensor]
 """Name of a plain attribute (`rnn.state`, `rnn.state[1]`) → the tensor in it."""
 
 Written = dict[str, tuple[torch.Tensor, int]]
-"""The same, and how often it was written so far."""
+"""Name of a plain attribute → its tensor, and the tensor's write counter."""
 
 OWN = frozenset(vars(nn.Module()))
-"""What every module has."""
+"""Attributes of every module."""
 
 ASKED = frozenset({"__get__", "size", "dim", "numel", "stride", "is_floating_point"})
-"""What asks a tensor for its form, and reads no number of it."""
+"""Functions that read a tensor's form, and none of its numbers."""
 
 
 class HiddenStateGuard(Guard):
-    """Find states in plain attributes that a model carries from batch to batch."""
+    """Guard against state in plain attributes that a model carries from batch to batch."""
 
     def __init__(self, program: Program, notice: Callable[[str], None]) -> None:
         self.module, self.notice = program.module, notice
-        # A compiled block would be compiled anew under a mode, and threads have modes of their own.
+        # A mode would recompile a compiled block, and threads have modes of their own.
         self.looks = not program.plan.asks(CompilePolicy) and program.plan.layout.strategy != "dp"
         self.alone = program.data.size == 1
-        # The tensors themselves are kept for two steps: a freed one's id may be another's soon.
+        # Keeps the tensors for two steps: a new tensor may reuse the id of a freed one.
         self._before = self._left = _written(states_of(self.module)) if self.looks else {}
 
     def due(self, step: int) -> bool:
-        """Return True in the first steps, and in the one in which what was kept is dropped."""
+        """Return True in the first steps, and in the one that drops the kept tensors."""
         return self.looks and bool(step <= 2 or self._before or self._left)
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
-        """Return what stands around passes of the first two steps; a line follows the second."""
+        """Return a context around the passes of steps 1 and 2; a notice may follow the second."""
         if step > 2 or (self.alone and micro_batches < 2):
             self._before = self._left = {}
             return None
@@ -85,7 +85,7 @@ class HiddenStateGuard(Guard):
 
 
 class _Reads(TorchFunctionMode):
-    """Collects which of some tensors torch is called with."""
+    """Mode that collects which of some tensors torch functions read."""
 
     def __init__(self, held: States) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class _Reads(TorchFunctionMode):
 
 
 def states_of(module: nn.Module) -> States:
-    """The tensors that stand in plain attributes of a module's layers, alone or in containers."""
+    """Return the tensors in plain attributes of a module's layers, alone or in containers."""
     found: States = {}
     for path, layer in module.named_modules():
         for key, value in vars(layer).items():
@@ -120,7 +120,7 @@ def _written(states: States) -> Written:
 
 
 def _same(name: str, one: Written, other: Written) -> bool:
-    """Whether an attribute holds the same tensor in both, not written between."""
+    """Return whether an attribute holds the same tensor in both, with no write in between."""
     if name not in one or name not in other:
         return name not in one
     return one[name][0] is other[name][0] and one[name][1] == other[name][1]

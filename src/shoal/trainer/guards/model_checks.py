@@ -1,18 +1,18 @@
-"""Modules that no run can begin with, refused in one line before anything is divided.
+"""Refuse modules that no run can train, with one line, before anything is sharded.
 
-    a lazy layer          it has no shapes yet: one forward pass gives them
-    the meta device       weights without values: nothing says which they shall be
+    a lazy layer          it has no shapes yet: run one forward pass first
+    the meta device       weights without values, and no file or builder that has them
     in a run already      two runs would both sum its gradients (a notebook's cell, run twice)
     sharded already       by FSDP2, or by a run under fsdp that is closed
-    other numbers         dropout of 0.1 on one rank and 0.3 on another: ranks train unlike models
+    other numbers         dropout of 0.1 on one rank and 0.3 on another: ranks train other models
 
-Hooks on gradients of weights (`weight.register_hook(lambda g: g * mask)`) are told what they see
-here, and refused where they never run: they run in the backward pass of every micro-batch, on every
-rank, before anything is summed; and the loss is a sum over targets, not a mean. A factor or a mask
-computes what it would in one process. A clamp does not: it sees other numbers. Under fsdp, and
-where tp cuts a weight, what gets the gradient is a part or a copy: the hook would be left out.
+A notice explains hooks on gradients of weights (`weight.register_hook(lambda g: g * mask)`). They
+run in the backward pass of every micro-batch, on every rank, before anything is summed; and the
+loss is a sum over targets, not a mean. A factor or a mask computes the same as in one process. A
+clamp does not: it sees other numbers. Under fsdp, and where tp splits a weight, the gradient goes
+to a part or a copy, so the hook would never run: this raises an error.
 
-`parallelize` asks before it builds a layout, and for the last one once all ranks have met.
+`parallelize` runs these checks before it builds a layout, the last one after all ranks have joined.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def enter_run(module: nn.Module, program: Program) -> Program:
 
 
 def refuse_unready(module: nn.Module) -> None:
-    """Errors: ConfigError for a module that has no weights to train, or that a run has already."""
+    """Raise ConfigError for a module without weights to train, or one that another run trains."""
     if any(part in _in_a_run for part in module.modules()):
         raise ConfigError(
             "model: a run trains it already, and two would both sum its gradients; try: "
@@ -69,7 +69,7 @@ def refuse_unready(module: nn.Module) -> None:
 
 
 def layers_of(module: nn.Module) -> list[str]:
-    """What torch's layers say of themselves: sizes, dropout, epsilons, a line for each."""
+    """Return a line for each torch layer with its `extra_repr`: sizes, dropout, epsilons."""
     return [
         f"{name or 'itself'} is {type(part).__name__}({part.extra_repr()})"
         for name, part in module.named_modules()
@@ -78,13 +78,15 @@ def layers_of(module: nn.Module) -> list[str]:
 
 
 def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
-    """Compare over ranks what their layers say of themselves.
+    """Compare over ranks the settings of their layers.
 
     Args:
-        step: before which they were equal, for a run that is under way.
+        module: the model.
+        world: the ranks that compare.
+        step: the run's step before which they were equal; 0: the run has not begun.
 
     Raises:
-        PlanError: the same on all ranks, naming the first layer that differs.
+        PlanError: names the first layer that differs; the same on all ranks.
     """
     if world.size == 1:
         return
@@ -97,18 +99,19 @@ def refuse_unlike(module: nn.Module, world: World, step: int = 0) -> None:
 
 
 def hooked(parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Names of those that have a hook on their gradient."""
+    """Return names of parameters that have a hook on their gradient."""
     return [name for name, parameter in parameters.items() if gradient_hooks(parameter)]
 
 
 def check_hooks(names: Collection[str], program: Program) -> list[str]:
-    """Tell what hooks see under the program's layout, in a line, if there are any.
+    """Return a notice on what gradient hooks see under the program's layout, if there are any.
 
     Args:
-        names: of `hooked`, when the module was not divided yet.
+        names: of `hooked`, before the module was sharded.
+        program: the run's.
 
     Raises:
-        PlanError: for one that would never run.
+        PlanError: a hook would never run.
     """
     layout = program.plan.layout
     for name in names:
@@ -128,26 +131,26 @@ def check_hooks(names: Collection[str], program: Program) -> list[str]:
 
 
 class ModelGuard(Guard):
-    """Find models in evaluation mode, hooks that never run, weights that a forward pass writes.
+    """Guard against evaluation mode, hooks that never run, and weights that a forward pass writes.
 
     Args:
         program: the run's.
-        cut_by_default: nobody gave a micro-batch, so a loader cuts by the default one.
+        cut_by_default: the user set no micro-batch, so a loader uses the default one.
         notice: prints a line, by rank 0.
 
     Attributes:
-        cut_by_default: as above, until it was looked at.
+        cut_by_default: as above, until it was checked.
     """
 
     def __init__(
         self, program: Program, cut_by_default: bool, notice: Callable[[str], None]
     ) -> None:
         self.program, self.cut_by_default, self.notice = program, cut_by_default, notice
-        self._hooked = hooked(program.parameters)  # of those it was told
+        self._hooked = hooked(program.parameters)  # their notice is printed
         self._evaluates, self._is_first = False, True
 
     def before(self, step: int, batch: Any) -> None:
-        """Look at the model before a step.
+        """Check the model before a step.
 
         Raises:
             PlanError: a hook on a gradient would never run.
@@ -173,9 +176,9 @@ class ModelGuard(Guard):
                 self.notice(line)
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
-        """Return what finds weights that the model's own forward pass changes, in a first step."""
+        """Return a context that finds weights written by a forward pass, in the first step."""
         return refuse_rewritten(self.program) if self._is_first else None
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Take note that the first passes are over."""
+        """Note that the first passes are over."""
         self._is_first = False

@@ -1,4 +1,4 @@
-"""The user's optimizer around a step: its rate, its groups, and whether it trains at all."""
+"""Checks of the user's optimizer around a step: learning rate, groups, and whether weights move."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from shoal.trainer.guards.guard import Guard
 
 @dataclass
 class Length:
-    """The length of a run as its learning-rate schedule needs it.
+    """Length of a run, as its learning-rate schedule needs it.
 
     Attributes:
-        schedule: of the rate, over `total_steps`; None: the rate is the user's.
+        schedule: of the learning rate, over `total_steps`; None: the user sets the rate.
+        total_steps: optimizer steps of the run.
     """
 
     schedule: OptimizerPolicy | None = None
@@ -32,7 +33,7 @@ class Length:
 
 
 class LearningRate:
-    """Sets the rate of an optimizer's groups before each update, where the run has a schedule.
+    """Setter of the learning rate of all groups before each update, if there is a schedule.
 
     Args:
         optimizer: the run's.
@@ -55,7 +56,7 @@ class LearningRate:
         """Set the rate of `step` in all groups, and return the first group's.
 
         Raises:
-            ConfigError: a schedule without an end, or one whose rate somebody else changed.
+            ConfigError: the schedule has no end, or other code changed its rate.
         """
         policy, total = self.length.schedule, self.length.total_steps
         groups = self.optimizer.param_groups
@@ -74,12 +75,12 @@ class LearningRate:
         return float(groups[0]["lr"]) if groups else 0.0
 
     def restored(self) -> None:
-        """Take the rates for those of a checkpoint."""
+        """Accept the rates of a restored checkpoint."""
         self._last = []
 
 
 class OptimizerGuard(Guard):
-    """Find optimizers that move nothing, whose groups changed, whose state cannot be saved.
+    """Guard against optimizers that move nothing, change groups, or cannot be saved.
 
     Args:
         optimizer: the run's.
@@ -87,7 +88,7 @@ class OptimizerGuard(Guard):
         notice: prints a line, by rank 0.
 
     Attributes:
-        state_checked: an update is over, and what it left can be saved.
+        state_checked: an update is over, and its optimizer state can be saved.
     """
 
     def __init__(
@@ -104,11 +105,15 @@ class OptimizerGuard(Guard):
 
     @property
     def watch(self) -> Callable[[Program, torch.optim.Optimizer], None] | None:
-        """Return the check before the optimizer's step, until a weight was seen to move."""
+        """Return the check before the optimizer's step, until a weight has moved."""
         return None if self.movement.done else self.movement.look
 
     def updating(self, step: int) -> None:
-        """Raises: ConfigError, for parameters that came or went since `parallelize`."""
+        """Check the parameters of the optimizer.
+
+        Raises:
+            ConfigError: parameters came or went since `parallelize`.
+        """
         if not self.state_checked and not any(g["lr"] for g in self.optimizer.param_groups):
             self.notice("optimizer: every learning rate is 0, so nothing trains yet")
         held = parameters_held(self.optimizer)
@@ -116,7 +121,11 @@ class OptimizerGuard(Guard):
             raise told().other_groups(held, self._held)
 
     def updated(self, step: int, *, skipped: bool) -> None:
-        """Raises: ConfigError, for an optimizer that moves nothing, or that cannot be saved."""
+        """Check the first update.
+
+        Raises:
+            ConfigError: the optimizer moved nothing, or its state cannot be saved.
+        """
         if skipped:
             return
         if not self.movement.done and self.movement.moved() is False:
@@ -130,7 +139,7 @@ class OptimizerGuard(Guard):
             self.state_checked = True
 
     def close(self) -> None:
-        """Leave the optimizer alone."""
+        """Remove the hook from the optimizer."""
         if self._loading is not None:
             self._loading.remove()
 
@@ -139,7 +148,7 @@ class OptimizerGuard(Guard):
 
 
 def told() -> Any:
-    """Import the words: they are seldom needed."""
+    """Import the module of error texts, which is rarely needed."""
     from shoal.trainer.guards.reports import optimizer_report as optimizer
 
     return optimizer
@@ -150,12 +159,13 @@ def _stepped(program: Program) -> list[nn.Parameter]:
 
 
 class MovementCheck:
-    """Proves once that the optimizer trains this model: some parameter with a gradient must move.
+    """One-time check that the optimizer trains this model: a parameter with a gradient must move.
 
-    An optimizer that keeps its own copies, built before a model was cast or moved, steps happily
-    over tensors that nobody uses. Before the first real update a few small parameters are copied,
-    of those whose update cannot vanish in rounding; after it one of them must differ. Updates that
-    may vanish (a warm-up that starts at lr 1e-9) prove nothing and are waited out.
+    An optimizer that keeps its own copies, built before a model was cast or moved, steps over
+    tensors that no forward pass uses. Before the first real update the check copies a few small
+    parameters whose update cannot vanish in rounding; after it one of them must differ. Updates
+    that may vanish (a warm-up that starts at lr 1e-9) prove nothing: the check waits for a later
+    one.
     """
 
     WATCHED, WATCHED_BYTES = 8, 2**20
@@ -165,7 +175,7 @@ class MovementCheck:
         self.before: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def look(self, program: Program, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are final: remember the smallest parameters that must move now."""
+        """Copy the smallest parameters that must move now; call it once gradients are final."""
         lr_of: dict[int, float] = {}
         for group in optimizer.param_groups:
             lr_of.update({id(p): float(group.get("lr", 1.0) or 0.0) for p in group["params"]})
@@ -187,7 +197,7 @@ class MovementCheck:
                 return
 
     def moved(self) -> bool | None:
-        """After the update: did a watched parameter move? None if none was worth watching."""
+        """Return whether a copied parameter moved in the update; None if none was copied."""
         watched, self.before = self.before, []
         if not watched:
             return None

@@ -3,16 +3,16 @@
     lr, betas, weight_decay, momentum, eps, flags, …     all keys of all groups but the parameters
 
 Each rank steps its part of the weights, or its copy, by the numbers in its own `param_groups`. If
-one rank alone changes a number (a scheduler stepped where `rank == 0`), the model trains by no
-setting that anybody chose, and nothing fails. So a checksum of all settings is compared in the
-step's all-reduce (`step_vector.py`). Ranks gather the values only where it differs.
+one rank alone changes a number (a scheduler stepped where `rank == 0`), the model trains by a
+setting that the user never chose, and nothing fails. So the step's all-reduce compares a checksum
+of all settings (`step_vector.py`). Ranks gather the values only if it differs.
 
-The checksum covers what the last update used, too: settings that change between the step's
-all-reduce and its update, or inside of the optimizer's step, show one step later. Keys that torch's
-optimizers have (`SETTINGS`) are compared on all ranks, other keys of a group on ranks that step
-some of it: an optimizer that counts its steps in its groups does not count elsewhere.
+The checksum covers the settings of the last update, too. Settings that change between the step's
+all-reduce and its update, or inside of the optimizer's step, show one step later. All ranks compare
+the keys that torch's optimizers have (`SETTINGS`). Other keys of a group are compared on ranks that
+step some of it: an optimizer that counts its steps in its groups does not count on other ranks.
 
-Limits: a tensor on a device is read when torch's counter of writes says that it changed
+Limits: a tensor on a device is read when torch's write counter says that it changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step.step_vector import Group, Invariant, StepNumbers
 
 PARAMETERS = ("params", "param_names")
-"""Keys of a group that hold this rank's own."""
+"""Keys of a group that hold this rank's parameters."""
 SETTINGS = frozenset(
     [
         *("lr", "initial_lr", "lr_decay", "weight_decay", "decoupled_weight_decay"),
@@ -45,7 +45,7 @@ Settings = list[list[tuple[str, Any]]]
 
 
 class _Seen:
-    """Values that were read of a group, a code of each key and value, and their sums."""
+    """Cached values of a group, a checksum of each key and value, and their sums."""
 
     def __init__(self, keys: list[str]) -> None:
         self.keys = keys
@@ -58,9 +58,9 @@ _NOTHING = object()
 
 
 class OptimizerSettingsGuard(Guard):
-    """Find learning rates and other settings that differ between ranks.
+    """Guard against learning rates and other settings that differ between ranks.
 
-    Every rank makes it, with equal numbers of groups: they tell each other which they step.
+    Every rank makes it, with equal numbers of groups: they gather which groups each of them steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -71,7 +71,7 @@ class OptimizerSettingsGuard(Guard):
         self._used: dict[int, tuple[int, int]] = {}
         self._used_values: Settings = []
         everyone = tuple(range(world.size))
-        # Which groups the same ranks step, by these ranks.
+        # By ranks: the groups that exactly these ranks step.
         members: dict[tuple[int, ...], list[int]] = {everyone: []}
         self.stepped: list[tuple[int, ...]] = []
         if world.size > 1:
@@ -88,7 +88,7 @@ class OptimizerSettingsGuard(Guard):
         ]
 
     def invariants(self, step: int) -> Sequence[Invariant]:
-        """Return checksums: of all groups' settings, of the other keys by who steps a group."""
+        """Return checksums of all groups' settings, and of other keys on the group's ranks."""
         now, used = self._checksums(), self._used
         found = []
         for name, group, numbers in self._compared:
@@ -99,19 +99,23 @@ class OptimizerSettingsGuard(Guard):
         return found
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Raises: ConfigError, the same on all ranks, naming the first number that differs."""
+        """Compare the settings of all ranks.
+
+        Raises:
+            ConfigError: names the first number that differs; the same on all ranks.
+        """
         if numbers.invariants.differs(*self._names):
             self._refuse(step)
 
     def updated(self, step: int, *, skipped: bool) -> None:
-        """Keep what the optimizer stepped by."""
+        """Keep the settings of this update."""
         if not skipped:
             checksums = self._checksums()
             if checksums != self._used:
                 self._used, self._used_values = checksums, list(map(list, self._settings()))
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, and those of optimizers that it holds, each once."""
+        """Return the groups of the optimizer and of its inner optimizers, each once."""
         groups: list[dict[str, Any]] = list(self.optimizer.param_groups)
         for inner in self._inner:
             known = set(map(id, groups))
@@ -123,7 +127,7 @@ class OptimizerSettingsGuard(Guard):
             yield [(k, self._plain(v)) for k, v in group.items() if k not in PARAMETERS]
 
     def _checksums(self) -> dict[int, tuple[int, int]]:
-        """Checksums of each group's keys and values: of `SETTINGS`, of the others."""
+        """Return checksums of each group's keys and values: of `SETTINGS`, and of the others."""
         found = {}
         for number, group in enumerate(self._groups()):
             seen = self._seen.get(number)
@@ -137,13 +141,13 @@ class OptimizerSettingsGuard(Guard):
                     code = zlib.crc32(f"{key} {self._plain(value)!r}".encode())
                     seen.sums[key not in SETTINGS] ^= seen.codes[place] ^ code
                     seen.codes[place] = code
-                fixed = key in PARAMETERS or value.__class__ in FIXED  # what it holds stays
+                fixed = key in PARAMETERS or value.__class__ in FIXED  # its contents cannot change
                 seen.values[place] = value if fixed else _NOTHING
             found[number] = (seen.sums[0], seen.sums[1])
         return found
 
     def _plain(self, value: Any) -> Any:
-        """A value as all ranks would print it."""
+        """Return a value in a form that is equal on all ranks."""
         if isinstance(value, torch.Tensor):
             return self._read(value)
         if isinstance(value, bool | str | None):
@@ -152,10 +156,10 @@ class OptimizerSettingsGuard(Guard):
             return float(value)
         if isinstance(value, list | tuple):
             return tuple(map(self._plain, value))
-        return type(value).__name__  # a function, an object: what it holds nobody can compare
+        return type(value).__name__  # functions and objects cannot be compared
 
     def _read(self, tensor: torch.Tensor) -> Any:
-        """The numbers of a tensor; one on a device is read where it was written since."""
+        """Return the numbers of a tensor; reads a device only after a counted write."""
         if tensor.device.type != "cpu":
             held, count, read = self._tensors.get(id(tensor), (None, -1, []))
             if held is not tensor or count != writes(tensor):
@@ -166,7 +170,7 @@ class OptimizerSettingsGuard(Guard):
         return read[0] if tensor.dim() == 0 else tuple(read)
 
     def _refuse(self, step: int) -> None:
-        """Raise for the first number that differs; every rank calls it."""
+        """Raise ConfigError for the first number that differs; every rank calls it."""
         from shoal.trainer.guards.reports.optimizer_report import refuse_unlike_settings
 
         told = self.world.gather_json([list(map(list, self._settings())), self._used_values])
@@ -174,4 +178,4 @@ class OptimizerSettingsGuard(Guard):
 
 
 FIXED = (float, int, bool, str, tuple, type(None))
-"""Classes whose objects keep their values."""
+"""Classes whose objects are immutable."""

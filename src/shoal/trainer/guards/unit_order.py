@@ -3,18 +3,18 @@
 Under fsdp and hsdp the k-th gather of a rank meets the k-th of the others, of whichever block. So
 where one rank runs head `a` and another head `b`, both compute with a mixture of the two, and their
 gradients are summed into each other. Every rank keeps a checksum of the blocks and passes in the
-order of their collectives, for each axis along which they travel (`parallel/unit_log.py`):
+order of their collectives, for each mesh axis of these collectives (`parallel/unit_log.py`):
 
-    dp_shard       gathers and reduced gradients      ranks of one group must be alike; other groups
+    dp_shard       gathers and reduced gradients      ranks of one group must be equal; other groups
     dp_replicate   gradients, summed over replicas    (hsdp, stages of a pipeline) may run others
     expert_*       the same, of experts under ep
 
-The checksums are compared in the step's all-reduce (`step_vector.py`). Where one differs, the ranks
-gather their lists, and name the first difference.
+The step's all-reduce compares the checksums (`step_vector.py`). If one differs, the ranks gather
+their lists, and name the first difference.
 
-Limits: where the numbers of collectives differ ranks wait for each other, and a watch finds that
+Limits: if the numbers of collectives differ, ranks wait for each other, and the watchdog finds that
 (`launch/watch/unit_mismatch.py`). Blocks that differ in an evaluation show there, or in the next
-step
+step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal.trainer.step.step_vector import Group, Invariant, StepNumbers
 
 
 class UnitOrderGuard(Guard):
-    """Find ranks of fsdp that run different blocks."""
+    """Guard against ranks of fsdp that run different blocks."""
 
     def __init__(self, log: UnitLog, world: World) -> None:
         self.log, self.world = log, world
@@ -44,10 +44,10 @@ class UnitOrderGuard(Guard):
         return [Invariant(f"units of {c.axis}", c.checksum, group) for c, group in pairs]
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Compare and begin anew; step 0 is an evaluation.
+        """Compare the checksums and clear the log; step 0 is an evaluation.
 
         Raises:
-            ConfigError: the same on all ranks, where ranks of a group ran different blocks.
+            ConfigError: ranks of a group ran different blocks; the same on all ranks.
         """
         differs = [numbers.invariants.differs(f"units of {c.axis}") for c in self.log.calls]
         if any(differs):
@@ -59,7 +59,7 @@ class UnitOrderGuard(Guard):
 
 
 def _line(told: Sequence[Sequence[Any]], differs: Sequence[bool], when: str) -> str:
-    """The line for the first difference inside of a group.
+    """Return the line for the first difference inside of a group.
 
     Args:
         told: by rank, for each axis the ranks of its group and the names of its calls.

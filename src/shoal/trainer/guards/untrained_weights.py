@@ -1,17 +1,17 @@
-"""Name weights that get no gradient: in step 1 where they are cut off, else at the end.
+"""Name weights that get no gradient: in step 1 if they are cut off, else at the end.
 
-A model whose expert, head or pooler rests is right; one whose weight is cut off by an accidental
-`.detach()`, or by a kernel without a backward pass, trains everything but that weight, and its loss
-falls all the same. In a run's first step hooks tell the two apart, on every rank:
+A model with an unused expert, head or pooler is right. A weight that is cut off by an accidental
+`.detach()`, or by a kernel without a backward pass, stays untrained, and the loss falls all the
+same. In a run's first step hooks distinguish the two, on every rank:
 
-    no graph       a layer's outputs know nothing of its weights
-    no gradient    a gradient reached the outputs, and went on to no weight beside them
-    detached       outputs were detached, or handed to a part that runs under torch.no_grad()
-    checkpoint     a reentrant one, none of whose inputs has a gradient, passes none to its weights
+    no graph       a layer's outputs do not depend on its weights
+    no gradient    the outputs got a gradient, and no weight of the layer did
+    detached       outputs were detached, or passed to a module under torch.no_grad()
+    checkpoint     a reentrant one, whose inputs need no gradient, passes none to its weights
 
-A weight that no rank has a gradient of, and that is cut off on some rank, is named at once. What
-got no gradient in any step is listed at the end. Weights that no optimizer holds are meant to stay.
-Inside of layers that tp or cp rewrote as graphs no hook runs: there only the end tells.
+The run names a weight at once if no rank has a gradient of it and it is cut off on some rank. At
+the end it lists weights without a gradient in any step. Weights outside the optimizer are not
+listed. Layers that tp or cp rewrote as graphs run no hooks: their weights show only at the end.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shoal.trainer.guards.guard import Guard
 from shoal.trainer.step.step_vector import StepNumbers
 
 NEAR, MOST = 4, 50_000
-"""Operations between a layer's output and its weight · nodes of graphs that are walked, at most."""
+"""Operations between a layer's output and its weight · visited graph nodes, at most."""
 
 
 class UntrainedWeightsGuard(Guard):
-    """Find weights that get no gradient.
+    """Guard against weights that get no gradient.
 
     Args:
         program: the run's.
@@ -55,26 +55,26 @@ class UntrainedWeightsGuard(Guard):
         self.program, self.notice, self.forgotten = program, notice, forgotten
         self.never = [place for place, name in enumerate(program.names) if name not in unheld]
         self.steps, self._look = 0, _Look(program)
-        # A compiled block would be compiled anew without its hooks, threads have replicas.
+        # Hooks would recompile a compiled block, and threads have replicas.
         compiled = any(getattr(m, "_compiled_call_impl", None) for m in program.module.modules())
         asked = program.plan.asks(CompilePolicy) or program.plan.layout.strategy == "dp"
         self.looks = not (compiled or asked)
 
     def sums(self, step: int) -> Mapping[str, Sequence[float]]:
-        """Return what the first step's all-reduce sums: which weights are cut off on this rank."""
+        """Return which weights are cut off on this rank, for the first step's all-reduce."""
         if self.steps:
             return {}
         cut_off = self._look.found | self._look.reached
         return {"cut_off": [float(name in cut_off) for name in self.program.names]}
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Take what all ranks know of a step, and print what is cut off.
+        """Note which weights got a gradient, and print those that are cut off.
 
         Args:
-            step: the step under way, from 1.
-            numbers: what its all-reduce gave.
+            step: the current step, from 1.
+            numbers: results of its all-reduce.
         """
-        if "used" not in numbers.slices:  # a worker of servers that do not wait for the others
+        if "used" not in numbers.slices:  # a worker of an asynchronous parameter server
             return
         used = [count > 0 for count in numbers.sums("used")]
         self.steps += 1
@@ -96,7 +96,7 @@ class UntrainedWeightsGuard(Guard):
             self.notice(cut_off_line(lost))
 
     def close(self) -> None:
-        """List what got no gradient in any step."""
+        """Print the weights that got no gradient in any step."""
         names = [self.program.names[place] for place in self.never] if self.steps else []
         if names:
             self.never = []
@@ -105,7 +105,7 @@ class UntrainedWeightsGuard(Guard):
             self.notice(untrained_line(names, self.steps))
 
     def around(self, step: int, micro_batches: int) -> AbstractContextManager[None] | None:
-        """Return what stands around the passes of the first step; None in later ones."""
+        """Return the context of hooks around the passes of the first step; None in later ones."""
         if self.steps or not self.looks or not self.never:
             return None
         self._look = _Look(self.program)  # a step that failed is made again
@@ -117,7 +117,7 @@ class _Look:
 
     Attributes:
         found: weights whose layer's output has no graph, or was detached.
-        reached: weights beside whose layer a gradient arrived; most of them got theirs.
+        reached: weights whose layer's output got a gradient; most of them got one too.
     """
 
     def __init__(self, program: Program) -> None:
@@ -137,7 +137,7 @@ class _Look:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Hang the hooks on, and take them away."""
+        """Register the hooks, and remove them at the end."""
         handles = []
         for module, held in self.owners:
             before = partial(self._before, held)
@@ -160,7 +160,7 @@ class _Look:
                 handle.remove()
 
     def _before(self, own: dict[str, str], module: nn.Module, args: Any, kwargs: Any) -> None:
-        for key, name in own.items():  # what a layout has gathered for the pass
+        for key, name in own.items():  # the weights that a layout gathered for this pass
             self.names[id(getattr(module, key))] = name
         if not torch.is_grad_enabled():
             leaves = pytree.tree_leaves((args, kwargs))
@@ -198,7 +198,7 @@ class _Look:
             self.found.add(self.names[id(tensor)])
 
     def _weights(self, root: Any, levels: int) -> set[str]:
-        """Names of the weights that a graph reaches within so many operations."""
+        """Return names of the weights that a graph reaches within `levels` operations."""
         found, seen, layer = set[str](), {root}, [root]
         while layer and levels and self.left > 0:
             levels -= 1
@@ -214,7 +214,7 @@ class _Look:
 
 
 def _is_checkpointed() -> bool:
-    """Tell whether a reentrant checkpoint runs this pass: it gets gradients by its inputs'."""
+    """Return whether a reentrant checkpoint runs this pass; its inputs pass gradients on."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":

@@ -1,1 +1,1 @@
-"""An island of a run: join the others, train between merges, keep the common state."""
+"""Islands of a run: their connection, training between merges, and the common state."""

@@ -1,11 +1,11 @@
-"""Checks that all islands of a run hold the same data.
+"""Check that all islands of a run hold the same data.
 
     island 0   samples 0 1 2 3 │ 8 9 …        one stream, dealt by sample numbers: number 5 must be
     island 1            4 5 6 7 │ …            the same sample on every island
 
 Each island sends its dataset's length and fingerprints of some samples, once, before the first
-round. Owners with data of their own would train on them in a false order, and island 0, which
-validates for all, would speak for data that it never saw.
+round. Islands with different data would train in a false order, and island 0, which validates for
+all, would report a loss on data that the others never saw.
 
 Integers and texts must be equal. Of floating numbers mean and root mean square are compared, since
 two machines may decode an image to other last bits.
@@ -29,19 +29,19 @@ from shoal.trainer.islands.island_join import MEET_S, Joined
 from shoal.trainer.run_folder.resume_checks import read_apart, spread_indices
 
 SAMPLES, SAMPLES_S = 64, 1.0
-"""Samples that are compared, and seconds that an island may read for it."""
+"""Samples that are compared, and seconds that an island may spend on reading them."""
 
 CLOSE = 1e-3
-"""Relative difference of means that other decoders may cause."""
+"""Relative difference of means that different decoders may cause."""
 
 
 def check_same_data(joined: Joined, parts: Mapping[str, tuple[str, Any]], workers: int) -> None:
     """Refuse islands whose data differ; every rank of every island calls it.
 
     Args:
-        joined: the islands, which have met.
+        joined: the connected islands.
         parts: key of [data] → (the source that the user named, its dataset, None: there is none).
-            Of `data.validation` only islands that hold some are compared.
+            For `data.validation` only islands that have some are compared.
         workers: processes that read the data for the run.
 
     Raises:
@@ -74,10 +74,10 @@ def _line(key: str, island: int, first: dict[str, Any], other: dict[str, Any], w
 
 
 def fingerprint(dataset: Any, workers: int) -> dict[str, Any]:
-    """Return what islands compare of a dataset: {"samples": length, "seen": [[number, …], …]}.
+    """Return the fingerprint of a dataset: {"samples": length, "seen": [[number, …], …]}.
 
-    Each entry of `seen` is [sample number, digest of what is exact, [mean, rms, …] of the rest].
-    It is empty for data that differ at every reading.
+    Each entry of `seen` is [sample number, digest of the exact values, [mean, rms, …] of the
+    floats]. It is empty for data that differ at every reading.
     """
     return {"samples": len(dataset), "seen": read_apart(_see, dataset, workers)}
 
@@ -96,13 +96,13 @@ def _see(dataset: Any) -> list[Any]:
                 return []
             if time.monotonic() > until_s:
                 break
-    except Exception:  # the steps meet it again, and name it
+    except Exception:  # the steps meet the error again, and report it
         return []
     return seen
 
 
 def _exact(value: Any, sums: list[float]) -> Any:
-    """Return a sample without its floating numbers, whose mean and rms go into `sums`."""
+    """Return a sample without its floating numbers; append their mean and rms to `sums`."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         value = value.detach().to("cpu", torch.float64).numpy()
     if isinstance(value, np.ndarray | np.floating) and value.dtype.kind == "f":
@@ -121,7 +121,7 @@ def _exact(value: Any, sums: list[float]) -> Any:
 
 
 def find_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return how two fingerprints differ, in words; "" where they do not.
+    """Return how two fingerprints differ, as text; "" if they agree.
 
     >>> find_difference({"samples": 8, "seen": []}, {"samples": 9, "seen": []})
     '9 samples, and 8'

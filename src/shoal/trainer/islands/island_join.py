@@ -1,10 +1,10 @@
-"""An island's run meets the others: connections, what all must agree on, and where they go on.
+"""Connection of an island's run with the other islands: agreement and the common restart point.
 
     meet at islands.at ── the same configuration? ── which rounds does each hold? ── the newest that
     all hold with equal hashes is restored, else all begin with the same weights
 
-What islands have in common (`island_state.py`) lies in the checkpoints of every island, beside its
-own model and optimizer.
+The common state of islands (`island_state.py`) is saved in the checkpoints of every island, with
+its own model and optimizer.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from shoal.wire.run_token import find_token
 LOOPBACK = "127.0.0.1"
 PROBE_BYTES = 1 << 18
 MEET_S = 300.0
-"""How long the first island waits for the last one to be started."""
+"""Seconds that the first island waits for the start of the last one."""
 
 
 @dataclass
 class Joined:
-    """An island among the others.
+    """Connection of an island to the others, with its part of the common state.
 
     Attributes:
-        fragments: names of the parameters of each part that travels by itself.
-        bytes_per_s, latency_s: of the links, as a probe found them.
+        fragments: names of the parameters of each fragment that is sent by itself.
+        bytes_per_s, latency_s: of the links, as measured by a probe.
     """
 
     policy: IslandsPolicy
@@ -77,18 +77,18 @@ class Joined:
     latency_s: float
 
     def close(self) -> None:
-        """Leave the others; every rank of the island calls it."""
+        """Disconnect from the other islands; every rank of the island calls it."""
         self.plane.close()
         leave(self.inner)
 
 
 @phase("meet the other islands")
 def join(run: Run, policy: IslandsPolicy) -> Joined:
-    """Meet the other islands and agree with them; every rank of every island calls it.
+    """Connect to the other islands and agree with them; every rank of every island calls it.
 
     Raises:
-        ConfigError: where islands were started differently, or keep too few checkpoints;
-            ClusterError where one stays away.
+        ConfigError: the islands' configurations differ, or an island keeps too few checkpoints.
+        ClusterError: an island does not connect.
     """
     check_keep(run.plan.keep)
     run.recorder.saves_apart = "hooks: islands save where they merge, so no hook can ask for it"
@@ -132,14 +132,14 @@ def join(run: Run, policy: IslandsPolicy) -> Joined:
 
 
 OWN = ("at", "index")
-"""What islands may be told differently: an address may have two names."""
+"""Keys that may differ between islands: an address may have two names."""
 
 FEEDS_BACK = ("e3m0", "sign", "top2bit")
-"""Codecs that leave so much out that it must be sent later (e3m0: docs/islands.md has the loss)."""
+"""Codecs whose error is so large that it must be fed back (e3m0: docs/islands.md has the loss)."""
 
 
 def movable(run: Run) -> tuple[dict[str, Part], dict[str, Part]]:
-    """This rank's (weights that merges move, tensors that are only averaged: statistics)."""
+    """Return this rank's (weights that merges update, statistics that are only averaged)."""
     parts = held(run.program)
     names = set(run.program.names)
     weights = {name: part for name, part in parts.items() if name in names and part[1].slices}
@@ -153,7 +153,7 @@ def movable(run: Run) -> tuple[dict[str, Part], dict[str, Part]]:
 
 
 def _pieces(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
-    """What decides which pieces of the weights an island's codes see, and whose they are."""
+    """Return the settings that decide which slices of the weights an island's codec encodes."""
     return {
         "islands.index": policy.index,
         "islands.count": policy.count,
@@ -166,7 +166,7 @@ def _pieces(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
 
 
 def _bytes(weights: Mapping[str, Part], inner: World) -> dict[str, int]:
-    """Bytes of every parameter of the whole model, the same on every rank."""
+    """Return the bytes of every parameter of the whole model, the same on every rank."""
     mine = {
         name: tensor.element_size() * torch.Size(shard.global_shape).numel()
         for name, (tensor, shard) in weights.items()
@@ -199,7 +199,7 @@ def _connect(policy: IslandsPolicy, inner: World, tell: Callable[[str], None]) -
 
 
 def probe(plane: Plane) -> tuple[float, float]:
-    """(bytes/s that one process sends, seconds per message) of the slowest link, roughly."""
+    """Measure roughly (bytes/s that one process sends, seconds per message) of the slowest link."""
     if plane.count == 1:
         return math.inf, 0.0
     times_s = []
@@ -213,10 +213,10 @@ def probe(plane: Plane) -> tuple[float, float]:
 
 
 def foresee_rounds(run: Run, joined: Joined, step_s: float, sequence: int) -> dict[str, Any]:
-    """What a round will cost, by the planner, for plan.json.
+    """Return the planner's cost of a round, for plan.json.
 
     Args:
-        step_s: of an inner step, foreseen.
+        step_s: forecast of an inner step.
         sequence: tokens of a sample.
     """
     wide = joined.merger.shares.dtype == torch.float64
@@ -233,7 +233,7 @@ def foresee_rounds(run: Run, joined: Joined, step_s: float, sequence: int) -> di
 
 
 def _alike(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
-    """What islands of a run must have been told alike, by the keys of run.toml."""
+    """Return the values that must be equal on all islands, by their keys in run.toml."""
     plan = run.plan
     return {
         **{f"islands.{key}": value for key, value in asdict(policy).items() if key not in OWN},
@@ -247,10 +247,10 @@ def _alike(run: Run, policy: IslandsPolicy) -> dict[str, Any]:
 
 
 def agree(plane: Plane, own: Mapping[str, Any]) -> None:
-    """Tell the other islands these values by key; all ranks of all islands call it.
+    """Compare these values with those of the other islands; all ranks of all islands call it.
 
     Raises:
-        ConfigError: naming the first thing in which an island differs from island 0.
+        ConfigError: names the first key in which an island differs from island 0.
     """
     message = json.dumps(own).encode()
     told = [json.loads(one) for one in plane.gather(message, deadline_s=MEET_S)]
@@ -265,7 +265,7 @@ def agree(plane: Plane, own: Mapping[str, Any]) -> None:
 
 
 def _go_on(run: Run, joined: Joined) -> None:
-    """Restore the newest round that all islands hold whole; else check that all begin alike."""
+    """Restore the newest round that all islands hold; else check for equal first weights."""
     folder = run.recorder.folder
     common, plane, policy = joined.common, joined.plane, joined.policy
     here: dict[str, Any] = {}
@@ -308,14 +308,14 @@ def _go_on(run: Run, joined: Joined) -> None:
 
 
 def restored(run: Run, plane: Plane, here: dict[str, Any], round_number: int) -> bool:
-    """Restore a round that all islands hold; False on all where what one of them holds is damaged.
+    """Restore a round that all islands hold; return False on all if a copy of it is damaged.
 
     Args:
-        here: what this island holds, by round (`rounds_held`): the damaged one is put aside and
-            goes out of it, so that all can agree on an earlier one.
+        here: rounds that this island holds (`rounds_held`). A damaged one is moved to `*.damaged`
+            and removed from it, so that all can agree on an earlier one.
 
     Raises:
-        WantedDamaged where it holds no other: that it begins anew must be somebody's decision.
+        WantedDamaged: the island holds no other round; a person must decide to start again.
     """
     _, step = here[str(round_number)]
     try:
@@ -335,7 +335,7 @@ def restored(run: Run, plane: Plane, here: dict[str, Any], round_number: int) ->
 
 
 def take_merged(run: Run, joined: Joined, round_number: int) -> None:
-    """The weights merged in a round in the place of the island's own, of which nothing is kept."""
+    """Replace the island's weights by the merged weights of a round, and drop its changes."""
     weights, _ = movable(run)
     local = {name: tensor for name, (tensor, _) in weights.items()}
     joined.method.adopt(joined.common.outer.at(round_number), list(local), local, refused=True)
@@ -345,7 +345,7 @@ def take_merged(run: Run, joined: Joined, round_number: int) -> None:
 
 
 def _take_over(run: Run, joined: Joined, round_number: int) -> None:
-    """A run without islands goes on as islands: its weights are W, its optimizer is each one's."""
+    """Continue a run without islands as islands: its weights become W, the optimizer stays."""
     common, state = joined.common, run.feed.state
     weights, _ = movable(run)
     begun = joined.method.open({name: tensor for name, (tensor, _) in weights.items()})
@@ -359,7 +359,7 @@ def _take_over(run: Run, joined: Joined, round_number: int) -> None:
 
 
 def check_donors(point: Resume) -> None:
-    """Errors: CheckpointError, the same on all islands, naming one that holds nothing."""
+    """Raise CheckpointError, the same on all islands, if an island holds no round; name a donor."""
     for island, donor in enumerate(point.donors):
         if donor != island:
             raise CheckpointError(
@@ -370,9 +370,9 @@ def check_donors(point: Resume) -> None:
 
 
 def _forget(folder: Path, step: int) -> None:
-    """Delete checkpoints of later steps: rounds that not all islands hold did not happen.
+    """Delete checkpoints of later steps, since their rounds are not held by all islands.
 
-    They would stand in the way of the same steps' new ones, which need not be the same.
+    They would collide with the new checkpoints of the same steps, which need not be equal.
     """
     for found in find(folder / "checkpoints"):
         if found.step > step:
@@ -382,12 +382,12 @@ def _forget(folder: Path, step: int) -> None:
 
 
 def rounds_held(folder: Path, period: int, emit: Emit | None = None) -> dict[str, tuple[str, int]]:
-    """Round → (digest, step) of every checkpoint of an island's run folder.
+    """Return round → (digest, step) of every checkpoint of an island's run folder.
 
     Args:
-        period: inner steps of a round, in which what was saved before there were islands is
-            counted.
-        emit: is told of manifests that cannot be read.
+        period: inner steps of a round; checkpoints from before the run had islands are counted in
+            it.
+        emit: reports manifests that cannot be read.
     """
     held_rounds: dict[str, tuple[str, int]] = {}
     for found in find(folder / "checkpoints"):
@@ -404,11 +404,11 @@ def rounds_held(folder: Path, period: int, emit: Emit | None = None) -> dict[str
 
 
 def _alone(step: int) -> str:
-    """In the place of a digest, of what a run without islands saved."""
+    """Return the value in place of a digest for a checkpoint of a run without islands."""
     return f"step {step} of a run without islands"
 
 
 def island_digest(joined: Joined) -> str:
-    """Of the outer weights and state, over all ranks of the island."""
+    """Return the digest of the outer weights and state, over all ranks of the island."""
     told = joined.inner.gather_json(joined.common.outer.digest())
     return hashlib.sha256("".join(told).encode()).hexdigest()

@@ -1,12 +1,12 @@
-"""The main job of an island: rounds of inner steps, and merges with the others between them.
+"""Main job of an island: rounds of inner steps, and merges with the other islands between them.
 
     round   samples are dealt → inner steps → fragments leave and arrive on the way → the last
             one's commit ends the round: samples of the next one are dealt, a checkpoint is written
 
-An island that is refused, and all of them where a round is discarded, go on from the merged weights
-as they were; samples of such rounds are dealt again. No island votes before what the last round
-agreed on is on its disk, so whenever one dies there is a round that all hold. What is written to
-metrics.jsonl are inner steps; every round is an event.
+A refused island, and all islands after a discarded round, continue from the previous merged
+weights; the samples of such rounds are dealt again. No island votes before its disk holds the
+result of the last round. So there is always a round that all islands hold, whenever one dies. The
+rows of metrics.jsonl are inner steps; every round is an event.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from shoal.trainer.step.optimizer_step import reducer_of
 from shoal.wire.phases import phase
 
 STOPPED = 143
-"""Exit code of a run that was asked to stop and saved: not finished, resume it."""
+"""Exit code of a run that stopped on request and saved: not finished, resume it."""
 
 
 def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total_steps: int) -> int:
-    """Rounds to the end, or to a stop; gives the exit code.
+    """Train rounds to the end, or to a stop; return the exit code.
 
     Args:
-        total_steps: inner steps of an island that is as fast as any.
+        total_steps: inner steps of an island of full speed.
 
     Raises:
-        ClusterError: when an island is lost, TrainingError when changes are refused or no step of
-            this island moved a weight.
+        ClusterError: an island is lost.
+        TrainingError: changes are refused, or no step of this island moved a weight.
     """
     loader = run.loader(source.train, workers=config.data.workers, collate=source.collate)
     policy, every = joined.policy, config.train.validate_every
@@ -84,10 +84,10 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
     except IslandLost as lost:
         _lost(run, joined, lost)
         raise
-    rounds.load_merged()  # where no round was left to do
+    rounds.load_merged()  # if no round was left
     joined.common.keep()
     saved = run.save()
-    # What the others learnt is merged and saved by now, so nothing is taken from them. But an
+    # The changes of the others are merged and saved by now, so they lose nothing. But an
     # island that added nothing to it has broken data or a broken loss, whatever theirs are like.
     rounds.check_moved()
     values = validate() if joined.policy.index == 0 else None
@@ -101,10 +101,10 @@ def train_rounds(run: Run, joined: Joined, source: Source, config: Config, total
 
 
 class Rounds:
-    """One island's rounds.
+    """Rounds of one island.
 
     Args:
-        last: after which round the run ends, with the merged weights in the place of its own; 0:
+        last: the round after which the run ends, with the merged weights in place of its own; 0:
             never.
     """
 
@@ -118,7 +118,7 @@ class Rounds:
             )
         self.loader, self.first_step = loader, run.step_count
         run.first_key = joined.policy.index * -(-run.plan.batch // run.plan.micro_batch)
-        # Weights that broke are healed when the round ends and they are refused, not by a stop.
+        # Weights that are not finite are replaced at the end of the round, not by a stop.
         run.skips.limit = sys.maxsize
         self._unsaved = ""
         self._sent: dict[str, torch.Tensor] | None = None
@@ -127,7 +127,12 @@ class Rounds:
         self._pull()
 
     def one(self) -> Merge:
-        """A round; gives how its last fragment was merged. Errors: IslandLost, TrainingError."""
+        """Train one round; return the merge of its last fragment.
+
+        Raises:
+            IslandLost: an island is lost.
+            TrainingError: changes are refused.
+        """
         common, run, policy = self.common, self.run, self.policy
         if not common.dealt:
             self._deal([None] * policy.count)
@@ -154,22 +159,22 @@ class Rounds:
         return merge
 
     def saves(self, merge: Merge) -> bool:
-        """Whether a run can go on from after this merge, on all alike: not where regions differ."""
+        """Return whether a run can resume after this merge: not if regions differ."""
         everyone = len(merge.partners) == self.policy.count
         return self._over(merge) and (everyone or self.policy.regions == 1)
 
     def load_merged(self) -> None:
-        """The merged weights in the place of this island's own; what it learnt since is dropped."""
+        """Replace this island's weights by the merged weights, and drop its later changes."""
         take_merged(self.run, self.joined, max(0, self.common.round - 1))
         self.common.lost(range(self.policy.count))
 
     def check_moved(self) -> None:
-        """Errors: TrainingError, on all ranks, if no inner step of this island moved a weight."""
+        """Raise TrainingError, on all ranks, if no inner step of this island moved a weight."""
         so = "no step of this island moved a weight"
         self.run.skips.check_moved(self.first_step, self.run.step_count, so)
 
     def _move(self, moments: Sequence[Moment], number: int) -> list[Merge]:
-        """Send and apply what is due after inner step `number`."""
+        """Send and apply the fragments that are due after inner step `number`."""
         began_s, done = time.perf_counter(), []
         for moment in moments:
             if moment.send_after == number:
@@ -199,15 +204,16 @@ class Rounds:
         joined.merger.send(joined.common.round, moment.fragment, message, say, averaged)
 
     def _save(self) -> None:
-        """Begin to save what the islands have agreed on; nothing is voted before that has ended."""
+        """Start to save the islands' last agreement; the next vote waits for its end."""
         self._unsaved = ""
         self.joined.merger.last_save.begin()
         self.run.save(wait=False)
 
     def _settle(self) -> None:
-        """Wait for the save, while the exchange waits for its end and the others are told so.
+        """Wait for the save in progress, and report its end to the exchange and the other islands.
 
-        In the first fragment of a round: had one moved W, the round before could not be saved.
+        It runs in the first fragment of a round: after a change of W the round before could not be
+        saved.
         """
         last_save = self.joined.merger.last_save
         try:
@@ -218,7 +224,7 @@ class Rounds:
         last_save.end(self._unsaved)
 
     def _hear(self, event: dict[str, Any]) -> None:
-        """On the island's first rank, which speaks for it in votes."""
+        """Record a failed checkpoint, on the island's first rank, which votes for it."""
         if event["event"] == "checkpoint_failed":
             self._unsaved = f"round {self.common.round} is not on its disk: {event['reason']}"
 
@@ -241,12 +247,12 @@ class Rounds:
         if overwrite:
             joined.common.since[moment.fragment] = 0
             self._reset_broken()
-        if overwrite and last:  # the round's samples go back, so nothing of it may stay
+        if overwrite and last:  # the round's samples are dealt again, so its changes are dropped
             take_merged(self.run, joined, merge.round)
         return merge
 
     def _close_round(self, merges: Sequence[Merge], began_s: float, steps: int) -> None:
-        """Samples, events, checkpoint; who was refused too often stops."""
+        """Return unused samples, write events and a checkpoint; raise if refusals are too many."""
         common, policy, merge = self.common, self.policy, merges[-1]
         self._give_back(merge)
         round_number, over = common.round, self._over(merge)
@@ -282,18 +288,18 @@ class Rounds:
             raise kind(f"{line}{merge.why}; try: {nearest}")
 
     def _well(self, merge: Merge, island: int) -> bool:
-        """Whether the step of those that an island merged with happened."""
+        """Return whether the merge of an island and its partners was committed."""
         partners = self.joined.method.partners(merge.round, island, self.policy.count)
         return decide(merge.ballots, partners).committed
 
     def _over(self, merge: Merge) -> bool:
-        """Whether the next round comes, for all islands alike: a step of some of them happened."""
+        """Return whether the round ends, for all islands: some merge of it was committed."""
         return any(self._well(merge, island) for island in range(self.policy.count))
 
     def _give_back(self, merge: Merge) -> None:
-        """Samples that no committed round used return to the stream.
+        """Return samples to the stream that no committed round used.
 
-        Those of steps taken since the last fragment left are neither: they come with the next one.
+        Samples of steps after the last fragment was sent stay: the next message covers them.
         """
         common = self.common
         before = [*common.underway, *[()] * self.policy.count]
@@ -337,7 +343,7 @@ class Rounds:
             emit("notice", step=step, text=line)
 
     def _pull(self) -> None:
-        """A method that pulls inner steps towards the merged weights does so before each update."""
+        """Install the update hook of a method that pulls inner steps towards the merged weights."""
         run, method, outer = self.run, self.joined.method, self.common.outer
         if not method.pulls:
             return
@@ -352,7 +358,7 @@ class Rounds:
         run.adjust = lambda: method.before_update(outer, parameters)
 
     def _reset_broken(self) -> None:
-        """Optimizer state that is not finite is forgotten: it would spoil what was just loaded."""
+        """Delete optimizer state that is not finite: it would spoil the loaded weights."""
         state = self.run.optimizer.state
         for parameter, kept in list(state.items()):
             tensors = [value for value in kept.values() if isinstance(value, torch.Tensor)]
@@ -361,7 +367,7 @@ class Rounds:
 
 
 def _stop(run: Run, joined: Joined) -> int:
-    """Wait for the save that the last round began, and leave; gives the exit code."""
+    """Wait for the save that the last round started, and close; return the exit code."""
     last = None
     with contextlib.suppress(ShoalError):  # `close` raises it again
         last = run.saving.settle()
@@ -376,7 +382,7 @@ def _stop(run: Run, joined: Joined) -> int:
 
 
 def _lost(run: Run, joined: Joined, lost: IslandLost) -> None:
-    """What is being written is kept; one event says who is gone, and where all go on."""
+    """Finish the save in progress, and emit the event that names the lost islands."""
     with contextlib.suppress(ShoalError):
         run.saving.settle()
     if run.world.is_first:

@@ -1,8 +1,8 @@
-"""What all islands of a run have in common, as one process of one island holds and saves it.
+"""Common state of all islands of a run, as one process of one island holds and saves it.
 
-Merged weights, the outer optimizer's state, past norms and who gets which samples next are the same
-on all islands after every commit. They lie in the checkpoints of every island, beside its own model
-and optimizer; so does what its codes still owe the others, which is its own.
+Merged weights, the outer optimizer's state, past norms and the dealing of samples are equal on all
+islands after every commit. The checkpoints of every island hold them, with its own model and
+optimizer, and with its own error feedback.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ OUTER = "outer."
 
 @dataclass
 class Common:
-    """What all islands of a run share, as one process of one island has it; kept in checkpoints.
+    """State that all islands of a run share, as one process of one island holds it; checkpointed.
 
     Attributes:
         round: rounds committed so far.
         digest: of W and u after the last of them.
-        stream: the samples that nobody was given yet.
-        dealt: what each island gets next.
-        underway: what each has trained on since it sent its last message; the next one will bring
-            it.
-        since: tokens behind each fragment's next message: its own, but kept with the rest.
+        stream: the samples that no island has been dealt yet.
+        dealt: samples of each island's next round.
+        underway: samples on which each island has trained since its last message; the next message
+            covers them.
+        since: tokens behind each fragment's next message; per island, but saved with the rest.
         index: of this island.
-        own: what was loaded is its own, so `since` says what it brings.
+        own: the loaded state is this island's own, so `since` holds.
         failures: rounds in a row that were discarded.
         refusals: of each island, in a row.
-        left: what this island's codes owe the others: its own, but kept with the rest.
-        dropped: a line where a checkpoint held some of that which fits no more.
-        kept: the record as it was when the last round was over; see `keep`.
+        left: error feedback of this island's codec; per island, but saved with the rest.
+        dropped: a line about error feedback in a checkpoint that fits no more.
+        kept: the record as of the end of the last round; see `keep`.
     """
 
     outer: Outer
@@ -65,7 +65,7 @@ class Common:
     kept: dict[str, Any] | None = None
 
     def parts(self) -> dict[str, Part]:
-        """Outer weights and state, which lie where the parameters lie; what codes left out."""
+        """Return outer weights and state, sharded as the parameters are, and the error feedback."""
         found: dict[str, Part] = dict(self.left.parts())
         for name, tensor in self.outer.tensors().items():
             owner, kept = self._owner(name), OUTER + name
@@ -77,17 +77,17 @@ class Common:
         return found
 
     def keep(self) -> None:
-        """A round is over: until the next one is, checkpoints hold what islands have now.
+        """Fix the record at the end of a round: checkpoints hold it until the next round ends.
 
-        A save may come after rounds that were discarded. They moved no merged weights, but dealt
-        samples and counted failures; the others' checkpoints of the same round know nothing of
-        that. Only what the island's own weights bring is told as it is: nothing, by then.
+        A save may come after discarded rounds. They changed no merged weights, but dealt samples
+        and counted failures, which the others' checkpoints of the same round do not contain. Only
+        `since` is saved as it is: it is zero by then.
         """
         self.kept = None
         self.kept = copy.deepcopy(self.record())
 
     def record(self) -> dict[str, Any]:
-        """What is no tensor, as of the last round that was over."""
+        """Return the JSON values of the state, as of the end of the last round."""
         found: dict[str, Any] = self.kept or {
             "islands": {
                 "index": self.index,
@@ -106,7 +106,7 @@ class Common:
         return {"islands": {**found["islands"], "since": list(self.since)}}
 
     def wanted(self, manifest: Manifest) -> list[Shard]:
-        """This rank's part of the outer tensors of a checkpoint, and what its codes left out."""
+        """Return this rank's shards of a checkpoint's outer tensors, and its error feedback."""
         if "islands" not in manifest.record:
             return []
         kept = manifest.record["islands"].get("left")
@@ -127,7 +127,7 @@ class Common:
         return [shard for shard in found if shard.slices]
 
     def load(self, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
-        """Take back what `parts` and `record` gave; nothing where there were no islands yet."""
+        """Load the results of `parts` and `record`, if the run had islands already."""
         if "islands" not in record:
             return
         kept = record["islands"]
@@ -143,34 +143,34 @@ class Common:
             one.load(state)
         self.round, self.digest = int(kept["round"]), str(kept["digest"])
         self.stream = Stream.from_json(kept["stream"])
-        # Older checkpoints do not say whose they are: then only the merged weights count.
+        # Older checkpoints have no island index: then only the merged weights count.
         self.dealt, self.underway = _spans(kept["dealt"]), _spans(kept.get("underway", []))
         self.own = same and kept.get("index") == self.index
         self.since = [int(tokens) for tokens in kept["since"]] if self.own else []
         self.failures = int(kept["failures"])
         if int(kept["count"]) == self.count:
             self.refusals.load(kept["refusals"])
-        else:  # others than were dealt to: deal anew
+        else:  # the number of islands changed: deal again
             for spans in (*self.dealt, *self.underway[self.count :]):
                 self.stream = self.stream.give_back(spans)
             self.dealt, self.underway = [], self.underway[: self.count]
 
     def lost(self, islands: Sequence[int]) -> None:
-        """What these trained on since their last message is in nobody's weights: deal it again."""
+        """Deal the samples again on which these islands trained since their last message."""
         for island in islands:
             if island < len(self.underway):
                 self.stream = self.stream.give_back(self.underway[island])
                 self.underway[island] = ()
 
     def _owner(self, name: str) -> str:
-        """The parameter that a tensor of the outer state belongs to; "" if not on this rank."""
+        """Return the parameter to which an outer tensor belongs; "" if it is not on this rank."""
         while name and name not in self.shards:
             name = name.rpartition(".")[0]
         return name
 
 
 def _pairs(spans_of: Sequence[Sequence[Span]]) -> list[list[list[int]]]:
-    """By island, as a checkpoint keeps it."""
+    """Return the spans of each island as JSON."""
     return [[[span.start, span.stop] for span in spans] for spans in spans_of]
 
 

@@ -1,1 +1,1 @@
-"""Jobs of the command line: train, validate, forecast, find a rate, generate text."""
+"""Jobs of the command line: train, validate, forecast, find a learning rate, generate text."""

@@ -1,10 +1,10 @@
-"""One row of `shoal compare`, as one process sees it: a few real steps under one layout.
+"""One row of `shoal compare`, measured on every process: a few real steps under one layout.
 
 The row's run is the main job's run (same model, data, order, micro-batches, optimizer, schedule)
-without validation, checkpoints and files. Steps: a few that warm up and are dropped, those that are
-timed, and six under a profiler for the memory that comes and goes, never timed. Many rows
-share a process, one after another: each leaves nothing behind but its figures, except `single`,
-whose weights stay in a file with which the other rows compare theirs.
+without validation, checkpoints and files. Its steps: a few for warm-up, which are dropped; the
+timed ones; and six under a profiler for temporary memory, never timed. Many rows share a process,
+one after another. Each frees everything but its figures, except `single`, which writes its weights
+to a file with which the other rows compare theirs.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from shoal.wire.phases import counting, phase
 
 WARMUP_STEPS = 2
 REFERENCE = "single.safetensors"
-"""Weights of `single` after the compared steps, in the folder of the comparison."""
+"""File in the comparison's folder with the weights of `single` after the compared steps."""
 
 Row = dict[str, Any]
 
 
 def open_row(config: Config, source: Source, world: World, layout: str | Mapping[str, int]) -> Run:
-    """A run of the main job under `layout`, which writes nothing.
+    """Return a run of the main job under `layout`, which writes nothing.
 
-    Errors: PlanError, ConfigError when this layout cannot carry this model; the same on all ranks.
+    Raises:
+        PlanError, ConfigError: the same on all ranks, if this layout cannot train this model.
     """
     total_steps = steps_of(config, source, config.train.batch)
     return open_run(config, source, world, plan_of(config), layout, total_steps=total_steps)
@@ -64,28 +65,28 @@ def measure_row(
     """Train a fresh model under `layout` for a few steps; call it on every rank.
 
     Args:
-        steps: timed, after 2 that warm up.
+        steps: timed, after 2 for warm-up.
         compared: weights are compared after so many steps, counted from the first and at most all
             of these, timed ones included.
         folder: where `single` writes its weights (REFERENCE): run it first, others compare theirs.
 
     Returns:
-        figures, equal on every rank but for `predicted`; JSON values. {"reason": …} alone where the
-        layout cannot carry this model; else: predicted on rank 0 alone: what the planner foresees
-        of the row text precision parameters what ran per_s targets (tokens) or samples per second
-        of the median step, all ranks step_s of each timed step · losses of every step from the
-        first sent_bytes by kind, in one step, of the busiest rank memory per rank: weights,
-        gradients, optimizer, rest, in bytes (rest: or None) weight_difference from `single`; None
-        where that is not known.
+        Figures as JSON values, equal on every rank but for `predicted`; {"reason": …} alone if the
+        layout cannot train this model. Keys: predicted (rank 0 alone: the planner's forecast of the
+        row); text, precision, parameters (of the run); per_s (targets, that is tokens, or samples
+        per second of the median step, all ranks); step_s (of each timed step); losses (of every
+        step from the first); sent_bytes (by kind, in one step, of the busiest rank); memory (per
+        rank, bytes of weights, gradients, optimizer and rest; rest may be None); weight_difference
+        (from `single`; None if unknown).
 
     Raises:
-        whatever a step raises; the world is then of no use for further rows.
+        Exception: whatever a step raises; the world is then unusable for further rows.
     """
     try:
         run = open_row(config, source, world, layout)
     except UserError as failure:
         return {"reason": str(failure)}
-    # No `finally`: after a failure on one rank, taking a run apart would be one more collective.
+    # No `finally`: after a failure on one rank, the teardown of a run would be one more collective.
     figures = _figures(run, source, (steps, compared), config.data.workers, folder)
     if world.is_first:
         facts = partial(facts_of, config, source)
@@ -109,7 +110,7 @@ def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, fo
     total = WARMUP_STEPS + steps
     for step in counting("steps", total, range(1, total + 1)):
         run.step(next(batches))
-        if step == min(compared, total):  # between two steps, in no one's time
+        if step == min(compared, total):  # between two steps, so it is not timed
             difference = _compare_weights(run, folder / REFERENCE)
             run.recorder.restart_clock()
     told = [row for row in rows if row["event"] == "step"]
@@ -137,14 +138,14 @@ def _figures(run: Run, source: Source, counts: tuple[int, int], workers: int, fo
 
 @phase("memory")
 def _rest_bytes(run: Run, batches: Iterator[StepBatch]) -> int | None:
-    """What a step holds beyond the states; None under `dp` on a CPU: its threads are not seen."""
+    """Return the peak bytes of a step beyond the states; None under `dp` on a CPU (threads)."""
     if run.plan.layout.threads > 1 and run.world.device.type == "cpu":
         return None
     return peak_extra_bytes(lambda: run.step(next(batches)), run.world.device)
 
 
 def _take_apart(run: Run) -> None:
-    """Take the row's hooks off and its tensors away; the world stays, unlike after `run.close`."""
+    """Remove the row's hooks and tensors; the world stays open, unlike after `run.close`."""
     for undo in run.program.on_close:
         undo()
     run.recorder.events.listeners.clear()
@@ -154,22 +155,22 @@ def _take_apart(run: Run) -> None:
 
 
 def _endless(loader: Iterable[StepBatch]) -> Iterator[StepBatch]:
-    """Epoch after epoch."""
+    """Yield batches epoch after epoch."""
     while True:
         yield from loader
 
 
 def _rate(row: Row, kind: str) -> float:
-    """Per second: targets where samples are tokens, else samples."""
+    """Return the throughput per second: targets if samples are tokens, else samples."""
     begin, end = row["samples"]
     count = row["tokens"] if kind == "tokens" else end - begin
     return float(count / row["step_s"])
 
 
 def _compare_weights(run: Run, reference: Path) -> float | None:
-    """Distance of this run's weights from those of `single`, by the norm of the latter.
+    """Return the distance of this run's weights from those of `single`, by the norm of the latter.
 
-    `single` writes them; a number on rank 0 of the others, None where nothing is known.
+    `single` itself writes its weights. Rank 0 of the other rows returns a number; None if unknown.
     """
     weights = gather_weights(run.program, only_first=True)
     if run.plan.layout.strategy == "single":
@@ -183,7 +184,7 @@ def _compare_weights(run: Run, reference: Path) -> float | None:
 def relative_difference(
     here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]
 ) -> float | None:
-    """Norm of all differences by the norm of all of `there`, in float64; None if not finite.
+    """Return the norm of all differences by the norm of all of `there`, in float64; None for inf.
 
     >>> one, two = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([3.0, 5.0])}
     >>> relative_difference(two, one)

@@ -1,4 +1,4 @@
-"""From a settled configuration to a run: the model, the loss, and what `start_run` is told.
+"""Run of a resolved configuration: its model, its loss, and the arguments of `start_run`.
 
 The main job, `shoal compare` and `shoal prove` build the same run from the same sections.
 """
@@ -47,15 +47,15 @@ def open_run(
     """Start the run that a configuration describes, under a plan.
 
     Args:
-        plan, said: as `start_run` takes them.
-        folder: where it writes.
-        is_cut_by_user: the micro-batch is the user's word, not Shoal's choice.
+        plan, said: as for `start_run`.
+        folder: the run folder; None: write nothing.
+        is_cut_by_user: the user fixed the micro-batch, not Shoal.
 
     Raises:
-        PlanError, ConfigError: when this layout cannot carry this model; on all ranks.
+        PlanError, ConfigError: on all ranks, if this layout cannot train this model.
     """
-    search_here()  # torchrun's ranks do not look there for an optimizer of the user's own
-    built: list[nn.Module] = []  # the optimizer wants to know what its matrices are
+    search_here()  # torchrun's ranks lack the working directory, where the user's optimizer may lie
+    built: list[nn.Module] = []  # the optimizer needs to know which parameters are matrices
 
     def make_model() -> nn.Module:
         built.append(build_model(config, source))
@@ -76,13 +76,13 @@ def open_run(
 
 
 def build_model(config: Config, source: Source) -> nn.Module:
-    """Build the module that `[model]` names or builds, with the adapters of [tune].
+    """Build the module of `[model]`, with the adapters of [tune].
 
     Args:
-        source: its vocabulary and kind of data decide what a model by name is built for.
+        source: its vocabulary and kind of data size a model that is named.
 
     Raises:
-        ConfigError: for a name, an argument, data or adapters that do not fit.
+        ConfigError: a name, an argument, data or adapters that do not fit.
     """
     model = _base_model(config.model, config.data, source)
     if config.tune.adapter == "none":
@@ -110,7 +110,7 @@ def _base_model(section: ModelSection, data: DataSection, source: Source) -> nn.
 
 
 def _check_images(section: ModelSection, source: Source) -> None:
-    """Errors: ConfigError for a model of ours that was made for other images."""
+    """Raise ConfigError for a model of Shoal that was made for other images."""
     from shoal.data.files.image_folders import check_model  # of images in files only
 
     if section.name.startswith("hf:"):
@@ -137,10 +137,11 @@ def _checked(model: nn.Module, section: ModelSection, data: DataSection) -> nn.M
 
 
 def call_builder(path: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """What the user's builder makes of the other keys of [model].
+    """Return the module that the user's builder makes from the other keys of [model].
 
-    Errors: ConfigError for a key that it does not take, one that it needs, and for what it raises,
-    with the user's own line.
+    Raises:
+        ConfigError: a key that the builder does not take, a missing one, or an exception of the
+            builder, with the user's own line.
     """
     builder = import_object("model.build", path)
     _check_arguments(path, builder, arguments)
@@ -181,21 +182,26 @@ def _check_arguments(path: str, builder: Any, arguments: Mapping[str, Any]) -> N
 
 
 def import_loss(section: ModelSection) -> Loss:
-    """Import `model.loss`; without one give the loss of a model by that name (cross-entropy)."""
+    """Import `model.loss`; without one return the loss of the named model (cross-entropy)."""
     if section.loss:
         return import_object("model.loss", section.loss)
     return loss_of("" if section.build else section.name)
 
 
 def import_object(key: str, path: str) -> Any:
-    """What `pkg.mod:name` names. Errors: ConfigError with the key, the path and the reason."""
+    """Import the object that `pkg.mod:name` names.
+
+    Raises:
+        ConfigError: the import failed; the message has the key, the path and the reason.
+    """
     return load_function(path, key)
 
 
 def steps_of(config: Config, source: Source, batch: int) -> int:
-    """Optimizer steps of the whole run: as given, or counted from epochs.
+    """Return the optimizer steps of the whole run: as configured, or counted from epochs.
 
-    Errors: ConfigError for epochs of data without a length.
+    Raises:
+        ConfigError: epochs of data without a length.
     """
     if config.train.steps:
         return config.train.steps

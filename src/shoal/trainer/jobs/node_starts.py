@@ -1,10 +1,11 @@
-"""Starts `shoal train` of a launcher where nodes share no disk: rank 0 decides over the newest run.
+"""Start of `shoal train` on nodes without a shared disk: rank 0 decides over the newest run.
 
     meet    before rank 0 settles anything: the newest checkpoint of all nodes comes to every disk,
-            and with it, where it was lacking, what stood beside it in the run folder
-    share   once it is settled: what rank 0 wrote is written on the other disks, which are taken too
+            and with it, where it was missing, the other files of the run folder
+    share   once it is settled: rank 0's files are written on the other disks, whose leases are
+            acquired too
 
-On nodes that share the run folder `meet` asks that one question, and `share` is not called.
+On nodes that share the run folder `meet` only checks that they do, and `share` is not called.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from shoal.trainer.run_folder.node_local_resume import bring_rows
 def meet(
     arguments: list[str], resume: Path | None, job: str, files: tuple[str, ...], world: World
 ) -> None:
-    """See who shares a disk, and bring the job's run to each; every rank calls it.
+    """Find out which ranks share a disk, and fetch the job's run to each; every rank calls it.
 
     Args:
         job: the launcher's name of it.
         files: of the run folder that go with a checkpoint.
 
     Raises:
-        the same on all ranks: CheckpointError for a disk that does not take a checkpoint, or where
-            all are damaged; ConfigError where ranks of one machine see several disks.
+        CheckpointError: the same on all ranks; a disk does not take a checkpoint, or all are
+            damaged.
+        ConfigError: the same on all ranks; ranks of one machine see several disks.
     """
     told = None
     if world.is_first:
-        with contextlib.suppress(ShoalError, OSError):  # said when it is settled, in a moment
+        with contextlib.suppress(ShoalError, OSError):  # rank 0 raises it again soon
             base, folder = _folders(arguments, resume, job)
             base.mkdir(parents=True, exist_ok=True)
             told = [str(base), str(folder or "")]
@@ -66,13 +68,13 @@ def meet(
 def share(
     folder: Path, started: Mapping[str, Any], files: tuple[str, ...], world: World
 ) -> RunLease | None:
-    """Write what rank 0 settled on the other disks, and take their run folders; all ranks call it.
+    """Write rank 0's files to the other disks, and acquire their run folders; all ranks call it.
 
     Args:
         started: fields of the event `run_started`.
 
     Raises:
-        CheckpointError: the same on all ranks, where another run has such a folder.
+        CheckpointError: the same on all ranks, if another run holds such a folder.
     """
     texts = world.broadcast_json(_texts(folder, files) if world.is_first else None)
     smaller = world.gather_json(_texts(folder, (MICRO_BATCH,)) if world.keeps else {})
@@ -99,7 +101,7 @@ def share(
 
 
 def _folders(arguments: list[str], resume: Path | None, job: str) -> tuple[Path, Path | None]:
-    """(where run folders lie, that of this run if it can be known)."""
+    """Return (the parent of run folders, the folder of this run if it can be known)."""
     if resume is not None:
         return resume.parent, resume
     paths = [Path(word) for word in arguments if "=" not in word]
@@ -111,7 +113,7 @@ def _folders(arguments: list[str], resume: Path | None, job: str) -> tuple[Path,
 
 
 def _texts(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """Files of a run folder, those that can be read."""
+    """Return the contents of those files of a run folder that can be read."""
 
     def found() -> Iterator[tuple[str, str]]:
         for name in names:
@@ -122,7 +124,7 @@ def _texts(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _write(folder: Path, texts: Mapping[str, str], names: tuple[str, ...]) -> None:
-    """Write those of the names, which are ours and no peer's, that have a text."""
+    """Write the named files that have a text; the names are this program's, never a peer's."""
     for name in names:
         if name in texts:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

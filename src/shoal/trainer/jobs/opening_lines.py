@@ -1,4 +1,4 @@
-"""The opening of a run: plan.json, and the lines that a user sees before the first step."""
+"""Start of a run: plan.json, and the lines that a user sees before the first step."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ from shoal.trainer.step.call_contract import (
 def describe(
     run: Run, plan: Plan, source: Source, total_steps: int, folder: Path, told: dict[str, Any]
 ) -> None:
-    """plan.json and the lines a user sees before the first step.
+    """Write plan.json and the lines that a user sees before the first step.
 
     Args:
-        plan: of all ranks; `run` may be some of them.
-        told: what plan.json says beside the plan: whether its layout was left open, what is
-            foreseen.
+        plan: of all ranks; `run` may hold some of them.
+        told: further keys of plan.json: whether Shoal chose the layout, and the forecast.
     """
     rate = matmul_flops_per_s(run.world, run.plan.compute, cache_folder())
     run.recorder.machine_flops_per_s = rate
@@ -79,7 +78,7 @@ def describe(
 
 
 def _formats(run: Run) -> dict[str, str]:
-    """The number formats that are really in use, as text."""
+    """Return the number formats in use, as text."""
 
     def names(tensors: Iterable[torch.Tensor]) -> str:
         return " and ".join(sorted({dtype_of(tensor) for tensor in tensors}))
@@ -91,7 +90,7 @@ def _formats(run: Run) -> dict[str, str]:
 
 
 def _write_plan(folder: Path, plan: Plan, beside: Mapping[str, Any]) -> None:
-    """Write plan.json, which others read; on a full disk the run goes on without."""
+    """Write plan.json; on a full disk the run continues without it."""
     with contextlib.suppress(OSError):
         write_whole(folder / "plan.json", plan.to_json(beside))
 
@@ -102,7 +101,10 @@ def _known_flops(folder: Path) -> float | None:
 
 
 def count_flops(run: Run, batch: StepBatch) -> None:
-    """FLOP per sample, once per run: who keeps a disk counts on two samples, for plan.json."""
+    """Count the FLOP per sample on two samples, once per run, and add it to plan.json.
+
+    Only ranks that own a disk count.
+    """
     folder = run.recorder.folder
     if not run.world.keeps or run.recorder.flops_per_sample or not len(batch) or not folder:
         return

@@ -1,13 +1,13 @@
-"""A rank that runs out of memory in a step: what fits is said, and where it is asked for, taken.
+"""Handling of an out-of-memory error in a step: report a micro-batch that fits, or switch to it.
 
-    stop    the run ends with the micro-batch that is nearest; it would meet the same death again
+    stop    the run ends and names the nearest micro-batch; a restart would fail in the same way
     halve   every rank starts again from the last checkpoint with micro-batches of half the size (or
             the next size that divides): the batch, its samples and its loss stay, in more passes
 
-Ranks that wait in a collective for the one that died cannot be told in the middle of a pass; so it
-leaves word in the run folder and dies, and the supervisor starts all of them again, as after any
-death. What was halved stays so for the run's later starts. A kernel that kills a process for its
-memory leaves no word, and nothing is halved then.
+Ranks that wait in a collective for the dead one cannot be notified in the middle of a pass. So the
+rank writes a file into the run folder and dies, and the supervisor restarts all ranks, as after any
+death. Later starts of the run use the halved size too. A process that the kernel kills for its
+memory writes no file, and nothing is halved then.
 
 Numbers change where they belong to a micro-batch: masks of dropout, statistics of BatchNorm, losses
 that compare samples with each other. Sums over more passes are added in another order.
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from shoal.trainer.run import Run
 
 FILE = "micro_batch.json"
-"""In the run folder: what was too large, and what is used in its place."""
+"""File in the run folder: the micro-batch that was too large, and the one used in its place."""
 
 WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
-    """Whether memory was refused: a device's, or the host's."""
+    """Return whether an exception is an out-of-memory error, of a device or of the host."""
     if isinstance(failure, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(failure, RuntimeError) and any(w in str(failure).lower() for w in WORDS)
 
 
 def smaller(micro_batch: int) -> int:
-    """The largest proper divisor: the batch is cut evenly by it too. 0: there is none.
+    """Return the largest proper divisor, which divides the batch too; 0 if there is none.
 
     >>> smaller(8), smaller(9), smaller(7), smaller(1)
     (4, 3, 1, 0)
@@ -57,10 +57,10 @@ def smaller(micro_batch: int) -> int:
 
 
 def fitted(plan: Plan, config: Config, folder: Path) -> Plan:
-    """The plan with the micro-batch that an earlier start of this run came down to.
+    """Return the plan with the reduced micro-batch of an earlier start of this run.
 
-    A `train.micro_batch` that the user has changed since wins. One that Shoal chose follows the
-    layout, and stays as small as it came down to.
+    A `train.micro_batch` that the user has changed since wins. A micro-batch that Shoal chose
+    follows the layout, but stays at most at the reduced size.
     """
     told = read_object(folder / FILE)
     size = told.get("micro_batch")
@@ -75,11 +75,12 @@ def fitted(plan: Plan, config: Config, folder: Path) -> Plan:
 
 @contextmanager
 def within_memory(run: Run, config: Config, folder: Path) -> Iterator[None]:
-    """Around the steps of `shoal train`, on every rank.
+    """Handle out-of-memory errors of the steps of `shoal train`, on every rank.
 
     Raises:
-        ConfigError: where the run ends, ClusterError where it starts again, on the rank that ran
-            out of memory; of others whatever that does to them.
+        ConfigError: on the rank that ran out of memory, if the run ends.
+        ClusterError: on that rank, if the run starts again. Other ranks raise what the death
+            causes.
     """
     try:
         yield
@@ -91,11 +92,11 @@ def within_memory(run: Run, config: Config, folder: Path) -> Iterator[None]:
         size = smaller(used)
         where = f"rank {run.world.rank}, step {run.step_count + 1}: {reason[0]}"
         if config.train.on_oom == "halve" and size:
-            # One that Shoal chose is nobody's word: saying the same number later is another one.
+            # Shoal's own choice was not configured: the same number, set by the user later, wins.
             chosen = is_derived(folder / "run.toml", MICRO_BATCH)
             asked = None if chosen else config.train.micro_batch
             kept = {"asked": asked, "micro_batch": size, "was": used, "because": where}
-            with suppress(OSError):  # then the next start meets the same again
+            with suppress(OSError):  # then the next start runs out of memory again
                 write_whole(folder / FILE, json.dumps(kept))
             told = (
                 f"{where}; on from the last checkpoint with train.micro_batch={size} in the place "

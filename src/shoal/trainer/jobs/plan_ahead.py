@@ -1,7 +1,7 @@
-"""`shoal.plan`: which layout would train a model fastest on which machines, before anything starts.
+"""`shoal.plan`: choice of the fastest layout for a model on given machines, before a run starts.
 
-The answer is a `Plan`, as `shoal.parallelize(…, plan=…)` takes it. No other machine is needed for
-it: the model runs on shapes alone.
+The result is a `Plan` for `shoal.parallelize(…, plan=…)`. It needs no other machine: the model runs
+on shapes alone.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def plan(
     optimizer_bytes: int = 8,
     **policies: Any,
 ) -> Plan:
-    """Rank the layouts on which a model can train, and give the plan of the fastest that fits.
+    """Rank the layouts on which a model can train, and return the plan of the fastest that fits.
 
     Args:
-        model: a function without arguments that builds an nn.Module, which is then built without
-            its numbers; or an nn.Module, which every rank is then taken to have whole.
+        model: a function without arguments that builds an nn.Module, which is then built
+            without its weights' values; or an nn.Module, which counts as whole on every rank.
         sample: a batch of a few samples, as `run.step` takes it; only its shapes matter.
         loss: as for `shoal.parallelize`; without one its share of memory and time is left out.
-        layout: what is fixed of it: "auto" for nothing, a strategy, or some degrees, say {"tp": 2}.
+        layout: the fixed part: "auto" for none, a strategy, or some degrees, say {"tp": 2}.
         on: machines, as `shoal plan --on` names them: "8xH100-80GB"; "": this one.
         batch: samples per optimizer step.
         micro_batch: samples per forward pass; 0: the fastest.
@@ -71,14 +71,15 @@ def plan(
         policies: further keys of a `shoal.Plan`; recompute is searched unless it is given.
 
     Returns:
-        a settled `Plan`, whose `why` says the step time and the peak that are foreseen.
+        A settled `Plan`, whose `why` has the forecast step time and peak memory.
 
     Raises:
-        PlanError: where nothing is legal, no step fits in memory, or another instant of the run
-            does not (`instants.predict_run`), with what would; ConfigError for a wrong argument.
+        PlanError: no layout is legal, no step fits in memory, or another instant of the run does
+            not (`instants.predict_run`); the message names a change that would fit.
+        ConfigError: an argument is wrong.
 
     References:
-        docs/plan.md: what the figures are made of, and how far off they were.
+        docs/plan.md: the figures' derivation, and their errors.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -126,7 +127,7 @@ def plan(
 
 
 def _why(best: Candidate, searched: int) -> str:
-    """The plan's reason: where, how fast, how full."""
+    """Return the plan's reason: machine, step time, peak memory."""
     cluster = best.case.cluster
     name = cluster.name or f"{cluster.devices} × {cluster.device.name}"
     return (
@@ -136,7 +137,7 @@ def _why(best: Candidate, searched: int) -> str:
 
 
 def _none_starts(found: list[Candidate]) -> str:
-    """The line for a model that no layout found can train, of which the first is the nearest."""
+    """Return the message for a model that no layout can train; `found[0]` is the nearest layout."""
     best = found[0]
     if best.runs and goes_together(best.case.plan):
         return f"{best.case.layout.text()}: its steps would fit, but {starting(best)}"

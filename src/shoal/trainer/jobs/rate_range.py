@@ -1,4 +1,4 @@
-"""Learning-rate range test: a short run whose rate grows every step, until the loss blows up.
+"""Learning-rate range test: a short run whose rate grows every step, until the loss diverges.
 
     rate of step k of n    least · (most / least)^(k / (n − 1))
     smoothed loss          s ← 0.98·s + 0.02·loss, divided by 1 − 0.98^k (the start is not 0)
@@ -25,21 +25,21 @@ from shoal.trainer.run import Run
 from shoal.wire.phases import counting
 
 KEPT = 0.98
-"""Of the smoothed loss, at each step."""
+"""Decay of the smoothed loss at each step."""
 BLOWN_UP = 4.0
-"""Times the least smoothed loss at which the test ends."""
+"""The test ends when the smoothed loss is so many times its minimum."""
 BELOW = 10.0
-"""The named value is so many times smaller than the rate of the least loss."""
+"""The suggested rate is the rate of the least loss divided by this."""
 
 
 @dataclass(frozen=True)
 class RateRange:
-    """What the test saw.
+    """Result of a learning-rate range test.
 
     Attributes:
         rates, losses, smoothed: of each step, in their order.
-        named: the value to begin with.
-        ended: why it ended before its last step; "" where it did not.
+        named: the suggested rate.
+        ended: why the test ended before its last step; "" if it did not.
     """
 
     rates: tuple[float, ...]
@@ -49,18 +49,18 @@ class RateRange:
 
     @property
     def named(self) -> float:
-        """A tenth of the rate at which the smoothed loss is least."""
+        """Return a tenth of the rate at which the smoothed loss is least."""
         return self.rates[self.smoothed.index(min(self.smoothed))] / BELOW
 
     @property
     def at_an_end(self) -> bool:
-        """Whether the least loss is at the first rate or the last: the range is too short."""
+        """Return whether the least loss is at the first or last rate: the range is too short."""
         place = self.smoothed.index(min(self.smoothed))
         return place == 0 or (place == len(self.smoothed) - 1 and not self.ended)
 
 
 def smooth(losses: tuple[float, ...]) -> tuple[float, ...]:
-    """Average losses over the steps so far, later ones weighing more.
+    """Return the exponential moving average of losses, corrected for its start.
 
     >>> [round(one, 6) for one in smooth((2.0, 2.0, 4.0))]
     [2.0, 2.0, 2.68018]
@@ -77,7 +77,11 @@ def range_test(
 ) -> RateRange:
     """Train a fresh model of a configuration with a rate that grows from `least` to `most`.
 
-    Nothing is written. Errors: as `open_run`; TrainingError where the first step breaks already.
+    The run writes nothing.
+
+    Raises:
+        TrainingError: the first step breaks already.
+        PlanError, ConfigError: as `open_run`.
     """
     run = open_run(config, source, world, plan_of(config), "single")
     run.rate.length = Length()  # no schedule: the rate is set here

@@ -1,4 +1,4 @@
-"""The end of a run: a sample of what the model writes, and how the run went."""
+"""End of a run: a sample of the model's text, and the event `run_finished`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.wire.phases import counting, phase
 PROMPT = "def "
 SAMPLE_TOKENS, AT_ONCE = 96, 8
 SAMPLE_S = 2.0
-"""So long a run may write: a look at what it learnt is worth no more. Large models write less."""
+"""Seconds that a run may spend on its sample; large models generate less text in them."""
 
 
 @phase("finish")
@@ -31,11 +31,11 @@ def finish(
     wall_s: float,
     how: str = "completed",
 ) -> None:
-    """Emit the last events of a run that reached its end; rank 0 speaks.
+    """Emit the last events of a run that reached its end; ranks that own a disk write them.
 
     Args:
         values: of the last validation, or None without held-out data.
-        how: it ended; after a ";" what went wrong.
+        how: "completed"; after a ";" what went wrong.
     """
     run.guards.untrained.close()
     text = _try_sample(run, source)
@@ -58,11 +58,11 @@ def finish(
 
 
 def _try_sample(run: Run, source: Source) -> str | None:
-    """Return a sample of what the model writes; where it fails, None and a line.
+    """Return a sample of the model's text; if it fails, None, with a line for the user.
 
-    The training is over and saved by now: no extra changes how it ended.
+    The training is over and saved by now: a failed extra must not change its outcome.
     """
-    # Where parameters are gathered, a forward pass is everybody's.
+    # If parameters are gathered, a forward pass needs all ranks.
     if not (run.world.keeps or run.program.together):
         return None
     try:
@@ -74,7 +74,7 @@ def _try_sample(run: Run, source: Source) -> str | None:
 
 
 def _fullest_pool(run: Run) -> str:
-    """How full the allocator of the fullest device is; "" on a CPU. Every rank calls it."""
+    """Return the fullest device's allocator usage as text; "" on a CPU. Every rank calls it."""
     pool = device_pool(run.world.device)
     if pool is None:
         return ""
@@ -83,7 +83,7 @@ def _fullest_pool(run: Run) -> str:
 
 
 def _in_time(run: Run, times: int) -> Iterator[int]:
-    """Numbers below `times`, at least one, until the time is over: rank 0's, where all write."""
+    """Yield numbers below `times`, at least one, until the time limit (rank 0's, if all write)."""
     began_s = time.perf_counter()
     for number in counting("sample", times, range(times)):
         yield number
@@ -95,10 +95,10 @@ def _in_time(run: Run, times: int) -> Iterator[int]:
 
 
 def sample(run: Run, source: Source) -> str | None:
-    """Text that the model continues from `def `; None for models that do not write text.
+    """Return text that the model continues from `def `; None for models that do not generate text.
 
-    None under tp, cp and pp too: every new length would be traced, or cross all stages. None where
-    rows of tables lie on parameter servers, which answer inside of the run's own calls only.
+    None also under tp, cp and pp: every new length would be traced, or cross all stages. None if
+    parameter servers hold rows of tables: they answer only inside of the run's own calls.
     """
     program, tokenizer = run.program, source.tokenizer
     plain = max(program.pipe.size, program.tensor.size, program.context.size) == 1

@@ -1,8 +1,8 @@
-"""What the planner foresees of a run that is about to start: step time, peak memory, bytes.
+"""Forecast of a run that is about to start: step time, peak memory, bytes sent.
 
-The model's facts come from arithmetic where it is one of ours, else from a trace of shapes; the
-machine's from what was measured here. Runs store the prediction beside the plan, so that their end
-can say how far it was from what happened.
+The model's facts come from arithmetic for Shoal's own models, else from a trace of shapes; the
+machine's facts come from measurements. Runs store the prediction with the plan, so that their end
+can report its error.
 """
 
 from __future__ import annotations
@@ -47,24 +47,25 @@ from shoal.trainer.step.call_contract import split_batch
 from shoal.wire.phases import phase
 
 LEAST_STEPS = 20
-"""Steps of a run that says something about the machine."""
+"""Steps that a run needs before its step time corrects the machine's facts."""
 
 EXAMPLES = 2
-"""Samples of the batch that a trace looks at."""
+"""Samples of the batch that a trace uses."""
 
 
 def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int) -> ModelFacts:
-    """Find the facts of the configured model that the planner reckons with, per sample.
+    """Return the planner's facts of the configured model, per sample.
 
-    Ours by arithmetic on GPUs; on a CPU every model is traced, because there single operations cost
-    most of what is no matrix product, and arithmetic does not count them one by one.
+    On GPUs arithmetic yields them for Shoal's own models. On a CPU every model is traced, because
+    there single operations take most of the time outside matrix products, and arithmetic does not
+    count them one by one.
 
     Args:
-        kernels: cpu or gpu: whose kernels keep what.
+        kernels: cpu or gpu: the kernels that decide which activations are kept.
 
     Raises:
-        PlanError: for a model that shapes alone cannot run, naming the module, and for data that
-            can only be iterated, of which no sample can be looked at without taking it.
+        PlanError: a model that cannot run on shapes alone, with the module's name, or data that can
+            only be iterated, since a trace would consume its samples.
     """
     section = config.model
     own = not section.build and family_of(section.name) in LANGUAGE
@@ -97,11 +98,11 @@ def facts_of(config: Config, source: Source, *, kernels: str, element_bytes: int
 
 
 def cluster_here(processes: int, device: torch.device, held_bytes: int = 0) -> Cluster:
-    """This machine with so many ranks, as it was measured, or as machines of its kind are.
+    """Return this machine with so many ranks, as measured, or with figures of machines of its kind.
 
     Args:
-        device: of a rank: a machine with GPUs may be told to do without.
-        held_bytes: CPU: what this process holds before its model is there (data, libraries).
+        device: of a rank: a user may disable the GPUs of a machine.
+        held_bytes: CPU: memory of this process before the model is built (data, libraries).
     """
     found = measured_here(processes, device) or this_cluster(this_machine(), processes)
     if held_bytes and found.device.kind == "cpu":
@@ -110,36 +111,36 @@ def cluster_here(processes: int, device: torch.device, held_bytes: int = 0) -> C
 
 
 def held_now_bytes() -> int:
-    """What this process holds in memory now."""
+    """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def case_of(config: Config, plan: Plan, model: ModelFacts, cluster: Cluster) -> Case:
-    """The run as the planner sees it."""
+    """Return the run as the planner's `Case`."""
     return Case(model, cluster, plan, **beside(config))
 
 
 class Learner:
-    """Listens to a run's steps, and tells the machine's facts at the end how long they took."""
+    """Listener that corrects the machine's facts by the measured step times of a run."""
 
     def __init__(self, predicted: dict[str, Any], compute: str, world: World) -> None:
         self.predicted, self.compute = predicted, compute
         kind = "gpu" if is_accelerator(world.device) else "cpu"
         self.machine = machine_path(cache_folder(), world.size, kind, torch.get_num_threads())
-        # What a machine that was never measured is said to do, no run may correct.
-        self.measured = os.path.exists(self.machine)  # a Path raises where it may not look
+        # A run must not correct the default figures of a machine that was never measured.
+        self.measured = os.path.exists(self.machine)  # a Path raises without permission
         self.known = learnt(self.machine).get(compute, 1.0)
         self.steps_s: list[float] = []
 
     def hear(self, row: dict[str, Any]) -> None:
-        """A listener of events."""
+        """Handle an event of the run."""
         if row.get("event") == "step":
             self.steps_s.append(row["step_s"])
         elif row.get("event") == "run_finished" and row.get("how") == "completed":
             self.teach()
 
     def teach(self) -> None:
-        """After the last step. Short runs say more about warming up than about the machine."""
+        """Store the correction after the last step, unless the run was too short to be steady."""
         steady = self.steps_s[2:]
         if len(steady) < LEAST_STEPS or "time" not in self.predicted or not self.measured:
             return
@@ -149,13 +150,13 @@ class Learner:
 
 
 def prediction(case: Case, travel: Travel | None = None, *, saves: bool = False) -> dict[str, Any]:
-    """Predict step time, memory and bytes of a run, as plan.json keeps them.
+    """Predict step time, memory and bytes of a run, as plan.json stores them.
 
     Args:
         case: the run.
-        travel: what the divided model sends, where that is known; of the rank that sends most.
-        saves: whether the run saves before its last step; on a CPU the copy that is written beside
-            training lies in the memory that the run measures.
+        travel: traffic of the sharded model, if known, of the rank that sends most.
+        saves: whether the run saves before its last step; on a CPU the copy that is written during
+            training is part of the measured memory.
 
     Returns:
         The prediction; seconds and bytes.
@@ -187,10 +188,10 @@ def foresee(
     cluster: Cluster,
     travel: Callable[[], Travel] | None = None,
 ) -> dict[str, Any]:
-    """The prediction for a run, or {"reason": why there is none}: training goes on without.
+    """Return the prediction for a run, or {"reason": …} if there is none: training runs without.
 
     Args:
-        travel: tells what dividing the model makes travel (`Program.travel`).
+        travel: returns the communication of the sharded model (`Program.travel`).
     """
     width = WIDTHS[plan.compute]
     if plan.layout.threads > 1 and cluster.device.kind == "cpu":

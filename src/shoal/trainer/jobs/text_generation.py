@@ -1,10 +1,10 @@
-"""Opens the newest checkpoint of a run on text on one process, and writes on.
+"""Text generation from the newest checkpoint of a run on text, on one process.
 
-The weights are those that were stepped, in the format that was, whatever layout they were saved
-from; tensor by tensor they go into a model that is built anew. A model of transformers is built
-from the configuration that the run folder keeps, so where it came from need not be there any more,
-and generates with transformers' own `generate`; every other is run again for each token. A loop of
-one's own leaves no run.toml: of it only such a model is known.
+The weights are the optimizer's own, in their format, whatever layout saved them; tensor by tensor
+they are copied into a freshly built model. A transformers model is built from the configuration in
+the run folder, so its origin need not exist any more, and generates with transformers' own
+`generate`. Every other model runs again for each token. A user's own loop writes no run.toml, so
+only a transformers model can be rebuilt from it.
 """
 
 from __future__ import annotations
@@ -45,27 +45,28 @@ def write_on(
     chat: bool = False,
     average: bool = False,
 ) -> str:
-    """Give a text and what the model of a checkpoint writes after it.
+    """Return a prompt and the text that the model of a checkpoint generates after it.
 
     Args:
         folder: of the run, with its hub/ and mostly a run.toml.
         checkpoint: a step's folder.
-        tokens: so many more; fewer where transformers' `generate` meets the model's own end.
+        prompt: the text to continue.
+        tokens: new tokens; fewer if transformers' `generate` meets the model's own end.
         temperature: divides the logits; 0 takes the likeliest token.
         seed: of the draws: the same text again on the same device.
-        chat: the prompt is a user's turn, asked as the run's data were
-            (data/text/chat_examples.py); given is the answer alone, up to the end of text.
-        average: the averaged weights in the place of those that were stepped.
+        chat: the prompt is a user's turn, in the template of the run's data
+            (data/text/chat_examples.py); the result is the answer alone, up to the end of text.
+        average: load the averaged weights in place of the optimizer's.
 
     Raises:
-        ConfigError: for a run that is not on text or keeps no tokenizer, a prompt without tokens;
-            CheckpointError for a checkpoint of another model than run.toml says, or without an
-            average that is asked for.
+        ConfigError: a run that is not on text or has no tokenizer, or a prompt without tokens.
+        CheckpointError: a checkpoint of another model than run.toml describes, or without the
+            average.
     """
     config = text_run(folder)
     tokenizer = _tokenizer(folder, config is None)
     prompt = _asked(folder, prompt) if chat and prompt else prompt
-    # As the run's own text was encoded: nothing is put before or after.
+    # As the run's own text was encoded: without special tokens.
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise ConfigError("--prompt: is empty, and there is nothing to go on from; try: 'The'")
@@ -91,7 +92,7 @@ def write_on(
 
 
 def _asked(folder: Path, prompt: str) -> str:
-    """The text that asks for an answer to a user's turn."""
+    """Return the text that asks for an answer to a user's turn."""
     template = find_template(str(folder / HUB / TOKENIZER))
     if not template:
         return plain_question(prompt)
@@ -99,7 +100,11 @@ def _asked(folder: Path, prompt: str) -> str:
 
 
 def text_run(folder: Path) -> Config | None:
-    """Read the configuration of a run on text; None of a loop of one's own. Errors: ConfigError."""
+    """Read the configuration of a run on text; return None for a user's own loop.
+
+    Raises:
+        ConfigError: the run is not on text, or has no run.toml.
+    """
     if not (folder / "run.toml").is_file():
         hub = folder / HUB
         if (hub / CONFIG).is_file() and not (hub / ADAPTER_CONFIG).is_file():
@@ -124,7 +129,11 @@ def text_run(folder: Path) -> Config | None:
 
 
 def _tokenizer(folder: Path, is_own: bool) -> Any:
-    """The tokenizer that the run keeps. Errors: ConfigError. `is_own`: of a loop of one's own."""
+    """Return the tokenizer that the run stores; `is_own`: of a user's own loop.
+
+    Raises:
+        ConfigError: the run folder has no tokenizer that can be read.
+    """
     path = folder / HUB / TOKENIZER
     if not path.is_file() and is_own:
         raise ConfigError(
@@ -146,7 +155,7 @@ def _tokenizer(folder: Path, is_own: bool) -> Any:
 
 @phase("build")
 def _model(config: Config | None, folder: Path, vocabulary: int) -> nn.Module:
-    """The run's model, with weights that do not matter yet."""
+    """Build the run's model, with any weights."""
     if config is None:
         return build(f"{PREFIX}{folder / HUB / CONFIG}", {})
     section = config.model
@@ -166,7 +175,11 @@ def _model(config: Config | None, folder: Path, vocabulary: int) -> nn.Module:
 
 @torch.no_grad()
 def _load(model: nn.Module, checkpoint: Path, average: bool) -> None:
-    """Put a checkpoint's weights in. Errors: CheckpointError for those of another model."""
+    """Copy a checkpoint's weights into a model.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
     found = outgoing(checkpoint, average=average)
     here = model.state_dict(keep_vars=True)
     unlike = sorted((found.names.keys() | found.aliases.keys()) ^ here.keys())
@@ -184,7 +197,7 @@ def _load(model: nn.Module, checkpoint: Path, average: bool) -> None:
 
 
 def _longest(model: nn.Module, config: Config | None) -> int:
-    """How many tokens the model sees at once."""
+    """Return the context length of the model in tokens."""
     if is_pretrained(model):
         told: Any = model.config
         found = getattr(told.get_text_config(), "max_position_embeddings", None)

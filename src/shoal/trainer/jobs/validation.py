@@ -1,16 +1,16 @@
-"""Validation in the main job: the held-out loss beside what a model without context would reach.
+"""Validation in the main job: the held-out loss next to the loss of a model without context.
 
-What one validation reads is bounded (`train.validate_samples`, by default a part of what the run
-trains on, and the share that was asked for), spread evenly over what is held out, and the same
-every time. Without gradients more samples fit into a forward pass than in training, and many small
-ones cost mostly calls; so the plan's larger micro-batch is taken where sums over samples stay what
-they are:
+The samples of one validation are bounded (`train.validate_samples`, by default a fraction of the
+training samples, and the configured share). They are spread evenly over the held-out data, and the
+same every time. Without gradients more samples fit into a forward pass than in training, and the
+time of many small passes is mostly overhead. So validation uses the plan's larger micro-batch where
+sums over samples stay the same:
 
-    our models, our loss       every sample is reckoned alone: taken
-    other models, our loss     taken if the first samples give the same loss both ways; what couples
-                               samples (experts with a capacity, statistics of the batch) does not
+    our models, our loss       each sample is computed alone: used
+    other models, our loss     used if the first samples give the same loss both ways; a model that
+                               couples samples (experts with a capacity, batch statistics) does not
     a loss or a collate of     as in training: a loss may look across samples, and padding depends
-    the user's, mixtures       on what is joined
+    the user's, mixtures       on which samples are joined
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from shoal.trainer.run import Run
 from shoal.trainer.step.call_contract import IGNORED_TARGET
 
 SAME = 1e-5
-"""Relative difference of two losses that rounding explains, in any format of ours."""
+"""Relative difference of two losses that rounding explains, in any of Shoal's formats."""
 
 FORWARD_SHARE = 1 / 3
-"""Of a training step's work, what its forward pass is."""
+"""Share of a training step's work that is its forward pass."""
 
 Values = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a validation reads: samples (None: not known how many), in micro-batches of so many."""
+    """Data of one validation: samples (None: unknown count), and its micro-batch size."""
 
     data: Any
     held: int | None
@@ -58,12 +58,13 @@ class Reading:
 
 
 def validator(run: Run, source: Source, config: Config) -> Callable[[], Values | None]:
-    """A function that evaluates the held-out data and emits `validated`; None without such data.
+    """Return a function that evaluates the held-out data and emits `validated`.
 
-    It gives None too when a stop was asked for meanwhile: then `run.stopping` is true. Says first,
-    at a fresh start, what it will read and how long that takes. Every rank calls both.
+    The function returns None without such data, and if a stop was requested meanwhile: then
+    `run.stopping` is true. At a fresh start this function reports the samples and the time of a
+    validation. Every rank calls both.
     """
-    run.tells_validation = False  # more is told here
+    run.tells_validation = False  # this module reports more
     if source.validation is None:
         return lambda: None
     images = source.kind == "samples" and not config.model.loss
@@ -111,7 +112,7 @@ def validator(run: Run, source: Source, config: Config) -> Callable[[], Values |
 
 
 def _foreseen(run: Run) -> dict[str, Any]:
-    """What plan.json foresees of the run, if anything."""
+    """Return the forecast in plan.json, {} without one."""
     folder = run.recorder.folder
     found = read_object(folder / "plan.json").get("predicted") if folder else None
     return found if isinstance(found, dict) else {}
@@ -119,14 +120,14 @@ def _foreseen(run: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Samples that one validation may read, 0: all; whether that is Shoal's choice."""
+    """Limit of the samples of one validation, 0: all; whether it is Shoal's choice."""
 
     samples: int
     by_default: bool
 
 
 def _asked(run: Run, source: Source, config: Config) -> _Asked:
-    """Read `train.validate_samples`; settle and keep it for a run whose length is epochs."""
+    """Read `train.validate_samples`; settle and store it for a run whose length is epochs."""
     text, folder = config.train.validate_samples, run.recorder.folder
     if text == "auto":
         steps = steps_of(config, source, run.plan.batch)
@@ -139,12 +140,12 @@ def _asked(run: Run, source: Source, config: Config) -> _Asked:
 
 
 def _reading(run: Run, source: Source, asked: int, fits: int) -> Reading:
-    """Choose what a validation reads.
+    """Choose the samples and the micro-batch of a validation.
 
     Args:
         run: the run.
         source: its data.
-        asked: samples of one validation at most; 0: all of the share that was asked for.
+        asked: samples of one validation at most; 0: all of the configured share.
         fits: samples per forward pass that need no more memory than a training step; 0: unknown.
     """
     data = source.validation
@@ -152,7 +153,7 @@ def _reading(run: Run, source: Source, asked: int, fits: int) -> Reading:
     limits = [n for n in (asked, source.validation_samples) if n]
     samples = held
     if limits:
-        # Where parameters are gathered, every rank needs something to run with the others.
+        # If parameters are gathered, every rank needs a sample to run with the others.
         most = max(min(limits), run.plan.layout.data_degree)
         if held is None:
             data, samples = First(data, most), None
@@ -168,12 +169,12 @@ def _reading(run: Run, source: Source, asked: int, fits: int) -> Reading:
         why = "no larger one is known to fit"
     if why or samples is None:
         return Reading(data, held, samples, training, why)
-    own = samples // run.plan.layout.data_degree  # so that every rank has something to run
+    own = samples // run.plan.layout.data_degree  # so that every rank has a sample to run
     return Reading(data, held, samples, max(training, min(fits, own)), "")
 
 
 def _for_all_ranks(run: Run, reading: Reading) -> Reading:
-    """Return a reading of which every rank has a micro-batch, where ranks run the model together.
+    """Return a reading that has a micro-batch for every rank, if ranks run the model together.
 
     Raises:
         ConfigError: before the first step, since training would end without its validation.
@@ -196,7 +197,7 @@ def _is_ours(config: Config) -> bool:
 
 
 def _tried(run: Run, source: Source, reading: Reading, workers: int) -> Reading:
-    """`reading`, or with training's micro-batch where the larger one gives another loss."""
+    """Return `reading`, with training's micro-batch if the larger one gives another loss."""
     few = reading.micro_batch * run.plan.layout.data_degree
     data = reading.data if few >= len(reading.data) else EvenPart(reading.data, few, True)
     small, large = (
@@ -215,11 +216,10 @@ def _tried(run: Run, source: Source, reading: Reading, workers: int) -> Reading:
 
 
 def _told(run: Run, reading: Reading, config: Config, step_s: Any, by_default: bool = False) -> str:
-    """What a validation will read and take, in one line.
+    """Return one line about the samples and the time of a validation.
 
     Args:
-        by_default: how much it reads follows from the length of the run: the line says how to get
-            all.
+        by_default: Shoal chose the number of samples: the line names the key that reads all.
     """
     what = "held-out samples"
     if reading.samples is not None:
@@ -247,6 +247,6 @@ def _told(run: Run, reading: Reading, config: Config, step_s: Any, by_default: b
 
 
 def accuracy(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(right answers, answers) of scores [..., classes] against labels [...], −100 left out."""
+    """Return (right answers, answers) of scores [..., classes] for labels [...], without −100."""
     right = find_logits(outputs).argmax(-1) == targets
     return right.sum().float(), (targets != IGNORED_TARGET).sum()

@@ -1,1 +1,1 @@
-"""Loaders of a run, its epochs, and how a dataset is recognised after a restart."""
+"""Data loaders of a run, its epochs, and the check that a dataset is the same after a restart."""

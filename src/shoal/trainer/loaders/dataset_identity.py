@@ -1,10 +1,10 @@
-"""Knows a dataset that was made anew for an epoch: its loader goes on where the last one ended.
+"""Recognition of a dataset that was rebuilt for an epoch, so that its loader continues the stream.
 
     for _ in range(3):
         for batch in run.loader(TensorDataset(x, y)):      another object each time
 
-Without it each epoch would come in the order of the first one, and a checkpoint would keep a stream
-for each. Loaded when a run opens more than one loader.
+Without this check each epoch would come in the order of the first one, and a checkpoint would hold
+one stream per object. The module is loaded when a run opens more than one loader.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from shoal.trainer.run_folder.resume_checks import look_at, unlike
 
 @runtime_checkable
 class Indexed(Protocol):
-    """A loader of samples with an index, which stands at one of them."""
+    """A loader over an indexed dataset, with a position in the stream of samples."""
 
     position: int
     samples: int
     under_way: bool
 
     def state(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return the position of the loader as JSON."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Continue at the position of a saved state."""
 
 
 class Streams(Protocol):
-    """What of a `Feed` is needed."""
+    """The attributes of a `Feed` that this module uses."""
 
     world: World
     loaders: list[Any]
@@ -40,16 +40,19 @@ class Streams(Protocol):
     told_of_another: bool
 
     def notice(self, text: str) -> None:
-        """Tell what all ranks find."""
+        """Report a line that holds for all ranks."""
 
     def seen(self, place: int) -> list[str]:
-        """Digests of some samples, on one rank."""
+        """Return digests of some samples of a loader's dataset, computed on one rank."""
 
 
 def take_over(feed: Streams, loader: Any, dataset: Any, workers: int, collate: Any) -> bool:
-    """Put a new loader in the place of one that came to the end of an epoch over the same samples.
+    """Replace a loader that ended its epoch by a new loader over the same samples, if possible.
 
-    Every rank calls it; one looks at the samples, and all do as it says.
+    Every rank calls it. One rank compares the samples, and all ranks follow its decision.
+
+    Returns:
+        Whether the new loader continues the stream of an earlier one.
     """
     if not isinstance(loader, Indexed):
         return False
@@ -80,9 +83,9 @@ def take_over(feed: Streams, loader: Any, dataset: Any, workers: int, collate: A
 
 
 def _is_same(seen: list[str], dataset: Any, workers: int) -> bool:
-    """Whether a dataset holds the samples that were seen of another one.
+    """Return whether a dataset holds the samples whose digests are given.
 
-    Both looks last so long, and no longer: on a busy machine one of them sees fewer samples.
+    Both readings are limited in time: on a busy machine one of them reads fewer samples.
     """
     again = look_at(dataset, workers) if seen else []
     return bool(again) and not unlike(seen, again)

@@ -1,13 +1,14 @@
-"""Which epoch a loop is in, so that a run that goes on ends where one without a break would.
+"""Epoch counter of a run, so that a resumed run ends where an uninterrupted one would.
 
     for epoch in run.epochs(3):        # 0, 1, 2; after a restore only what is left
         for batch in run.loader(data): ...
         run.save()
 
-A turn of the loop is an epoch. A checkpoint counts the turn it was written in as done if the turn's
-training was over: the loader had come to its end, or was left early, and not for a stop. With
-batches of the user's own nobody tells where an epoch ends: it is over if as many steps were taken
-as in an earlier one, and in the first epoch with the first save.
+One turn of the loop is one epoch. A checkpoint counts the turn in which it was written as done if
+the training of that turn was over: its loader had reached its end, or the user's code left the loop
+early, and not because of a stop. With the user's own batches Shoal cannot see where an epoch ends.
+Such a turn is over after as many steps as an earlier turn took, and in the first epoch with the
+first save.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from shoal.trainer.loaders.run_loaders import Feed
 
 
 class Epochs:
-    """Counts turns of `run.epochs`.
+    """Counter of the turns of `run.epochs`.
 
     Attributes:
-        done: turns that are over.
-        steps: taken in the turn that is under way.
-        length: steps of an earlier turn, 0 while there was none.
-        used: somebody asked for turns.
+        done: finished turns.
+        steps: steps taken in the current turn.
+        length: steps of an earlier turn; 0 before the first one ends.
+        used: the user's code has called `run.epochs`.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -37,11 +38,15 @@ class Epochs:
 
     @property
     def current(self) -> int:
-        """Turns that are over; without `turns`, how often the first loader came to its end."""
+        """Finished turns; without `turns`, how often the first loader reached its end."""
         return self.done if self.used else self.feed.passes()
 
     def turns(self, count: int, stopping: Callable[[], bool]) -> Iterator[int]:
-        """The numbers of the turns that are left of `count`. Errors: ConfigError for no count."""
+        """Yield the numbers of the remaining turns out of `count`.
+
+        Raises:
+            ConfigError: `count` is no count.
+        """
         if not isinstance(count, int) or count < 0:
             raise ConfigError(f"run.epochs({count!r}): a count of epochs is wanted; try: 1")
         if not self.used:
@@ -56,7 +61,7 @@ class Epochs:
             self.steps = 0
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps; nothing where turns are not counted."""
+        """Return the JSON state for a checkpoint; {} if turns are not counted."""
         if not self.used:
             return {}
         over = self._over()
@@ -67,7 +72,7 @@ class Epochs:
         }
 
     def restore(self, kept: dict[str, Any], notice: Callable[[str], None]) -> None:
-        """Go on from `state()`; `notice` is told what will be done twice."""
+        """Continue from a `state()`; report through `notice` which steps will be repeated."""
         self.used = self.used or "done" in kept
         self.done = int(kept.get("done", self.feed.passes()))
         self.steps = int(kept.get("steps", 0))
@@ -82,7 +87,7 @@ class Epochs:
         self.steps = 0
 
     def _is_cut_short(self) -> bool:
-        """Whether a stop ended this turn before its end: the rest of it is for the next start."""
+        """Return whether a stop ended this turn before its end; the next start does the rest."""
         whole = self.feed.at_end() if self.feed.state else 0 < self.length <= self.steps
         return bool(self.steps) and self._stopping() and not whole
 

@@ -1,10 +1,10 @@
-"""Where a run's batches come from: its loaders, where the stream stands, and what validation reads.
+"""Batches of a run: its loaders, their positions in the stream, and the batches of a validation.
 
-A checkpoint keeps the state of every loader, in the order in which they were opened, as it was when
-its last batch was committed; so batches may be taken ahead. After `restore` the loaders go on from
-there, whether they are opened before or after, in the same order. Asking again for a loader over
-the same dataset gives the same one, so `for batch in run.loader(data)` is a new epoch each time;
-so does one that is made anew for each epoch, where it holds the same samples.
+A checkpoint holds the state of every loader, in the order in which they were opened, as of the last
+committed batch; so batches may be prefetched. After `restore` the loaders continue there, whether
+they are opened before or after, in the same order. A second call for a loader over the same dataset
+returns the same loader, so `for batch in run.loader(data)` is a new epoch each time. The same holds
+for a dataset that is rebuilt for each epoch, if it has the same samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.data.loading.dataset_kind import is_indexed
 from shoal.data.loading.step_samples import StepBatch
 from shoal.fabric import World
 
-if TYPE_CHECKING:  # steps over batches of one's own do without
+if TYPE_CHECKING:  # a run over the user's own batches does not import these
     from shoal.config.differences import Difference
     from shoal.data.loading.iterable import IterableLoader
     from shoal.data.loading.loader import Loader
@@ -33,27 +33,27 @@ if TYPE_CHECKING:  # steps over batches of one's own do without
 
 @runtime_checkable
 class LeavesOut(Protocol):
-    """A loader of samples with an index: it need not hand all of them out."""
+    """A loader over an indexed dataset that can skip some of its samples."""
 
     position: int
     samples: int
     leaves_out: bool
 
     def leave_out(self, start: int, stop: int) -> None:
-        """None of the samples at these positions of the stream."""
+        """Exclude the samples at positions start … stop − 1 of the stream."""
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, and what it leaves out."""
+        """Return the position and the excluded samples as JSON."""
 
 
 class Feed:
-    """The loaders of one run; `state` is what a checkpoint keeps: one entry per loader, JSON.
+    """The loaders of one run; a checkpoint stores `state`: one JSON entry per loader.
 
     Args:
-        notice: tells what all ranks find, by rank 0.
-        tell: what one rank finds, by that one.
-        given: of "batch" and "micro_batch" those that the user fixed: a stream of sharded data
-            gives a micro-batch that was given at a time, else an eighth of the batch.
+        notice: reports a line that holds for all ranks; rank 0 writes it.
+        tell: reports a line of one rank; that rank writes it.
+        given: those of "batch" and "micro_batch" that the user fixed. A stream of sharded data
+            deals a micro-batch at a time if the user fixed it, else an eighth of the batch.
     """
 
     def __init__(
@@ -80,32 +80,33 @@ class Feed:
 
     @property
     def under_way(self) -> bool:
-        """Somebody stands in the middle of a loop over a loader, or over `run.steps`."""
+        """Return whether the user's code is inside a loop over a loader, or over `run.steps`."""
         return self._own_under_way or any(one.under_way for one in self.loaders)
 
     def passes(self) -> int:
-        """How often the first loader came to its end, by the batches that were used."""
+        """Return how often the first loader reached its end, counted by used batches."""
         kept = self.state[0] if self.state else {}
         if "samples" in kept:
             return int(kept["position"]) // int(kept["samples"])
         return int(kept.get("epoch", 0))
 
     def at_end(self) -> bool:
-        """Whether the first loader's last used batch was the last of its epoch."""
+        """Return whether the last used batch of the first loader was the last one of its epoch."""
         kept = self.state[0] if self.state else {}
         if "samples" in kept:
             return int(kept["position"]) % int(kept["samples"]) == 0
         return bool(kept) and kept["position"] == kept["epoch_start"]
 
     def open(self, dataset: Any, workers: int, collate: Any) -> AnyLoader:
-        """A loader of this rank's micro-batches, where the stream over `dataset` stands.
+        """Return a loader of this rank's micro-batches, at the stream's position in `dataset`.
 
-        Errors: ConfigError for an object that cannot be read, or a restored state of other data.
+        Raises:
+            ConfigError: the object cannot be read, or the restored state belongs to other data.
         """
         for known, (of, by, joined) in zip(self.loaders, self.settings, strict=True):
             if of is dataset and by == workers and joined is collate:
                 return known
-        if self.choose is not None:  # the micro-batch, by what a sample of these data takes
+        if self.choose is not None:  # choose the micro-batch by the memory of one sample
             choose, self.choose = self.choose, None
             choose(dataset, collate, workers)
         settings = {
@@ -119,7 +120,7 @@ class Feed:
         if hasattr(loader, "tell"):
             loader.tell = self.tell
         if hasattr(loader, "leaves_out"):
-            # Ranks that read the same samples would each leave out another.
+            # Ranks that read the same samples would each exclude different ones.
             alone = self.plan.layout.processes == self.world.size
             loader.leaves_out = alone and self.plan.unreadable > 0
         if self.loaders:
@@ -153,18 +154,18 @@ class Feed:
         return loader
 
     def seen(self, place: int) -> list[str]:
-        """Digests of some samples of a loader's dataset, taken once; [] without such a loader."""
+        """Return digests of some samples of a loader's dataset, computed once, by rank 0."""
         if place >= len(self.settings) or not self.world.is_first:
             return []
         if place not in self._seen:
-            from shoal.trainer.run_folder.resume_checks import look_at  # only who saves, or resumes
+            from shoal.trainer.run_folder.resume_checks import look_at  # for a save or a resume
 
             dataset, workers, _ = self.settings[place]
             self._seen[place] = look_at(dataset, workers)
         return self._seen[place]
 
     def differs(self, place: int, kept: dict[str, Any]) -> Difference | None:
-        """How the dataset of a loader that is open differs from the one of a saved state."""
+        """Return how the dataset of an open loader differs from the dataset of a saved state."""
         if not kept.get("seen") or place >= len(self.settings):
             return None
         from shoal.trainer.run_folder.resume_checks import other_samples
@@ -172,9 +173,10 @@ class Feed:
         return other_samples(kept["seen"], self.seen(place))
 
     def training(self, data: Any, workers: int, collate: Any) -> Iterable[Any]:
-        """One epoch of steps: over a dataset, split over ranks here, or this rank's own batches.
+        """Return one epoch of batches, from a dataset split over ranks or from this rank's own.
 
-        Errors: ConfigError for a DataLoader that gives each of several ranks the whole dataset.
+        Raises:
+            ConfigError: a DataLoader yields the whole dataset on each of several ranks.
         """
         if isinstance(data, IterableDataset) or (is_indexed(data) and not isinstance(data, list)):
             return self.open(data, workers, collate)
@@ -192,7 +194,7 @@ class Feed:
         return self._own(data)
 
     def _own(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same batches; while they are looped over, an epoch is under way."""
+        """Yield the user's batches and mark an epoch as under way during the loop."""
         self._own_under_way = True
         try:
             yield from batches
@@ -200,7 +202,7 @@ class Feed:
             self._own_under_way = False
 
     def consumed(self, batch: Any) -> None:
-        """A step used `batch`: remember where its loader stands now."""
+        """Record the loader's position after `batch`, which a step has used."""
         if not isinstance(batch, StepBatch):
             return
         for place, loader in enumerate(self.loaders):
@@ -209,11 +211,15 @@ class Feed:
                 self.state[place] = batch.after
 
     def can_leave_out(self, batch: StepBatch) -> bool:
-        """Whether the loader that made a batch can leave samples out: those with an index."""
+        """Return whether the loader of a batch can exclude samples: it needs an index."""
         return any(isinstance(one, LeavesOut) and id(one) == batch.stream for one in self.loaders)
 
     def leave_out(self, batch: StepBatch) -> tuple[int, int]:
-        """Leave out all from its loader's place to a batch's end; (place, samples of an epoch)."""
+        """Exclude the samples from the loader's position to the end of a batch.
+
+        Returns:
+            (first excluded position, samples of an epoch).
+        """
         for place, loader in enumerate(self.loaders):
             if isinstance(loader, LeavesOut) and id(loader) == batch.stream:
                 first = loader.position
@@ -223,14 +229,14 @@ class Feed:
         raise BugError("a batch of no loader")
 
     def restore(self, state: list[dict[str, Any]]) -> None:
-        """Go on where `state` was saved, also with loaders that are open already."""
+        """Continue at the positions of a saved `state`, also with loaders that are open already."""
         self.state = list(state)
         for loader, kept in zip(self.loaders, self.state, strict=False):
             if kept:
                 loader.restore(kept)
 
     def validation(self, data: Any, workers: int, collate: Any) -> MicroBatches:
-        """This rank's micro-batches of `data`, every sample once over all ranks.
+        """Return this rank's micro-batches of `data`; over all ranks each sample comes once.
 
         Args:
             data: a dataset (split over ranks here), or an iterable of this rank's own batches.
@@ -243,10 +249,11 @@ class Feed:
         return self.held_out(data, workers, collate)
 
     def held_out(self, data: Any, workers: int, collate: Any, micro_batch: int = 0) -> MicroBatches:
-        """As `validation`, for samples in any form: a dataset, a list, an iterable of samples.
+        """Return micro-batches as `validation`, for a dataset, a list, or an iterable of samples.
 
         Args:
-            micro_batch: samples per forward pass; 0: as in training, fewer where ranks had none.
+            micro_batch: samples per forward pass; 0: as in training, or fewer if some ranks would
+                have no sample.
         """
         from shoal.data.loading.loader import Loader
 
@@ -274,7 +281,7 @@ class Feed:
 
 
 def _refuse_collate(call: str, batches: Any, collate: Any) -> None:
-    """Errors: ConfigError for a collate function that nothing would call."""
+    """Raise ConfigError if the user passes a collate function that nothing would call."""
     if collate is not None:
         raise ConfigError(
             f"{call}: a {type(batches).__name__} is taken as batches that are made already, for "
@@ -284,7 +291,7 @@ def _refuse_collate(call: str, batches: Any, collate: Any) -> None:
 
 
 def _length(batches: Iterable[Any]) -> int:
-    """How many there are; 0 where that is not known, as in a DataLoader over a stream."""
+    """Return the number of batches; 0 if it is unknown, as for a DataLoader over a stream."""
     try:
         return len(batches) if isinstance(batches, Sized) else 0
     except TypeError:
@@ -293,13 +300,13 @@ def _length(batches: Iterable[Any]) -> int:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """One rank's micro-batches; `most`: how many the busiest rank has, 0 if that is not known."""
+    """Micro-batches of one rank; `most`: the count of the busiest rank, 0 if it is unknown."""
 
     batches: Iterable[Any]
     most: int
 
     def __iter__(self) -> Iterator[Any]:
-        """One after another, of whatever they come in."""
+        """Yield one micro-batch after another, from step batches or from the user's own batches."""
         for batch in self.batches:
             if isinstance(batch, StepBatch):
                 yield from (m.value for m in batch.micro_batches)
@@ -308,7 +315,7 @@ class MicroBatches:
 
 
 def is_told(dataset: Any) -> bool:
-    """Whether it is a stream of the library datasets, of which `open_dealt` says what it costs."""
+    """Return whether a dataset is a Hugging Face stream, whose cost `open_dealt` reports."""
     if "datasets" not in sys.modules:
         return False
     from shoal.data.loading.hf_layers import is_streaming
@@ -317,14 +324,15 @@ def is_told(dataset: Any) -> bool:
 
 
 def open_loader(dataset: Any, **settings: Any) -> AnyLoader:
-    """Make the loader for `dataset`: Loader if it is map-style, else IterableLoader.
+    """Return the loader for `dataset`: a Loader if it is map-style, else an IterableLoader.
 
-    Takes   settings: the keyword arguments of Loader; shuffle and turn are for datasets with an
-            index, and otherwise dropped
+    Args:
+        settings: the keyword arguments of Loader; shuffle and turn are for datasets with an index,
+            and are dropped otherwise.
 
     Raises:
-        ConfigError: if it has neither an index and a length nor `__iter__`, if it is a DataLoader,
-            which makes batches itself, and what the loader refuses.
+        ConfigError: the dataset has neither an index and a length nor `__iter__`; it is a
+            DataLoader, which makes batches itself; or the loader refuses it.
     """
     name = type(dataset).__name__
     if isinstance(dataset, DataLoader):

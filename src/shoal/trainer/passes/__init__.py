@@ -1,1 +1,1 @@
-"""Forward and backward passes: of a step, of a loop that writes them out, of an evaluation."""
+"""Forward and backward passes of a step, of a loop that writes them out, and of an evaluation."""

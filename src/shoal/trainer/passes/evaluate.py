@@ -1,4 +1,4 @@
-"""Validation: sums and counts over every sample once, whatever the layout.
+"""Validation: sums and counts over every sample once, in every layout.
 
 Each rank runs its micro-batches; sums and counts are added over ranks and divided once. Nothing is
 padded and no sample is counted twice, so the value does not depend on the number of processes.
@@ -25,11 +25,11 @@ from shoal.trainer.step.step_vector import StepVector
 from shoal.wire.phases import counting
 
 NONE, MORE, STOP = 0, 1, 2
-"""What a rank says before each of its micro-batches; the largest word counts for all."""
+"""Messages of a rank before each of its micro-batches; the largest value of all ranks applies."""
 
 
 class _StoppedError(Exception):
-    """A stop was asked for before the end; on all ranks alike."""
+    """Signal, raised on all ranks, that a stop was requested before the end."""
 
 
 @torch.no_grad()
@@ -42,19 +42,21 @@ def evaluate(
     *,
     stop: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
-    """Means over all samples of all ranks.
+    """Return means over all samples of all ranks.
 
     Args:
+        program: the run's.
         batches: this rank's micro-batches, pairs or dicts; ranks may hold different numbers.
+        loss: the run's loss.
         metrics: name → function(outputs, targets) giving (sum, count) or unreduced values.
-        stop: asked before every micro-batch; where any rank says yes, all leave.
+        call: as `call_model`.
+        stop: called before every micro-batch; if it returns True on any rank, all ranks stop.
 
     Returns:
-        `loss`, one value per name, and `targets`, the count that the loss was divided by; {} after
-        a stop.
+        `loss`, one value per name, and `targets`, the denominator of the loss; {} after a stop.
 
     Raises:
-        ConfigError: for a loss or metric that returns a mean, or a metric of a taken name.
+        ConfigError: a loss or metric returns a mean, or a metric has a reserved name.
     """
     check_metrics(metrics, "run.evaluate")
     measured = Measured(program, metrics)
@@ -78,7 +80,7 @@ def evaluate(
         return {}
     vector = StepVector()
     vector.add("loss_and_count", [0.0, 0.0])
-    guards = Guards(layout_guards(program))  # ranks that ran different blocks have another loss
+    guards = Guards(layout_guards(program))  # ranks that ran different blocks have different losses
     invariants = guards.invariants(0)
     vector.add_invariants(invariants, 0, program.world)
     if invariants:
@@ -95,9 +97,10 @@ def evaluate(
 def _passes(
     program: Program, batches: Iterable[Any], stop: Callable[[], bool] | None
 ) -> Iterator[tuple[Any, bool]]:
-    """(batch, whether it counts); where parameters are gathered, all ranks pass equally often.
+    """Yield (batch, whether it counts); if parameters are gathered, all ranks yield equally often.
 
-    Errors: ConfigError on all ranks where one has nothing at all to run with the others.
+    Raises:
+        ConfigError: some rank has no micro-batch to run with the others; on all ranks.
     """
     gathers = program.together and program.data.size > 1
     if stop is None and not gathers:
@@ -126,10 +129,10 @@ def _passes(
 
 @contextmanager
 def evaluating(program: Program) -> Iterator[list[bool]]:
-    """Evaluation mode inside, then every submodule's own mode again: some may be kept in it.
+    """Switch to evaluation mode inside; restore the mode of every submodule afterwards.
 
     Returns:
-        a list that holds something once a stop has ended it.
+        A list that is not empty after a stop.
     """
     training = [m for m in program.module.modules() if m.training]
     program.module.eval()

@@ -1,4 +1,4 @@
-"""The passes of one step in a loop that asks nobody: model, loss and backward whenever it likes.
+"""Passes of one step in a loop that calls model, loss and backward in any order.
 
     run.begin(None)
     run.step_state.written = passes = FreePasses(run.program, run.step_count, run.scale, run.flags)
@@ -6,10 +6,10 @@
     passes.backward(loss, share=1 / 4, last=False)        the last one's gradients travel at once
     run.update()
 
-The gradient is the mean over data-parallel ranks of what each adds up, as with torch's DDP and its
-neighbours: a mean of means, so that unequal counts of targets weigh as they weigh there; unless all
-passes come with their counts, by which they are weighed then (design §6). Generators are the
-process's own, in the order in which the loop draws from them.
+The gradient is the mean over data-parallel ranks of each rank's accumulated gradients, as with
+torch's DDP and other frameworks. This is a mean of means, with the same weights for unequal counts
+of targets as there. If all passes come with their counts, these are the weights (design §6). The
+passes use the process's own random generators, in the order in which the loop draws from them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PASSES, UNFINISHED = "backward passes", "unfinished passes"
 
 
 class FreePasses:
-    """The passes of one step on this rank.
+    """Forward and backward passes of one step on this rank, in any order.
 
     Attributes:
         count: backward passes until now.
     """
 
     spare = None
-    """There is no micro-batch to join others with: ranks make the same passes."""
+    """No micro-batch for passes of weight 0: all ranks make the same passes."""
 
     def __init__(
         self, program: Program, step: int, scale: float, flags: Callable[[], Flags]
@@ -62,11 +62,11 @@ class FreePasses:
 
     @property
     def under_way(self) -> bool:
-        """Whether a pass has begun whose gradients did not come."""
+        """Return whether a pass has begun whose backward has not run."""
         return self._at is not None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the model, in the run's format, on the run's device."""
+        """Run the model, in the run's dtype, on the run's device."""
         module = self.program.module
         if module.training and torch.is_grad_enabled():
             self._enter()
@@ -83,16 +83,18 @@ class FreePasses:
         retain_graph: bool = False,
         count: torch.Tensor | None = None,
     ) -> None:
-        """Add the gradients of `share` of a loss to this rank's.
+        """Run a backward pass of `share` × loss; add its gradients to this rank's.
 
         Args:
-            loss: without dims.
-            last: no pass of this step comes after it: sums may travel at once.
-            count: of what the loss is the mean of: its weight among the passes of the step, whose
-                shares then add up to 1 where they are less than 1 each.
+            loss: a scalar.
+            share: factor of the loss, such as 1 / (passes of the step).
+            last: no pass of this step comes after it, so the all-reduce may start at once.
+            retain_graph: as in `torch.Tensor.backward`.
+            count: denominator of the loss, a mean. It is the weight of this pass among the passes
+                of the step, whose shares then add up to 1 if they are less than 1 each.
 
         Raises:
-            ConfigError: for a loss that has dims, or no gradient.
+            ConfigError: the loss has dims, or no gradient.
         """
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
             got = described(loss, "loss.mean()")
@@ -108,7 +110,7 @@ class FreePasses:
         if count is None:
             total = self._enter().weighed(loss * share, torch.zeros((), device=loss.device))
         else:
-            # A mean of nothing is not a number, and weighs nothing.
+            # A mean over nothing is NaN, and has weight 0.
             summed = torch.where(count > 0, loss * count.to(loss), torch.zeros_like(loss))
             total = self._enter().weighed(summed, count)
             self._weighs, self._whole = True, share == 1.0
@@ -121,7 +123,11 @@ class FreePasses:
         self._leave()
 
     def finish(self) -> Tally:
-        """Sum up over all ranks, once. Errors: ConfigError on all where some made fewer passes."""
+        """Sum over all ranks, once.
+
+        Raises:
+            ConfigError: some rank made fewer passes; on all ranks.
+        """
         if self._tally is not None:
             return self._tally
         unfinished = {UNFINISHED: [float(self.under_way)]}
@@ -139,7 +145,7 @@ class FreePasses:
                 f"rank {many} {counts[many]}; every rank makes as many as any other"
             )
         weight = float(self.program.data.size)
-        if self._weighs:  # a loop that divides a loss itself makes several passes of share 1
+        if self._weighs:  # a loop that divides its losses itself makes passes of share 1
             weight = tally.count / (self.count if self._whole else 1)
         # A model may have run once more on some rank, whose BatchNorm then has one row more.
         uneven = tally.uneven or tally.numbers.sums(UNFINISHED)[0] > 0

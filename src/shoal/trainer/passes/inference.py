@@ -1,7 +1,7 @@
-"""The model's outputs for inputs of the user's own, on every rank, whatever the layout.
+"""Model outputs for the user's own inputs, on every rank and in every layout.
 
-Each rank gives its own inputs; ranks that hold parts of one copy of the model (tp, pp) give the
-same ones. Under pp the last stage tells the others what came out.
+Each rank passes its own inputs; ranks that hold parts of one copy of the model (tp, pp) pass the
+same ones. Under pp the last stage broadcasts the outputs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ def predict(program: Program, inputs: Any, call: str) -> Any:
     """Run the model in evaluation mode, without gradients.
 
     Args:
-        inputs: as the model takes them, of this rank.
+        program: the run's.
+        inputs: this rank's inputs, as the model takes them.
         call: as `call_model`.
 
     Returns:
-        its outputs, on this rank's device; logits of our language models.
+        The outputs, on this rank's device; for Shoal's language models, logits.
 
     Raises:
-        ConfigError: under cp, whose ranks hold a part of each sequence.
+        ConfigError: the layout has cp, whose ranks hold a part of each sequence.
     """
     if program.plan.layout.cp > 1:
         raise ConfigError(
@@ -41,7 +42,7 @@ def predict(program: Program, inputs: Any, call: str) -> Any:
     with evaluating(program):
         one = MicroBatch(program, _no_loss, 0, 0, (inputs, None), call, 1.0, torch.zeros(2))
         outputs = program.forward(program, one)
-        if isinstance(outputs, Unprojected):  # while the head's weights are gathered
+        if isinstance(outputs, Unprojected):  # now, while the head's weights are gathered
             with program.autocast():
                 outputs = outputs.logits()
     pipe = program.pipe
@@ -51,7 +52,8 @@ def predict(program: Program, inputs: Any, call: str) -> Any:
 def _from_last_stage(outputs: Any, pipe: World) -> Any:
     """Broadcast the outputs of the one rank that has them.
 
-    Errors: ConfigError, the same on all ranks, for outputs that are more than tensors and numbers.
+    Raises:
+        ConfigError: the outputs are more than tensors and numbers; the same on all ranks.
     """
     leaves: list[Any] = []
     told: dict[str, Any] = {"has": outputs is not None}
@@ -98,7 +100,7 @@ def _from_last_stage(outputs: Any, pipe: World) -> Any:
 
 
 PLAIN = (torch.Tensor, str, int, float)
-"""What can be told to another rank."""
+"""Types that can be broadcast to another rank."""
 
 
 def _no_loss(_outputs: Any, _targets: Any) -> Any:

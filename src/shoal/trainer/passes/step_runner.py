@@ -1,13 +1,13 @@
 """Run the optimizer steps of a program: micro-batches → passes → sum over ranks → update.
 
-    begin_batch      cut the batch into this rank's micro-batches
+    begin_batch      split the batch into this rank's micro-batches
     run_passes       forward and backward of each; sum gradients, loss and count over all ranks
-    accept_sums      let the guards look at the sums, before anything is updated
+    accept_sums      let the guards check the sums, before anything is updated
     update_weights   mean gradient, clipping, optimizer step; or a skip, on all ranks
 
 Loops that write the passes out themselves (`written_out_passes.py`, `free_passes.py`) come in
-between the first and the second, with the same sum and the same update. `Run` is what users see of
-it.
+between the first and the second, with the same sum and the same update. `Run` is the user's
+interface to this class.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class StepState:
     """A step between its first pass and its update.
 
     Attributes:
-        batch: what it was given.
-        data_wait_s: seconds that it waited for that.
+        batch: the batch of the step.
+        data_wait_s: seconds that the step waited for the batch.
         written: passes that the user's loop writes out, until they are summed up.
-        tally: what all ranks know together, after the passes.
+        tally: totals over all ranks, after the passes.
         values: means by name, for the step's result.
     """
 
@@ -71,16 +71,17 @@ class StepState:
 
 
 class StepRunner:
-    """Run the steps of one program; arguments as of `Run`.
+    """Runner of the steps of one program; arguments as in `Run`.
 
     Attributes:
         step_count: optimizer steps taken so far, skipped ones included.
-        step_state: what is known of the step under way.
-        spare: a micro-batch for passes without weight, whose numbers are well.
+        step_state: state of the current step.
+        spare: a micro-batch with finite numbers, for passes of weight 0.
         adjust: changes the final mean gradient.
-        lr_step: the step whose learning rate counts, where that is not `step_count`.
-        first_key: added to micro-batches' numbers, which are keys of randomness.
-        stopping: some rank asked for a stop, as all know; stop_wanted: this one did.
+        lr_step: the step that sets the learning rate, if it is not `step_count`.
+        first_key: added to the indices of micro-batches, which are keys of random generators.
+        stopping: some rank requested a stop, and all ranks know it.
+        stop_wanted: this rank requested a stop.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class StepRunner:
         self.step_count = self.first_key = 0
         self.step_state, self.spare = StepState(), None
         self.feed = Feed(plan, program.data, recorder.notice, recorder.here, given)
-        self.cut = plan.micro_batch if "micro_batch" in given else 0  # of batches of one's own
+        self.cut = plan.micro_batch if "micro_batch" in given else 0  # for the user's own batches
         self.adjust: Callable[[], None] | None = None
         self.lr_step: int | None = None
         self.metrics: Mapping[str, Metric] = {}
@@ -118,7 +119,7 @@ class StepRunner:
         self._saving: Saving | None = None
         self.skips, self.spikes = Skips(plan.skip_limit, plan.unreadable), Spikes(plan.spikes)
         self.rate = LearningRate(optimizer, length)
-        if program.owed is not None:  # first steps may be a share of the length
+        if program.owed is not None:  # the early int8 steps may be a share of the length
             program.owed.sums.length = length
         self.epochs_done = Epochs(self.feed)
         self.meeting = meeting_of(program.world)
@@ -131,10 +132,10 @@ class StepRunner:
 
     @property
     def saving(self) -> Saving:
-        """How this run saves; made when it is first asked for."""
+        """Return the writer of this run's checkpoints; made at first use."""
         if self._saving is None:
             from shoal.trainer.run_folder.run_saves import (
-                Saving,  # a run that never saves does without
+                Saving,  # imported only if the run saves
             )
 
             self._saving = Saving(self.program.world, self.recorder.events.emit, self.recorder.warn)
@@ -142,15 +143,18 @@ class StepRunner:
 
     @property
     def scale(self) -> float:
-        """What a loss is multiplied by before backward."""
+        """Return the factor of the loss before backward."""
         return self.loss_scale.value if self.loss_scale else 1.0
 
     def begin(self, batch: Any, *, is_own: bool = True) -> None:
-        """Begin a step, which has nothing of one before.
+        """Begin a step; its state is new.
 
         Args:
-            batch: what it is given; None: a loop of the user's calls the model itself.
-            is_own: False: nothing runs here on this batch, which others have.
+            batch: the batch of the step; None: the user's loop calls the model itself.
+            is_own: False: this rank runs no pass on this batch, other ranks do.
+
+        Raises:
+            ConfigError: the step before has no update yet.
         """
         if self.step_state.tally is not None:
             raise ConfigError(
@@ -168,7 +172,7 @@ class StepRunner:
         return share_of(self.program, batch, self.cut, self.first_key, self.spare)
 
     def run_passes(self, batch: Any) -> None:
-        """Run the passes of a step, and sum up over all ranks."""
+        """Run the passes of a step, and sum gradients, loss and count over all ranks."""
         share = self.begin_batch(batch)
         seen = self.guards.optimizer.state_checked
         first = None if seen else FirstStepLoss(self.loss, self.program, share.micro_batches)
@@ -188,7 +192,7 @@ class StepRunner:
             first.tell(self.recorder.notice)
 
     def flags(self) -> Flags:
-        """Return what this rank has to say to the others after its passes."""
+        """Return the values that this rank adds to the step's all-reduce after its passes."""
         step, measured = self.step_count + 1, self._measured
         return Flags(
             step=step,
@@ -202,14 +206,14 @@ class StepRunner:
         )
 
     def accept_sums(self, tally: Tally, spare: Any) -> None:
-        """Look at what all ranks know of a step, before its update.
+        """Let the guards check the totals of a step, before its update.
 
         Args:
-            tally: what they know.
+            tally: the totals over all ranks.
             spare: a micro-batch of this step.
 
         Raises:
-            ShoalError: what a guard found, the same on all ranks.
+            ShoalError: the finding of a guard, the same on all ranks.
         """
         self.step_state.tally = tally
         for guard in self.guards.at("agree", self.step_count + 1):
@@ -217,13 +221,13 @@ class StepRunner:
         if tally.unnamed or self._measured is not None:
             self.step_state.values = self.metric_sums().values(tally.measured, tally.unnamed)
         if not tally.broken:
-            self.spare = spare  # for a step that leaves nothing
+            self.spare = spare  # for a later step in which this rank has no batch
         self.stopping = tally.stop
         if tally.save_failed:
-            self.saving.settle()  # on all ranks; says what went wrong
+            self.saving.settle()  # on all ranks; reports the save's error
 
     def update_weights(self) -> StepResult:
-        """Step the optimizer by the mean gradient, or skip, on all ranks alike."""
+        """Step the optimizer by the mean gradient, or skip the update, on all ranks."""
         state, self.step_state = self.step_state, StepState()
         if (tally := state.tally) is None:
             raise ConfigError("run.update was called before run.forward_backward")
@@ -259,7 +263,7 @@ class StepRunner:
         return result
 
     def metric_sums(self) -> Measured:
-        """Return the sums by name, made when they are first asked for."""
+        """Return the sums of metrics by name; made at first use."""
         if self._measured is None:
             from shoal.trainer.step.logged_values import Measured
 

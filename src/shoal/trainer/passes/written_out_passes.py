@@ -1,4 +1,4 @@
-"""The passes of one step in a user's own loop: forward and loss are theirs, sums are Shoal's.
+"""Passes of one step in a user's own loop: the user runs forward and loss, Shoal sums.
 
     for micro in run.micro_batches(batch):          keys of randomness, autocast, no sum travels yet
         run.backward(loss_sum, count)               once or more, equally often in all of them
@@ -33,13 +33,13 @@ from shoal.trainer.step.step_vector import Invariant, StepNumbers
 
 @dataclass(frozen=True)
 class OwnMicroBatch:
-    """A micro-batch to run the model on, on its device and in its format.
+    """A micro-batch for the user's loop, on its device and in its dtype.
 
     Attributes:
-        inputs, targets: as the dataset gave them; of what is no pair (a dict, a tensor, three of
-            them) both are the whole of it: no loss that asks for targets is run here.
-        index: its number in the step, over all ranks; negative: it only joins the others, and
-            whatever its losses are, they weigh nothing.
+        inputs, targets: as the dataset returned them. If the batch is no pair (a dict, a tensor,
+            three of them), both are the whole batch.
+        index: its index in the step, over all ranks. Negative: the pass only takes part in the
+            collectives of other ranks, and its losses have weight 0.
     """
 
     inputs: Any
@@ -50,8 +50,17 @@ class OwnMicroBatch:
 class OwnPasses:
     """The micro-batches of one step on this rank, and the backward passes of each.
 
+    Args:
+        program: the run's.
+        share: this rank's micro-batches.
+        step: the step's number, a key of its random generators.
+        scale: factor of the losses before backward.
+        flags: returns this rank's `Flags`, after its passes.
+        graded: parameters whose gradients are checked for foreign writes.
+        is_first: this is the run's first step.
+
     Attributes:
-        spare: one whose numbers are well.
+        spare: a micro-batch with finite numbers.
     """
 
     def __init__(
@@ -89,7 +98,7 @@ class OwnPasses:
         self._counts: set[bool] = set()
 
     def run(self) -> Generator[OwnMicroBatch, None, None]:
-        """One after another; what is done between belongs to it."""
+        """Yield one micro-batch after another; backward calls in between belong to it."""
         reducer = reducer_of(self.program)
         for one in self._ready:
             reducer.arm(last=False, once=False)
@@ -100,14 +109,14 @@ class OwnPasses:
                 pair = isinstance(batch, tuple | list) and len(batch) == 2
                 inputs, targets = batch if pair else (batch, batch)
                 yield OwnMicroBatch(inputs, targets, one.index)
-            # Inputs of passes that are over need no memory.
+            # Free the inputs of finished passes.
             self._at = batch = inputs = targets = None
             self._gradients.check()
             reducer.passed(one.index != JOINING)
-            self._gradients.note()  # under zero2 sums of parts have come in
+            self._gradients.note()  # under zero2 sums of parts were added
 
     def log(self, measuring: Callable[[], Measured], values: Mapping[str, Any]) -> None:
-        """As `Run.log`."""
+        """Add named sums and counts, as `Run.log` does."""
         if self._at is None:
             raise ConfigError(
                 "run.log: no micro-batch is at hand; call it inside of the loop over "
@@ -123,7 +132,7 @@ class OwnPasses:
                 measuring().put(name, *value, where="run.log")
 
     def backward(self, loss: torch.Tensor, count: Any, *, retain_graph: bool) -> None:
-        """As `Run.backward`."""
+        """Run a backward pass, as `Run.backward` does."""
         one = self._at
         if one is None:
             raise ConfigError(
@@ -145,9 +154,9 @@ class OwnPasses:
             total.backward(retain_graph=retain_graph)
 
     def _counted(self, loss: torch.Tensor, count: Any) -> torch.Tensor:
-        """What a call adds to the step's count: the first one of a micro-batch what it says.
+        """Return the addend of a call to the step's count: 0 after the first call of a micro-batch.
 
-        Nothing is read from a device, for which the host would wait.
+        Nothing is read from a device, since the host would wait for it.
         """
         _, said = sum_and_count((loss, 0 if count is None else count), None, "run.backward")
         if not self._calls[-1]:
@@ -166,7 +175,7 @@ class OwnPasses:
         return torch.zeros_like(said)
 
     def _compare_counts(self) -> None:
-        """Errors: ConfigError for two counts in one micro-batch."""
+        """Raise ConfigError for two counts in one micro-batch."""
         told, self._unequal = self._unequal, []
         for first, other in told:
             if float(first) != float(other):
@@ -177,9 +186,11 @@ class OwnPasses:
                 )
 
     def finish(self) -> Tally:
-        """Sum up, and compare what ranks did.
+        """Sum over all ranks, and compare their numbers of calls.
 
-        Errors: ConfigError on all of them alike; for gradients that user code changed, where it did
+        Raises:
+            ConfigError: the calls differ, on all ranks; or user code changed gradients, on its
+                rank.
         """
         if self._at is not None or len(self._calls) < len(self._ready):
             raise ConfigError(
@@ -208,7 +219,7 @@ class OwnPasses:
         return tally if whole else replace(tally, count=1.0)
 
     def _compare(self, numbers: StepNumbers) -> None:
-        """Errors: ConfigError where a backward pass was left out or doubled somewhere."""
+        """Raise ConfigError if some micro-batch has more or fewer backward passes than others."""
         micro_batches, calls, squares = numbers.sums("backward_calls")
         if calls and micro_batches * squares == calls * calls:
             return  # as many in every micro-batch
@@ -234,12 +245,17 @@ CALLS = "fewest and most backward calls"
 
 
 def nobody(_outputs: Any, _targets: Any) -> Any:
-    """Stand in for a loss where it is the user's loop that has one."""
+    """Stand in for a loss if the user's loop computes its own."""
     return math.nan
 
 
 def described(loss: Any, near: str) -> str:
-    """Say what is given as a loss and is none; `near`: what makes one of a tensor with dims."""
+    """Return a description of an object that is no valid loss.
+
+    Args:
+        loss: the object.
+        near: an expression that makes a scalar of a tensor with dims.
+    """
     if not isinstance(loss, torch.Tensor):
         return type(loss).__name__
     if loss.dim():

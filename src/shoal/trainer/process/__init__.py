@@ -1,1 +1,1 @@
-"""The process of a rank: signals, uncaught errors, the watchdog beside it."""
+"""Process of a rank: its stop signals, uncaught errors, and the watchdog next to it."""

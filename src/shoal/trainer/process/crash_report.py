@@ -1,8 +1,8 @@
-"""What an error that ends a script says and leaves: loaded by `excepthook.py` when one does.
+"""Report of an error that ends a script; `excepthook.py` imports this module when one does.
 
-line        for the screen, with the user's own place
-lost_peer   whether it is another rank's fault, who tells that itself
-last_word   for the run folder, from which `shoal diagnose` reads who died of what
+line        for the screen, with the user's file and line
+lost_peer   the error of a rank that lost a peer, which reports its own error
+last_word   for the run folder, from which `shoal diagnose` reads why a rank died
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from shoal.trainer.metrics_recorder import Recorder
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What gloo says on the ranks that wait for one that is gone."""
+"""Messages of gloo on the ranks that wait for a dead one."""
 TRACEBACK_LINES = 25
 
 
 def line(error: ShoalError, trace: TracebackType | None, world: World | None) -> str:
-    """`shoal: FILE:LINE: message`, the place being the innermost that is the user's."""
+    """Return `shoal: FILE:LINE: message` for an error, at the innermost line of user code."""
     from shoal.base.text.user_frames import user_place
 
     rank = f"[rank {world.rank}] " if world is not None and world.size > 1 else ""
@@ -37,7 +37,7 @@ def line(error: ShoalError, trace: TracebackType | None, world: World | None) ->
 
 
 def lost_peer(error: BaseException, world: World | None) -> ShoalError | None:
-    """The error of a rank that waited for one that is gone, in one line; None for any other."""
+    """Return the one-line error of a rank whose peer is gone; None for any other error."""
     if world is None or world.size == 1 or not isinstance(error, RuntimeError):
         return None
     from shoal.fabric.collectives.link_failures import dead_link
@@ -51,7 +51,7 @@ def lost_peer(error: BaseException, world: World | None) -> ShoalError | None:
 
 
 def leave_page() -> None:
-    """Tell who watches this process that it ends, and with words of its own."""
+    """Report in the watch page that this process ends and prints its own error."""
     if phases.page is not None:
         phases.page.leave()
 
@@ -59,10 +59,11 @@ def leave_page() -> None:
 def last_word(
     recorder: Recorder, lease: RunLease | None
 ) -> Callable[[BaseException | None, int], None]:
-    """What an error that ends a loop of the user's own leaves: who died of what, and a free folder.
+    """Return a function that records why a user's own loop ended, and releases the run folder.
 
     Returns:
-        a function of (the error, exit status); None: another rank's fault, who tells itself.
+        A function of (the error, exit status). Error None: another rank failed, and reports it
+        itself.
     """
 
     def tell(error: BaseException | None, code: int) -> None:
@@ -72,7 +73,7 @@ def last_word(
             ours = isinstance(error, ShoalError)
             lines = [str(error)] if ours else "".join(format_exception(error)).splitlines()
             told = {"how": f"exit code {code}", "traceback": "\n".join(lines[-TRACEBACK_LINES:])}
-            with contextlib.suppress(Exception):  # a hook of the user's hears it too
+            with contextlib.suppress(Exception):  # a listener of the user's may raise
                 recorder.events.emit("worker_died", pid=os.getpid(), step=None, **told)
         if lease is not None:
             lease.release()

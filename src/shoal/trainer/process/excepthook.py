@@ -1,14 +1,15 @@
-"""An uncaught ShoalError in a user's script becomes one line with the user's own place in it.
+"""Exception hook that prints an uncaught ShoalError as one line with the user's file and line.
 
     shoal: train.py:34: loss returned a mean: ranks with unequal token counts would weigh wrongly …
 
 The exit status is the error's own (2: something to correct, 3: the numbers, 1: anything else).
-Under several ranks each rank that raises prints its line, with `[rank 1]` before it; a rank whose
-collective broke because a peer left says that in one line too, so that the peer's own line is not
-buried. Everything else goes the ordinary way, under several ranks as far as the functions of
-atexit: messages to peers that wait for this rank would keep it for ever. SHOAL_TRACEBACK=1 shows
-tracebacks. `shoal.parallelize` installs the hook, unless somebody else has one (IPython, a
-debugger); torch.distributed puts its own around the one it finds, which is taken for Python's.
+With several ranks each rank that raises prints its line, with `[rank 1]` before it. A rank whose
+collective broke because a peer left prints one line too, so that it does not bury the peer's own
+line. Every other error goes to the ordinary hook. With several ranks the process then ends after
+the functions of atexit: messages to peers that wait for this rank would block it for ever.
+SHOAL_TRACEBACK=1 shows tracebacks. `shoal.parallelize` installs the hook, unless another one is
+installed (IPython, a debugger). torch.distributed wraps the hook that it finds; such a wrapper
+counts as Python's.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from shoal.fabric import World
 
 
 def install() -> ShoalErrorHook:
-    """Take over `sys.excepthook` if it is Python's own or torch's; gives the hook that is in place.
+    """Replace `sys.excepthook` if it is Python's own or torch's; return the hook in place.
 
-    Call it again after a process group was made: torch then has wrapped whatever was there.
+    Call it again after a process group was made: torch has then wrapped the earlier hook.
     """
     current = sys.excepthook
     if isinstance(current, ShoalErrorHook):
@@ -40,12 +41,13 @@ def install() -> ShoalErrorHook:
 
 
 class ShoalErrorHook:
-    """What Python calls with an exception that nobody caught.
+    """Callable for `sys.excepthook`, which Python calls with an uncaught exception.
 
     Attributes:
-        ordinary: the hook that shows everything else.
+        ordinary: the hook that shows every other exception.
         world: the processes, once they are known.
-        last_word: keeps (the error, exit status) where the run is; None: another rank's fault.
+        last_word: records (the error, exit status) in the run folder; error None: another rank
+            failed.
     """
 
     def __init__(self, ordinary: Callable[..., Any]) -> None:
@@ -57,7 +59,7 @@ class ShoalErrorHook:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Print the line and end the process with the error's exit status."""
-        from shoal.trainer.process.crash_report import leave_page, line, lost_peer  # seldom wanted
+        from shoal.trainer.process.crash_report import leave_page, line, lost_peer  # rare
 
         told = error if isinstance(error, ShoalError) else lost_peer(error, self.world)
         if told is None or os.environ.get("SHOAL_TRACEBACK"):
@@ -72,7 +74,7 @@ class ShoalErrorHook:
         if told is None:
             goes_on = asked or prompt
             if self.world is not None and self.world.size > 1 and not goes_on:
-                # What was begun with peers may never end, and the teardown would wait for that.
+                # Communication with peers may never end, and the teardown would wait for it.
                 atexit._run_exitfuncs()
                 flush_streams()
                 os._exit(1)

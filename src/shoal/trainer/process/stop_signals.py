@@ -1,8 +1,8 @@
-"""Has signals of a person or a scheduler ask a run for a stop, which all ranks make after a step.
+"""Signal handlers that request a stop of the run, which all ranks make after a step.
 
-SIGTERM, Ctrl-C and SIGUSR1 (what Slurm sends by `--signal=USR1@120`) are noted wherever the rank
-is, and looked at where all ranks can stop together: after a step, and between two micro-batches of
-a validation.
+SIGTERM, Ctrl-C and SIGUSR1 (which Slurm sends by `--signal=USR1@120`) set a flag wherever the rank
+is. The run reads it where all ranks can stop together: after a step, and between two micro-batches
+of a validation.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_S = 0.5
-"""A Ctrl-C so soon after another signal is its echo: wrappers and launchers hand one on twice."""
+"""A Ctrl-C this soon after another signal is its copy: wrappers and launchers forward one twice."""
 
 
 def ask_on_signals(
     ask: Callable[[], None], own: Callable[[str], None] | None = None
 ) -> Callable[[], None]:
-    """Have the signals call `ask`.
+    """Install signal handlers that call `ask`.
 
     Args:
-        own: tells the user of a loop of their own: there what was ignored when it began (of a
-            background job) stays so, a second Ctrl-C ends it now, by KeyboardInterrupt, and a
-            thread that hears no signals (Ray's) goes on without.
+        own: reports a line to the user of their own loop. There a signal that was ignored before
+            (of a background job) stays ignored. A second Ctrl-C raises KeyboardInterrupt at once. A
+            thread that receives no signals (Ray's) installs nothing.
 
     Returns:
-        what puts back the handlers that were there before.
+        A function that restores the earlier handlers.
     """
     if own is not None and threading.current_thread() is not threading.main_thread():
         own("run.stop_on_signals: a process's main thread alone hears signals, this is another one")

@@ -1,12 +1,13 @@
-"""Has the ranks of a run watched from outside where Shoal's launcher is not there to do it.
+"""Client of the watchdog: watch the ranks of a run from outside, if Shoal's launcher does not.
 
-Under torchrun, srun, Ray and the like, and in a loop of one process, nobody outside of the ranks
-knows what they do. So on each node its first rank starts a small process without torch
-(launch/watchdog.py); every rank tells it, in a page of memory, of its steps and collectives, and
-answers it with stacks. The processes of several nodes talk to that of node 0
+Under torchrun, srun, Ray and the like, and in a loop of one process, nothing outside of the ranks
+knows their progress. So the first rank of each node starts a small process without torch
+(launch/watchdog.py). Every rank reports its steps and collectives to it in a page of shared memory,
+and answers it with stacks. The watchdogs of several nodes talk to that of node 0
 (launch/watch/remote_nodes.py).
 
-A node is here what has its own memory, numbers of processes and network: a machine or a container.
+A node here is a set of processes with one memory, pid namespace and network: a machine or a
+container.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from shoal.wire.stack_dumps import answer_for_stacks
 from shoal.wire.watch_page import PAGE_VARIABLE, Page, can_watch, tell_page
 
 LAUNCHERS = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SHOAL_NODE"}
-"""Variables of torchrun, srun and our starter of nodes, whose ranks are watched in any case."""
+"""Variables of torchrun, srun and Shoal's starter of nodes, whose ranks are watched in any case."""
 
 _kept: list[subprocess.Popen[str]] = []
-"""Its input ends when this process does."""
+"""The watchdog that this process started; its stdin closes when this process ends."""
 
 
 class Beside:
-    """This rank's page, which a process beside it reads; `leave` it when all is done.
+    """Watch page of this rank, which the watchdog reads; call `leave` when the run is closed.
 
     Attributes:
-        runs: how many of this process are open.
+        runs: open runs of this process.
     """
 
     def __init__(self, page: Page) -> None:
@@ -50,12 +51,12 @@ class Beside:
         self._fingerprints: Fingerprints | None = None
 
     def compare_collectives(self, world: World) -> None:
-        """Have the collectives of this rank's steps compared with the others', from now on."""
+        """Start to record fingerprints of this rank's collectives, to compare ranks."""
         if world.group is not None and self._fingerprints is None:
             self._fingerprints = Fingerprints(self.page, 1)
 
     def leave(self) -> None:
-        """A run is closed; after the last one nothing is watched."""
+        """Count a run as closed; after the last one the watch ends."""
         self.runs -= 1
         if self.runs <= 0:
             self.page.leave()
@@ -64,7 +65,7 @@ class Beside:
 
 
 _open: list[Beside] = []
-"""That of the runs that are open."""
+"""The watch of the open runs, if there is one."""
 
 
 def watch_from_outside(
@@ -74,15 +75,14 @@ def watch_from_outside(
     *,
     own: bool = False,
 ) -> Beside | None:
-    """Start the watch of a run; every rank calls it once its world is there.
+    """Start the watchdogs of a run; every rank calls it once its world exists.
 
     Args:
-        own: the processes were found for a loop of the user's own: it is watched whoever started
-            it.
+        own: the processes run a user's own loop: it is watched under any launcher.
 
     Returns:
-        None where nobody watches: Shoal's launcher does, or a system has no memory that two
-        processes reach by a name. While a run is open, others of its ranks are watched with it.
+        This rank's watch; None if Shoal's launcher watches the run, or the system has no named
+        shared memory. While a run is open, further runs of its ranks share its watch.
     """
     if LAUNCHERS.isdisjoint(environ) and not (own and _stands_alone(world)):
         return None
@@ -113,7 +113,7 @@ def watch_from_outside(
     page = Page.open({PAGE_VARIABLE: told[mine[0]]["paths"][mine.index(world.rank)]})
     if page is None:
         return None
-    atexit.register(page.leave)  # who ends without that was killed
+    atexit.register(page.leave)  # a process that ends without it was killed
     tell_page(page)
     answer_for_stacks(page)
     page.folder = folder
@@ -144,23 +144,26 @@ def _begun(beside: Beside, world: World) -> Beside:
 
 
 def _stands_alone(world: World) -> bool:
-    """Whether no launcher that is known started these processes: a person, Ray, Lightning's.
+    """Return whether no known launcher started these processes: a person, Ray or Lightning did.
 
-    A person at a prompt does nothing for hours, and nothing is wrong.
+    At an interactive prompt hours without a step are normal.
     """
-    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # torchrun's, which has its LAUNCHERS' too
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # torchrun has its LAUNCHERS too
         return False
     return world.size > 1 or not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
 
 
 def tell_disk(world: World) -> None:
-    """Tell this node's watch whether it keeps the events of a disk that rank 0 does not see."""
+    """Report to this node's watchdog that this node writes its events to its own disk."""
     if world.keeps and not world.is_first:
         _say({"keeps": True})
 
 
 def _identity() -> str:
-    """What processes have in common that reach each other's memory by /proc, and by loopback."""
+    """Return a key that is equal for processes of one machine, pid and net namespace.
+
+    Such processes reach each other's memory by /proc, and each other by loopback.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))])
@@ -169,12 +172,12 @@ def _identity() -> str:
 
 
 def _own_addresses(environ: Mapping[str, str]) -> list[str]:
-    """Addresses of this machine at which other ranks reach it, and then MASTER_ADDR."""
+    """Return addresses at which other ranks reach this machine, and last MASTER_ADDR."""
     return list(dict.fromkeys([*_connected(), *filter(None, [environ.get("MASTER_ADDR")])]))
 
 
 def _connected() -> Iterator[str]:
-    """This end's addresses of connections that leave this machine."""
+    """Yield this end's addresses of connections that leave this machine."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -191,10 +194,11 @@ def _connected() -> Iterator[str]:
 
 
 def _start(count: int, addresses: list[str]) -> dict[str, Any]:
-    """Start the process of a node; its pages' `paths`, none where it did not start.
+    """Start the watchdog of a node; return the `paths` of its pages, {} if it did not start.
 
     Args:
-        addresses: at the first of which it is to hear other nodes, `at`; none: there are no others.
+        addresses: the watchdog listens for other nodes at the first one that works, and returns it
+            as `at`; []: there are no others.
     """
     root = str(Path(OWN_FOLDER).parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -215,11 +219,11 @@ def _start(count: int, addresses: list[str]) -> dict[str, Any]:
 
 
 def _say(words: Mapping[str, Any]) -> None:
-    """Say something to the process, where this rank started one."""
+    """Send a message to the watchdog, if this rank started one."""
     for one in _kept:
         if one.stdin is not None:
             try:
                 one.stdin.write(f"{json.dumps(words)}\n")
                 one.stdin.flush()
-            except OSError:  # it has ended: the run goes on unwatched
+            except OSError:  # the watchdog has ended: the run continues unwatched
                 _kept.clear()

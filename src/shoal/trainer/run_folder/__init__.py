@@ -1,1 +1,1 @@
-"""The run folder: its lease, saves, extra files, and checks of a run that resumes."""
+"""Run folder of a training run: its lease, saves, extra files, and the checks of a resume."""

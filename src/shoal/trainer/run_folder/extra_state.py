@@ -1,11 +1,11 @@
-"""What users save beside a run: a scheduler's state, the best value so far, where an epoch is.
+"""JSON encoding of the values that users save with a run, such as the state of a scheduler.
 
-Written as JSON into the checkpoint's record, and read back as the same Python values: JSON has no
-infinity, no tuples and no keys but strings, and a scheduler's state has all three.
+The values stand in the record of the checkpoint and are decoded to the same Python values. JSON has
+no infinity, no tuples and no keys but strings, and the state of a scheduler has all three.
 
     plain          None, bool, int, float, str, lists, dicts with strings as keys
     {"": KIND, …}  tuple, set, Counter, dict with other keys, inf and nan, a tensor without dims
-    objects        with `state_dict()`, in whose place that stands
+    objects        with `state_dict()`, which stands in place of the object
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from shoal.base.errors import ConfigError
 from shoal.fabric import World
 
 MOST_BYTES = 2**20
-"""Of all that is saved so: it is read whole with every checkpoint's manifest."""
+"""Limit of all extra values together: every reader of a manifest reads them whole."""
 
 KINDS = {"tuple": tuple, "set": set, "deque": deque}
-"""Sequences that JSON has not, by the names they are written under."""
+"""Sequence types that JSON lacks, by the names under which they are written."""
 
 
 def encoded(value: Any, name: str = "extra") -> Any:
-    """Turn a value into JSON that `decoded` gives it back from.
+    """Return a value as JSON that `decoded` turns into the same value.
 
-    Errors: ConfigError for what is no plain value, with its place.
+    Raises:
+        ConfigError: the value, or one inside it, is not plain; the message names its place.
     """
     if hasattr(value, "state_dict") and not isinstance(value, type):
         return encoded(value.state_dict(), f"{name}.state_dict()")
@@ -65,7 +66,7 @@ def _encoded_dict(value: Mapping[Any, Any], name: str) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Turn what `encoded` wrote into the value again."""
+    """Return the value that `encoded` wrote as JSON."""
     if isinstance(value, list):
         return [decoded(one) for one in value]
     if not isinstance(value, dict):
@@ -85,9 +86,10 @@ def decoded(value: Any) -> Any:
 
 
 def agreed(extra: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Encode what every rank gave, which must be the same.
+    """Encode the extra values of every rank, which must be equal.
 
-    Errors: ConfigError, the same on all ranks, for what differs; as `encoded`.
+    Raises:
+        ConfigError: the same on all ranks, if ranks differ, or `encoded` refuses a value.
     """
     if not isinstance(extra, Mapping):
         raise ConfigError(
@@ -97,7 +99,7 @@ def agreed(extra: Mapping[str, Any], world: World) -> dict[str, Any]:
     try:
         told = {str(name): encoded(one, f"extra.{name}") for name, one in extra.items()}
         failure = ""
-    except ConfigError as error:  # on some ranks only, maybe: all must leave together
+    except ConfigError as error:  # maybe on some ranks only: all ranks must raise together
         told, failure = {}, str(error)
     failures = [line for line in world.gather_json(failure) if line]
     if failures:

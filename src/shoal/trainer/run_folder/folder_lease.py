@@ -1,6 +1,6 @@
-"""A run folder belongs to one run at a time; all ranks see the same one, or each node its own.
+"""Lease of a run folder: one run at a time owns it, shared by all ranks or one per node.
 
-What is written into it beside steps, traces of some and copies of checkpoints, begins here too.
+The module also starts the step traces and the checkpoint copies that are written into the folder.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from shoal.trainer.metrics_recorder import Recorder
 
 
 def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | None:
-    """See who shares `folder`, and take it, unless `shoal train` has taken it already.
+    """Find out which ranks share `folder`, and acquire its lease unless `shoal train` holds it.
 
     Args:
-        tell: one line for the user, where nodes do not, or what is there cannot be read.
+        tell: writes one line for the user if nodes do not share the folder, or a log is damaged.
 
-    Errors: the same on all ranks: CheckpointError naming the process that has it; ConfigError for
-    a folder that ranks of one machine do not share.
+    Raises:
+        CheckpointError: the same on all ranks; another process holds the lease, and the message
+            names it.
+        ConfigError: the ranks of one machine do not share the folder.
     """
     taken = bool(os.environ.get("SHOAL_RUN_FOLDER"))
     if not taken:
@@ -61,10 +63,11 @@ def own(folder: Path, world: World, tell: Callable[[str], None]) -> RunLease | N
 
 
 def check_shared(folder: Path, world: World) -> None:
-    """Look whether every rank sees the run folder that rank 0 sees; else each node has its own.
+    """Check that every rank sees the run folder of rank 0; else register one folder per node.
 
-    Errors: ConfigError, the same on all ranks, where ranks of one machine do not share it, or rank
-    0 may not write there.
+    Raises:
+        ConfigError: the same on all ranks; ranks of one machine do not share the folder, or rank 0
+            may not write there.
     """
     probe, refusal = folder / f".probe-{os.getpid()}", ""
     if world.is_first:
@@ -85,7 +88,7 @@ def check_shared(folder: Path, world: World) -> None:
 
 
 def cannot_write(folder: Path, failure: OSError) -> str:
-    """Say why a run cannot have a folder: the disk, or whose it is."""
+    """Return the message for a folder that cannot be written: the reason and the owner."""
     whose = ""
     with contextlib.suppress(OSError, KeyError, ImportError):
         import pwd  # no such thing on Windows
@@ -99,14 +102,14 @@ def cannot_write(folder: Path, failure: OSError) -> str:
 
 
 def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None:
-    """A run that starts from zero must not mix its checkpoints with those of an earlier one.
+    """Refuse to start at step 0 in a folder that holds checkpoints of an earlier run.
 
     Args:
-        remote: address of the folder they are copied to; "" none.
+        remote: address of the folder of remote copies; "" none.
 
     Raises:
-        ConfigError: the same on all ranks, when the folder, or the remote one, holds checkpoints
-            nobody restored.
+        ConfigError: the same on all ranks; the folder, or the remote one, holds checkpoints
+            that were not restored.
     """
     found = find(folder / "checkpoints") if world.keeps else []
     told = world.gather_json(found[0].step if found else None)
@@ -126,7 +129,7 @@ def refuse_old_checkpoints(folder: Path, world: World, remote: str = "") -> None
 
 
 def check_beside(plan: Plan, folder: object) -> None:
-    """Errors: ConfigError for a trace or copies without a folder, or an unknown address."""
+    """Raise ConfigError for a trace or remote without a run folder, or a bad remote address."""
     if folder is None:
         told = (
             f"trace = {plan.trace}: is" if plan.trace else f"remote = {plan.remote}: copies what is"
@@ -139,7 +142,7 @@ def check_beside(plan: Plan, folder: object) -> None:
 
 
 def start_beside(plan: Plan, folder: Path, recorder: Recorder) -> list[Callable[[], None]]:
-    """Start the trace and the copies that a plan asks for; what each is ended by."""
+    """Start the trace and the remote copies of a plan; return the functions that end them."""
     ends: list[Callable[[], None]] = []
     if plan.trace:
         from shoal.trainer.step_trace import StepTrace

@@ -1,8 +1,9 @@
-"""Keeps in a run's folder what a checkpoint needs besides to be opened by transformers: `hub/`.
+"""Files in `hub/` of a run folder that let transformers open a checkpoint of the run.
 
-A save of a module that is a `PreTrainedModel` itself leaves its configuration there, `shoal train`
-on text its tokenizer, a loop of one's own the one that it gave to `parallelize`. On a full disk the
-run goes on without. Nothing here imports transformers: where nobody did, no model is one of its.
+A save of a module that is itself a `PreTrainedModel` writes its configuration there. `shoal train`
+on text writes its tokenizer; the user's own loop the tokenizer that it passed to `parallelize`. On
+a full disk the run continues without them. Nothing here imports transformers: if the user's code
+did not import it, no model is one of its models.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shoal.parallel.build.pretrained import pretrained_class
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers, not one that has such a model inside."""
+    """Return whether a module itself is a transformers model, and does not only contain one."""
     kind = pretrained_class()
     return kind is not None and isinstance(module, kind)
 
@@ -40,23 +41,24 @@ def is_pretrained(module: nn.Module) -> bool:
 def keep_config(
     module: nn.Module, aliases: Mapping[str, str], folder: Path | None
 ) -> tuple[dict[str, Any], str]:
-    """Write the configuration of a model of transformers to `folder/hub`, if it is one.
+    """Write the configuration of a transformers model to `folder/hub`, if the module is one.
 
-    A cache of keys and values that is off for training alone is on again in what is written.
+    If the user turned the key-value cache off for training only, the written file turns it on
+    again.
 
     Args:
-        aliases: further names of tied weights → the name they are kept under.
+        aliases: further names of tied weights → the name under which they are saved.
         folder: of the run; None on processes that write nothing.
 
     Returns:
-        what the checkpoint's record says of it, the same on every rank, and a line for the user
-        where the configuration holds what is no JSON.
+        The keys for the checkpoint's record, the same on every rank, and a line for the user if the
+        configuration holds values that JSON lacks.
     """
     if not is_pretrained(module):
         return {}, ""
     try:
         files = _configs(module)
-    except (TypeError, ValueError) as failure:  # whatever a user put into it
+    except (TypeError, ValueError) as failure:  # a value of the user's is no JSON
         return {}, (
             f"model: its config cannot be written ({failure}), so what `shoal checkpoint export` "
             f"writes of this run has no config.json; try: take out of model.config what is no "
@@ -68,7 +70,11 @@ def keep_config(
 
 
 def _configs(module: Any) -> dict[str, str]:
-    """The files of a model's configuration, as texts. Errors: TypeError for what is no JSON."""
+    """Return the configuration files of a model as texts.
+
+    Raises:
+        TypeError: a value of the configuration is no JSON.
+    """
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     files: dict[str, str] = {}
@@ -81,10 +87,10 @@ def _configs(module: Any) -> dict[str, str]:
 
 
 def untold_ties(module: Any, aliases: Mapping[str, str]) -> list[str]:
-    """Names of tied weights of a model of transformers that its own configuration does not tie.
+    """Return the names of tied weights that the configuration of a transformers model does not tie.
 
     Args:
-        aliases: further names of tied weights → the name they are kept under.
+        aliases: further names of tied weights → the name under which they are saved.
     """
     told = dict(getattr(module, "all_tied_weights_keys", None) or {})  # target → source
     return [
@@ -99,7 +105,7 @@ def keep_tokenizer(tokenizer: Any, spec: str, folder: Path) -> None:
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
-        spec: `data.tokenizer`, beside whose file the words of transformers about it may lie.
+        spec: `data.tokenizer`; transformers' own files about it may lie next to its file.
     """
     from shoal.data.text.text_files import END_NAMES
 
@@ -121,7 +127,7 @@ def keep_tokenizer(tokenizer: Any, spec: str, folder: Path) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Errors: ConfigError for what is no tokenizer of `tokenizers` or transformers."""
+    """Raise ConfigError if an object is no tokenizer of tokenizers or transformers."""
     if not callable(getattr(tokenizer, "save_pretrained", None)) and not _is_plain(tokenizer):
         said = tokenizer if isinstance(tokenizer, str) else type(tokenizer).__name__
         raise ConfigError(
@@ -135,9 +141,9 @@ def _is_plain(tokenizer: Any) -> bool:
 
 
 def keep_given(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer of a loop of one's own to `folder/hub`; one process calls it.
+    """Write the tokenizer of a user's own loop to `folder/hub`; one process calls it.
 
-    A file that is there already is left alone where it is the same: a save costs no more then.
+    An equal file stays as it is, so that a further save costs nothing.
     """
     if _is_plain(tokenizer):
         path = folder / HUB / TOKENIZER

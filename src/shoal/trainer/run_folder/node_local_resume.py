@@ -1,8 +1,8 @@
-"""Goes on from a peer's checkpoint where nodes share no disk, and says what a node missed.
+"""Resume from a peer's checkpoint on nodes without a shared disk, with the rows a node missed.
 
-Each node keeps the run's checkpoints, metrics.jsonl and lines for the user on its own disk, and its
-own ranks' events. A node that was away lacks some: the newest checkpoint and the rows of the steps
-in between come from a peer, and one line of its events.jsonl says so.
+Each node writes the run's checkpoints, metrics.jsonl and lines for the user to its own disk, and
+the events of its own ranks. A node that was away lacks some of them. A peer sends the newest
+checkpoint and the rows of the steps in between, and one line in the node's events.jsonl reports it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from shoal.trainer.metrics_recorder import Recorder
 from shoal.trainer.run_folder.run_saves import Saving
 
 ROWS_BYTES = 8 << 20
-"""Of metrics.jsonl that a node gets from a peer at most: about 15,000 steps."""
+"""At most so many bytes of metrics.jsonl come from a peer: about 15,000 steps."""
 
 
 class Bound(Protocol):
-    """What of a run (`run.py`) it takes to ask the other nodes."""
+    """The attributes of a run (`run.py`) that the exchange with other nodes needs."""
 
     program: Program
     recorder: Recorder
 
     @property
     def saving(self) -> Saving:
-        """How it saves."""
+        """The saver of the run's checkpoints."""
 
 
 def told(folder: Path, world: World) -> str:
-    """The line that says how a run without a shared folder keeps its checkpoints."""
+    """Return the line that reports how a run without a shared folder stores its checkpoints."""
     disks = sorted(set(world.keepers))
     return (
         f"run.folder = {folder}: lies on {len(disks)} disks (of ranks {', '.join(map(str, disks))} "
@@ -47,22 +47,22 @@ def told(folder: Path, world: World) -> str:
 
 
 def bring(run: Bound, folder: Path, only: int | None, remote: Callable[[], None]) -> int | None:
-    """Have the newest checkpoint of all nodes on each disk; every rank calls it.
+    """Fetch the newest checkpoint of all nodes to each disk; every rank calls it.
 
     Args:
-        only: the step that is wanted, and no other.
-        remote: brings a newer one from a remote folder to rank 0's disk.
+        only: the step to fetch, and no other.
+        remote: fetches a newer checkpoint from a remote folder to rank 0's disk.
 
     Returns:
-        its step; None where there is none, or none of that step.
+        The step of the checkpoint; None if there is none, or none of that step.
 
     Raises:
-        as `bring_newest`.
+        CheckpointError: as `bring_newest`.
     """
     own, emit = run.program.world, run.recorder.events.emit
-    # An adopted group of NCCL alone carries nothing of the host's.
+    # An adopted group with NCCL alone cannot send host tensors.
     world = own if own.messages.type == "cpu" else run.saving.prepare().world
-    # Of another folder than the run's, which all may see, nobody lacks anything.
+    # A folder other than the run's may be visible to all ranks: then no node lacks a checkpoint.
     root, keepers = folder / "checkpoints", world.keepers
     found = bring_newest(root, keepers, world, emit, only)
     if run.program.plan.remote:
@@ -77,10 +77,11 @@ def bring(run: Bound, folder: Path, only: int | None, remote: Callable[[], None]
 
 
 def bring_rows(folder: Path, found: Brought, keepers: Keepers, world: World, emit: Emit) -> None:
-    """Bring metrics.jsonl up to the step of a checkpoint that came from a peer; all ranks call it.
+    """Extend metrics.jsonl to the step of a checkpoint that came from a peer; all ranks call it.
 
-    Rows that a node has of steps after its own newest checkpoint go: its peers took those again.
-    The newest ROWS_BYTES come; what a node lacks then is said in its events.jsonl.
+    Rows of steps after the node's own newest checkpoint are cut: its peers repeated those steps.
+    The peer sends the newest ROWS_BYTES; an event in events.jsonl reports the rows that are still
+    missing.
     """
     path, lacks = folder / "metrics.jsonl", world.rank in found.lacked
     if lacks:
@@ -109,13 +110,13 @@ def bring_rows(folder: Path, found: Brought, keepers: Keepers, world: World, emi
 
 
 def _step(line: bytes) -> int:
-    """The step of a row; 0 for a line that cannot be read."""
+    """Return the step of a row; 0 for a line that cannot be parsed."""
     row = parse_step(line)
     return int(row["step"]) if row else 0
 
 
 def _last_step(path: Path) -> int:
-    """The newest step that a metrics.jsonl has a row of; 0 without any."""
+    """Return the newest step that has a row in a metrics.jsonl; 0 without any."""
     try:
         with path.open("rb") as file:
             newest = itertools.islice(lines_from_end(file), 8)
@@ -125,7 +126,7 @@ def _last_step(path: Path) -> int:
 
 
 def _rows(path: Path, after: int, to: int) -> str:
-    """The newest rows of steps after one, to another, as many as are sent."""
+    """Return the newest rows of steps after + 1 … to, at most ROWS_BYTES of them."""
     kept, size_bytes = list[bytes](), 0
     try:
         with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""Whether a run that goes on is the run that its checkpoint was taken of, and what is not.
+"""Comparison of a resumed run with the run that wrote its checkpoint.
 
-What is compared a checkpoint keeps: settings, versions, the user's own source, and some samples of
-the data. `shoal train --resume` stops at what changes the result; a loop of the user's own, whose
-arguments may change on purpose, is told.
+A checkpoint stores what is compared: settings, versions, the user's own source, and digests of some
+samples. `shoal train --resume` stops at a difference that changes the result. A user's own loop,
+whose arguments may change on purpose, prints a warning.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from shoal.trainer.guards.optimizer_checks import LearningRate
 from shoal.trainer.metrics_recorder import Recorder
 
 STRICT = "SHOAL_RESUME"
-"""Environment variable of `shoal train`: `strict` where a difference stops a resume."""
+"""Environment variable of `shoal train`: with `strict` a difference stops a resume."""
 LOOKS, LOOK_S, LOOK_AT_MOST_S = 16, 0.1, 5.0
-"""Samples that are looked at, how long about, and how long another process is waited for."""
+"""Samples to digest, seconds for them, and seconds to wait for the process that reads them."""
 CHOSEN = "micro_batch_chosen"
-"""In a checkpoint's record: the micro-batch is Shoal's choice, and follows the layout."""
+"""Key of a checkpoint's record: Shoal chose the micro-batch, so it follows the layout."""
 GOLDEN = 0.6180339887498949
-"""Steps of this share of a whole meet every part of it early, whenever one stops."""
+"""A stride of this share of a range spreads the first indices evenly, wherever the walk stops."""
 
 
 class Looked(Protocol):
-    """The loaders of a run (`run_loaders.py`), as far as their data is compared."""
+    """The methods of a run's loaders (`run_loaders.py`) that compare their data."""
 
     def seen(self, place: int) -> list[str]:
-        """Digests of some samples of a loader's dataset."""
+        """Return digests of some samples of a loader's dataset."""
 
     def differs(self, place: int, kept: dict[str, Any]) -> Difference | None:
-        """How a loader's dataset differs from that of a saved state."""
+        """Return how a loader's dataset differs from the dataset of a saved state."""
 
 
 class Compared(Protocol):
-    """What of a run (`run.py`) is compared."""
+    """The attributes of a run (`run.py`) that a resume compares."""
 
     program: Program
     optimizer: torch.optim.Optimizer
@@ -66,13 +66,14 @@ class Compared(Protocol):
 
     @property
     def feed(self) -> Looked:
-        """Its loaders."""
+        """The loaders of the run."""
 
 
 def facts_of(run: Compared) -> dict[str, Any]:
-    """What a checkpoint keeps besides a plan; asked at a start, when what runs is what lies there.
+    """Return the facts that a checkpoint stores for comparison: versions, source and settings.
 
-    `settings` are those of `parallelize`; for `shoal train` its run.toml is kept in their place.
+    They are collected at the start, when the source on disk is the source that runs. `settings` are
+    those of `parallelize`; a run of `shoal train` stores its run.toml in their place.
     """
     plan, schedule = run.program.plan, run.rate.length.schedule
     settings: dict[str, Any] = {"clip": plan.clip, "average": plan.average, "call": plan.call}
@@ -87,11 +88,11 @@ def facts_of(run: Compared) -> dict[str, Any]:
 
 
 def kept_micro_batch(folder: Path, world: World) -> int:
-    """Return the micro-batch that an earlier start of a run in a folder chose; 0: none did.
+    """Return the micro-batch that an earlier start of a run chose; 0 if Shoal chose none.
 
     Args:
-        folder: of the run; its newest checkpoint tells.
-        world: all ranks, of which rank 0 reads.
+        folder: of the run; its newest checkpoint holds the size.
+        world: all ranks; rank 0 reads.
     """
     size = 0
     if world.is_first:
@@ -99,22 +100,22 @@ def kept_micro_batch(folder: Path, world: World) -> int:
             try:
                 record = read_manifest(found.path).record
             except CheckpointError:
-                continue  # whoever restores it says what is wrong with it
+                continue  # the restore reports what is wrong with it
             size, batch = int(record.get("micro_batch", 0)), int(record.get("batch", 1))
-            # Before 0.2 nobody wrote down who chose; an eighth was the default.
+            # Records before 0.2 do not say who chose; the default was an eighth of the batch.
             size = size if record.get(CHOSEN, size == turn_of(batch)) else 0
             break
     return int(world.broadcast_json(size))
 
 
 def compare(run: Compared, record: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """Find what differs from a checkpoint that is about to be taken; all ranks call it.
+    """Compare this run with the record of a checkpoint before it is loaded; all ranks call it.
 
     Returns:
-        lines for the user, and whether anything of it changes the result.
+        Lines for the user, and whether any difference changes the result.
 
     Raises:
-        ConfigError: the same on all ranks, where `shoal train` must not go on by itself.
+        ConfigError: the same on all ranks, if `shoal train` must not resume by itself.
     """
     said: list[Any] = [[], "", False]
     if run.program.world.is_first:
@@ -132,10 +133,10 @@ def compare(run: Compared, record: Mapping[str, Any]) -> tuple[list[str], bool]:
 
 @contextlib.contextmanager
 def explained(run: Compared, record: Mapping[str, Any]) -> Iterator[None]:
-    """Name what has changed in the configuration, where a checkpoint cannot be taken for it.
+    """Add the changed configuration keys to the error of a checkpoint that cannot be loaded.
 
     Raises:
-        CheckpointError, ConfigError: what the block raises, with the keys that have changed.
+        CheckpointError, ConfigError: the block raised one; the message names the changed keys.
     """
     try:
         yield
@@ -154,11 +155,12 @@ def explained(run: Compared, record: Mapping[str, Any]) -> Iterator[None]:
 
 
 def tell_resumed(run: Compared, path: Path, found: list[str], changes: bool, *, here: bool) -> None:
-    """Say from which checkpoint a run goes on, and what is not as it was.
+    """Report from which checkpoint a run resumes, and what differs.
 
     Args:
-        found, changes: as `compare` gives them.
-        here: the run's folder goes on; False: a tag may be only looked at.
+        found, changes: the results of `compare`.
+        here: the run continues in its own folder; False: the checkpoint of a tag, maybe only to
+            look at it.
     """
     if run.program.world.keeps:
         told = {"differs": found, "changes_result": changes}
@@ -196,12 +198,13 @@ def _differences(run: Compared, record: Mapping[str, Any]) -> list[Difference]:
 
 
 def look_at(dataset: Any, workers: int) -> list[str]:
-    """Digests of a few samples, spread over a dataset; [] where it has no index, or raises.
+    """Return digests of a few samples, spread over a dataset; [] without an index, or if it raises.
+
+    The draws of samples use fixed seeds, and the random generators keep their states.
 
     Args:
-        workers: processes that read it for the run, as `read_apart` has them.
-
-    Samples are drawn with fixed seeds, and the generators stand as before afterwards.
+        dataset: any dataset.
+        workers: processes that read it for the run, as in `read_apart`.
     """
     return read_apart(_look, dataset, workers) if is_indexed(dataset) else []
 
@@ -209,14 +212,15 @@ def look_at(dataset: Any, workers: int) -> list[str]:
 def read_apart(
     read: Callable[[Any], list[Any]], dataset: Any, workers: int, at_most_s: float = LOOK_AT_MOST_S
 ) -> list[Any]:
-    """Return what `read` finds in a dataset, as JSON; [] where a process is needed and cannot be.
+    """Return the JSON result of `read` on a dataset; [] if it needs a process that cannot start.
 
     Args:
         read: reads some samples.
-        dataset: is read in this process.
-        workers: processes that read it for the run. Above 0 one more reads it here too, since a
-            dataset may open its files when it is first read, and workers must find them closed.
-        at_most_s: how long that other process is waited for.
+        dataset: read in this process, if there are no workers.
+        workers: processes that read the dataset for the run. Above 0 a forked process reads it here
+            too, since a dataset may open its files at the first read, and workers must find them
+            closed.
+        at_most_s: seconds to wait for that process.
     """
     if not workers:
         return read(dataset)
@@ -226,7 +230,7 @@ def read_apart(
     pid = os.fork()
     if not pid:
         try:
-            torch.set_num_threads(1)  # those of the parent are not here
+            torch.set_num_threads(1)  # a fork has no threads of the parent
             with open(sending, "wb") as pipe:
                 pipe.write(json.dumps(read(dataset)).encode())
         finally:
@@ -246,13 +250,13 @@ def read_apart(
 
 
 def spread_indices(count: int, most: int) -> Iterator[int]:
-    """Yield up to `most` indices below `count`, none twice, spread wherever one stops.
+    """Yield up to `most` distinct indices below `count`, spread evenly wherever the loop stops.
 
     >>> list(spread_indices(10, 4))
     [0, 7, 4, 1]
     """
     stride = max(1, int(GOLDEN * count))
-    while math.gcd(stride, count) > 1:  # else it would come back to the same ones
+    while math.gcd(stride, count) > 1:  # else indices would repeat
         stride += 1
     return (number * stride % count for number in range(min(most, count)))
 
@@ -265,13 +269,13 @@ def _look(dataset: Any) -> list[str]:
                 digests.append(digest_of(dataset[index]))
             if time.monotonic() > until_s:
                 break
-    except Exception:  # whoever trains on it meets it again, and says it
+    except Exception:  # training meets the same error and reports it
         return []
     return digests
 
 
 def unlike(then: Sequence[Any], now: Sequence[Any]) -> int:
-    """How many of the samples that both looked at are other ones.
+    """Return how many of the samples that both readings digested are different.
 
     >>> unlike(["a", "b", "c"], ["a", "x"])
     1
@@ -280,7 +284,7 @@ def unlike(then: Sequence[Any], now: Sequence[Any]) -> int:
 
 
 def other_samples(then: Any, now: Sequence[str]) -> Difference | None:
-    """The difference between two looks at a dataset; None where there is none."""
+    """Return the difference between two lists of digests of a dataset; None without one."""
     if not isinstance(then, list) or not (other := unlike(then, now)):
         return None
     seen = min(len(then), len(now))
@@ -288,7 +292,7 @@ def other_samples(then: Any, now: Sequence[str]) -> Difference | None:
 
 
 def with_looks(feed: Looked, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The states of loaders, each with what was seen of its dataset."""
+    """Return the states of the loaders, each with the digests of its dataset."""
     return [
         {**kept, "seen": seen} if kept and (seen := feed.seen(place)) else kept
         for place, kept in enumerate(states)

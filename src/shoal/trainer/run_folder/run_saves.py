@@ -1,9 +1,9 @@
-"""How a run saves without stopping: begins a save, hears how it ended, and tells every rank.
+"""Asynchronous saves of a run: start a save, poll its outcome, and share it with every rank.
 
     save now and then    `start`; the step's all-reduce carries `report`, so that all ranks know of
                          a failure at the same step, and then all call `settle`
     save and wait        `save`: the last one of a run, or on request
-    before restoring     `settle`: what is still being written must not be taken for a leftover
+    before restoring     `settle`: a save in progress must not be taken for a leftover
 
 A failed save is an event and a warning; the run is worth more than one checkpoint. Every rank makes
 the same calls in the same order.
@@ -20,19 +20,19 @@ from shoal.base.runlog.events import Emit
 from shoal.fabric import World
 from shoal.wire.phases import phase
 
-if TYPE_CHECKING:  # runs that save nothing do without these rooms
+if TYPE_CHECKING:  # a run without saves does not import these
     from shoal.checkpoint.save.background_save import BackgroundSaver, Outcome
     from shoal.checkpoint.save.write import Piece, Saved
 
 NOTHING, DONE, FAILED = 0, 1, 2
-"""What `report` says: still writing or none begun; the newest is complete; it failed."""
+"""Results of `report`: no save, or still writing; the newest save is complete; it failed."""
 
 
 class Saving:
-    """The checkpoints of one run; the second process group is made by `prepare`, or `start`.
+    """Checkpoint saver of one run; `prepare`, or `start`, makes its second process group.
 
     Args:
-        warn: shows a failure, which is an event already, to whoever sees no events; from rank 0.
+        warn: shows a failure on the screen; the event of it is already written. Called on rank 0.
     """
 
     def __init__(self, world: World, emit: Emit, warn: Callable[[str], None]) -> None:
@@ -42,9 +42,9 @@ class Saving:
         self._saver: BackgroundSaver | None = None
 
     def prepare(self) -> BackgroundSaver:
-        """Make the second process group now, while all ranks are here; every rank calls it.
+        """Make the second process group while all ranks are alive; every rank calls it.
 
-        At the first save it would be too late: a rank that died then would be waited for in vain.
+        The first save would be too late: the ranks would wait in vain for one that died before.
         """
         if self._saver is None:
             from shoal.checkpoint.save.background_save import BackgroundSaver
@@ -64,9 +64,12 @@ class Saving:
         keep: int,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """Copy the state and begin to write `root/step-N`; waits first for one in flight.
+        """Copy the state and start to write `root/step-N`; wait first for a save in progress.
 
-        Arguments as of `checkpoint.write.save`. Errors: ClusterError as in `settle`.
+        The arguments are those of `checkpoint.write.save`.
+
+        Raises:
+            ClusterError: as in `settle`.
         """
         self._tell(self.prepare().start(root, step, pieces, record, keep=keep, aliases=aliases))
 
@@ -81,9 +84,10 @@ class Saving:
         keep: int,
         aliases: Mapping[str, str] | None = None,
     ) -> Saved | None:
-        """Write `root/step-N` and wait for it; None if that failed, on all ranks alike.
+        """Write `root/step-N` and wait for it; return None on all ranks if it failed.
 
-        Errors: ClusterError as in `settle`.
+        Raises:
+            ClusterError: as in `settle`.
         """
         from shoal.checkpoint.save.write import save
 
@@ -97,10 +101,10 @@ class Saving:
             return None
 
     def report(self) -> int:
-        """NOTHING, DONE or FAILED, of this rank's newest save, until `settle`; never waits.
+        """Return NOTHING, DONE or FAILED for this rank's newest save, until `settle`; never wait.
 
-        Ranks may hear a moment apart: sum `report() == FAILED` over all ranks with the step's
-        numbers, and if it is not 0 call `settle` on all of them.
+        Ranks may learn of an outcome at different steps. Sum `report() == FAILED` over all ranks
+        with the step's numbers, and call `settle` on all of them if the sum is not 0.
         """
         outcome = self._saver.poll() if self._saver is not None else None
         if outcome is None:
@@ -108,21 +112,22 @@ class Saving:
         return FAILED if outcome.failure is not None else DONE
 
     def failed(self) -> bool:
-        """Tell whether this rank's newest save has failed, until `settle`; never waits."""
+        """Return whether this rank's newest save has failed, until `settle`; never wait."""
         return self.report() == FAILED
 
     @phase("finish the last save")
     def settle(self) -> Outcome | None:
-        """Wait for the save in flight; its outcome, the same on all ranks, or None without one.
+        """Wait for the save in progress; return its outcome, the same on all ranks, or None.
 
-        Errors: ClusterError when it does not end, or this rank lost the others: the run must end.
+        Raises:
+            ClusterError: the save does not end, or this rank lost the others: the run must end.
         """
         outcome = self._saver.wait() if self._saver is not None else None
         self._tell(outcome)
         return outcome
 
     def close(self) -> None:
-        """Settle and leave the second process group; before the world is closed, on all ranks."""
+        """Settle and close the second process group, on all ranks, before the world is closed."""
         saver, self._saver = self._saver, None
         if saver is not None:
             self._tell(saver.close())

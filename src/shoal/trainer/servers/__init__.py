@@ -1,1 +1,1 @@
-"""Parameter servers that do not wait: loops of workers and servers, and their messages."""
+"""Asynchronous parameter servers: loops of workers and servers, and their messages."""

@@ -1,15 +1,14 @@
-"""What workers and servers of a parameter server that does not wait say to each other.
+"""Messages between the workers and the servers of an asynchronous parameter server.
 
 A worker and a server take turns, so no message needs a name:
 
     server → worker   a head of whole numbers (`Reading`), then its part of the weights
     worker → server   a head of float64 (`Brought`), then its part of the summed gradients
-    server 0 → other servers   orders: whom to give weights, whose gradient to apply, save, end
+    server 0 → other servers   orders: which worker gets weights, whose gradient to apply, save, end
 
-Server 0 decides and the others follow, so all apply the same gradients in the same order, and a
-checkpoint of theirs is of one step. A server has a thread per worker that stands in its messages;
-what arrived it puts in a queue, from which the main thread takes it. A message that fails means
-that the worker is gone.
+Server 0 decides and the others follow, so all apply the same gradients in the same order, and their
+checkpoint is of one step. A server has one thread per worker, which blocks in its messages and puts
+arrivals in a queue for the main thread. A message that fails means that the worker is gone.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from shoal.parallel.data_parallel.buckets import places
 from shoal.parallel.program import Program
 
 Span = tuple[str, int, int, str]
-"""A part of a parameter: its name, from which to which element in row order, its format."""
+"""A part of a parameter: its name, first and last element in row order, its format."""
 
 WORK, END = 1, 2
 GIVE, APPLY, LOST, SAVE, VALIDATE, FINISH = range(1, 7)
-"""What server 0 orders; with a worker's rank and up to four numbers."""
+"""Orders of server 0, with a worker's rank and up to four numbers."""
 ORDER = 6
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a worker is to compute: the step's number, and where its samples lie in the stream.
+    """Order to a worker: the step's number, and its samples' positions in the stream.
 
     Attributes:
         what: WORK or END, with `number` then the exit code.
@@ -51,7 +50,7 @@ class Reading:
     stop: int = 0
 
     def told(self) -> torch.Tensor:
-        """As a message."""
+        """Return the order as a message."""
         return torch.tensor([self.what, self.number, self.start, self.stop])
 
 
@@ -60,7 +59,7 @@ HEAD = 9
 
 @dataclass(frozen=True)
 class Brought:
-    """What a worker says of its gradient.
+    """Head of a worker's gradient message.
 
     Attributes:
         loss_sum, count, norm: of its samples; the norm of the summed gradient.
@@ -82,7 +81,7 @@ class Brought:
     used: Sequence[bool]
 
     def told(self) -> torch.Tensor:
-        """As a message."""
+        """Return the head as a message."""
         numbers = [
             *(self.loss_sum, self.count, self.norm, self.broken, self.loss_broken, self.moved),
             *(self.ran, self.peak_memory_bytes, self.lost, *self.used),
@@ -91,7 +90,7 @@ class Brought:
 
     @staticmethod
     def read(told: torch.Tensor) -> Brought:
-        """The inverse of `told`."""
+        """Return the head of a message: the inverse of `told`."""
         loss_sum, count, norm, broken, loss_broken, moved, ran, peak, lost, *used = told.tolist()
         return Brought(
             loss_sum, count, norm, bool(broken), bool(loss_broken), bool(moved), int(ran),
@@ -100,7 +99,7 @@ class Brought:
 
 
 def own_spans(program: Program) -> list[Span]:
-    """What a server steps: the parts of all buckets between its cuts."""
+    """Return the spans that a server updates: the parts of all buckets between its cuts."""
     found: list[Span] = []
     for bucket in program.plan.buckets:
         low, high = (0, bucket.elements)
@@ -114,7 +113,7 @@ def own_spans(program: Program) -> list[Span]:
 
 
 class Parcel:
-    """Parts of parameters as they travel: one flat tensor for each number format."""
+    """Layout of parameter parts in a message: one flat tensor for each number format."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self.spans: list[Span] = [(str(n), int(a), int(b), str(d)) for n, a, b, d in spans]
@@ -127,11 +126,11 @@ class Parcel:
         self.sizes = sizes
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """Room for one."""
+        """Allocate the flat tensors, filled with zeros."""
         return {name: torch.zeros(n, dtype=getattr(torch, name)) for name, n in self.sizes.items()}
 
     def pack(self, whole: Mapping[str, torch.Tensor | None], into: dict[str, torch.Tensor]) -> None:
-        """Copy parts of whole tensors, by name, into a parcel; zeros where there is none."""
+        """Copy parts of whole tensors, by name, into the flat tensors; zeros if missing."""
         for name, first, last, _ in self.spans:
             dtype, begin, end = self.at[name]
             tensor = whole.get(name)
@@ -143,26 +142,26 @@ class Parcel:
     def unpack(
         self, arrived: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]
     ) -> None:
-        """Copy a parcel into parts of whole tensors."""
+        """Copy the flat tensors into parts of whole tensors."""
         with torch.no_grad():
             for name, first, last, _ in self.spans:
                 dtype, begin, end = self.at[name]
                 place, part = whole[name], arrived[dtype][begin:end]
                 if place.is_contiguous():
                     place.view(-1)[first:last] = part
-                else:  # channels_last: row order is not how it lies
+                else:  # channels_last: memory is not in row order
                     rows = place.reshape(-1).clone()
                     rows[first:last] = part
                     place.copy_(rows.view(place.shape))
 
     def part(self, arrived: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-        """One parameter's part of a parcel, flat."""
+        """Return one parameter's part of the flat tensors, flat."""
         dtype, begin, end = self.at[name]
         return arrived[dtype][begin:end]
 
 
 def quiet(world: World) -> World:
-    """The same processes by host memory, if it goes, with waits that count for nobody."""
+    """Return the same world on host memory, if possible, whose waits are not counted."""
     same = copy.copy(world)
     same.device = world.messages
     same.traffic = Traffic(watched=False)
@@ -171,10 +170,10 @@ def quiet(world: World) -> World:
 
 @dataclass
 class Arrived:
-    """What a worker's thread puts in the queue: a gradient, or that the worker is gone.
+    """Entry of the queue: a gradient that arrived, or a worker that is gone.
 
     Attributes:
-        server: that says so; at the first one a gradient is whole when all have it.
+        server: that reports it; on the first server a gradient is complete when all have it.
         sent_bytes: with the weights that the worker read before.
     """
 
@@ -187,11 +186,11 @@ class Arrived:
 
 
 class Line(threading.Thread):
-    """One worker as a server sees it: give it weights, take its gradient, and so on to the end.
+    """Thread of a server for one worker: send weights, receive a gradient, and repeat to the end.
 
     Attributes:
-        give: puts a reading and a parcel of weights on their way.
-        tell: hears of each gradient that has arrived, or that the worker is gone.
+        give: queues a reading and a parcel of weights for sending.
+        tell: called with each gradient that has arrived, or with the loss of the worker.
     """
 
     def __init__(
@@ -209,16 +208,16 @@ class Line(threading.Thread):
         self.start()
 
     def give(self, reading: Reading, weights: dict[str, torch.Tensor]) -> None:
-        """Send it what to compute, and this server's part of the weights, which must not change."""
+        """Send the worker its order and this server's weights, which must not change."""
         self._outbox.put((reading, weights))
 
     def close(self) -> None:
-        """Wait until all is sent."""
+        """Wait until everything is sent."""
         self._outbox.put(None)
         self.join()
 
     def run(self) -> None:
-        """Take turns with the worker until the end."""
+        """Exchange weights and gradients with the worker until the end."""
         try:
             while (given := self._outbox.get()) is not None:
                 reading, weights = given
@@ -246,10 +245,10 @@ class Line(threading.Thread):
 
 
 class Orders:
-    """What server 0 tells the other servers; on those `take` gives one after another.
+    """Orders of server 0 to the other servers, which receive them with `take`.
 
     Args:
-        hearing: its threads that listen to the others.
+        hearing: threads of server 0 that listen to the other servers.
     """
 
     def __init__(
@@ -258,14 +257,14 @@ class Orders:
         self.pairs, self.servers, self.hearing = pairs, servers, hearing
 
     def give(self, what: int, *numbers: int) -> None:
-        """Tell all others."""
+        """Send an order to all other servers."""
         told = torch.tensor([what, *numbers, *[0] * (ORDER - 1 - len(numbers))])
         told = told.to(self.pairs.world.device)
         for under_way in [self.pairs.send(told, server) for server in self.servers[1:]]:
             under_way.wait()
 
     def take(self) -> tuple[int, list[int]]:
-        """Wait for the next one: (what, numbers)."""
+        """Wait for the next order; return (what, numbers)."""
         what, *numbers = self.pairs.receive((ORDER,), torch.int64, self.servers[0]).wait().tolist()
         return what, numbers
 
@@ -273,12 +272,14 @@ class Orders:
 def acknowledge(
     pairs: PointToPoint, servers: Sequence[int], inbox: queue.Queue[Arrived]
 ) -> tuple[Callable[[Arrived], None], list[threading.Thread]]:
-    """What a server does with arrivals: the first one queues them, others also tell the first.
+    """Return a server's handler of arrivals: it queues them, and reports them to the first server.
 
-    So the first one knows when all have a gradient, and orders nothing that one of them lacks.
+    So the first server knows when all have a gradient, and orders nothing that one of them lacks.
+    The first server itself only queues.
 
     Returns:
-        what a `Line` tells, and the first one's threads that listen to the others.
+        The handler for each worker's thread, and the first server's threads that listen to the
+        others.
     """
     own, lock = pairs.world.rank, threading.Lock()
     if own == servers[0]:
@@ -300,14 +301,14 @@ def acknowledge(
 def send_word(
     pairs: PointToPoint, first: int, worker: int, well: bool, lock: threading.Lock | None = None
 ) -> None:
-    """Tell the first server that a worker's gradient is here, or that it is gone; −1: no more."""
+    """Report a worker's gradient, or its loss, to the first server; worker −1: the end."""
     word = torch.tensor([worker, int(well)]).to(pairs.world.device)
     with lock or threading.Lock():
         pairs.send(word, first).wait()
 
 
 def _hear(pairs: PointToPoint, server: int, inbox: queue.Queue[Arrived]) -> None:
-    """Queue what another server tells, to its end."""
+    """Queue the reports of another server until its end."""
     try:
         while True:
             worker, well = pairs.receive((2,), torch.int64, server).wait().tolist()

@@ -1,7 +1,7 @@
-"""One server of those that do not wait: an ordinary run whose gradients come by messages.
+"""Loop of one asynchronous parameter server: an ordinary run whose gradients arrive as messages.
 
-The first server decides whose gradient is applied next (base/layouts/parameter_servers.py) and what
-is saved when; the others do as it orders, so that all are at the same step. See `worker_loop.py`.
+The first server decides which gradient is applied next (base/layouts/parameter_servers.py), and
+when to save; the others follow its orders, so that all are at the same step. See `worker_loop.py`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from shoal.trainer.step.optimizer_step import Tally, reducer_of
 from shoal.trainer.step.step_vector import Invariant, StepNumbers, StepVector
 
 STOPPED = 143
-"""Exit code of a run that was asked to stop and saved: not finished, resume it."""
+"""Exit code of a run that stopped on request and saved: not finished, resume it."""
 LOOK_S = 0.2
-"""How often a server that waits for gradients looks whether it shall stop."""
+"""Seconds between two checks for a stop while a server waits for gradients."""
 
 
 class _Serving:
-    """The reducer of a server: gradients are those that a worker brought.
+    """Reducer of a server: its gradients are those of a worker's message.
 
     Attributes:
-        between: the module's other weights, which other servers step, may be of an earlier step.
+        between: the module's other weights, which other servers update, may be of an earlier step.
     """
 
     def __init__(self, program: Program) -> None:
@@ -58,63 +58,63 @@ class _Serving:
         self.between = False
 
     def take(self, parcel: Parcel, arrived: Mapping[str, torch.Tensor]) -> None:
-        """Make what arrived the gradients that the optimizer will see."""
+        """Copy an arrived gradient into the gradients that the optimizer reads."""
         for name, one in self.local.items():
             gradient = self.gradients[name]
             gradient.copy_(parcel.part(arrived, name).view(gradient.shape))
             one.parameter.grad = gradient
 
     def begin(self, rounds: int) -> None:
-        """No passes run here."""
+        """Do nothing: a server runs no passes."""
 
     def arm(self, last: bool, once: bool = True) -> None:
-        """No passes run here."""
+        """Do nothing: a server runs no passes."""
 
     def passed(self, counted: bool) -> None:
-        """No passes run here."""
+        """Do nothing: a server runs no passes."""
 
     def finish(self) -> None:
-        """No passes run here."""
+        """Do nothing: a server runs no passes."""
 
     def used(self) -> list[bool]:
-        """No passes run here."""
+        """Return []: a server runs no passes."""
         return []
 
     def local_norms(self) -> list[torch.Tensor]:
-        """No passes run here."""
+        """Return []: a server runs no passes."""
         return []
 
     def sums(self) -> list[torch.Tensor]:
-        """This server's parts of the worker's gradient."""
+        """Return this server's parts of the worker's gradient."""
         return [self.gradients[name] for name in self.local]
 
     def summed(self) -> list[str]:
-        """Their names."""
+        """Return the names of the gradients in `sums`."""
         return list(self.local)
 
     def publish(self) -> None:
-        """Give the other servers this one's parts, unless another step follows at once."""
+        """Send this server's parts to the other servers, unless another step follows at once."""
         if not self.between:
             self.whole.publish()
 
 
 class _Given(FreePasses):
-    """The passes of a step as the servers' run sees them: a worker has made them."""
+    """Passes of a step in the servers' run: a worker has already made them."""
 
     def __init__(self, tally: Tally) -> None:
         self.said = tally
 
     def finish(self) -> Tally:
-        """What the worker said."""
+        """Return the worker's tally."""
         return self.said
 
 
 class Server:
-    """One server; the first of them leads.
+    """One parameter server; the first of them leads.
 
     Args:
         plan: with its servers.
-        lines: to the workers that live.
+        lines: to the living workers.
     """
 
     orders: Orders
@@ -142,12 +142,12 @@ class Server:
         self.turns = Admission(bound, run.step_count)
         self.made: dict[int, int] = dict.fromkeys(lines, 0)
         self.peaks: dict[int, int] = {}
-        run.recorder.peaks_logged = True  # the first server tells those of the workers
+        run.recorder.peaks_logged = True  # the first server reports those of the workers
         self.draining = False
         self.validate = validator(run, source, config)
 
     def give(self, worker: int, reading: Reading) -> None:
-        """Give a worker weights and samples."""
+        """Send weights and samples to a worker."""
         self.under_way[worker] = reading
         weights = self.parcel.empty()
         for name, one in self.run.program.local.items():
@@ -155,7 +155,7 @@ class Server:
         self.lines[worker].give(reading, weights)
 
     def apply(self, worker: int, staleness: int) -> None:
-        """One step by the gradient that a worker brought."""
+        """Make one optimizer step with the gradient of a worker."""
         run, reading = self.run, self.under_way.pop(worker)
         arrived = self.here.pop(worker)
         head = arrived.head
@@ -173,7 +173,7 @@ class Server:
             after=self.loader.state(), stream=id(self.loader),
         )  # fmt: skip
         run.begin(batch, is_own=False)
-        run.step_state.data_wait_s = 0.0  # of the worker's reading nothing is known here
+        run.step_state.data_wait_s = 0.0  # the worker's wait for data is unknown here
         self.serving.take(self.parcel, arrived.gradients)
         run.world.traffic.sent_bytes["send"] += arrived.sent_bytes
         run.step_state.written = _Given(self._tally(worker, head, batch))
@@ -209,7 +209,7 @@ class Server:
         )
 
     def leave_out(self, worker: int, why: str = "") -> None:
-        """A worker is gone; its samples are given to the next one."""
+        """Remove a dead worker; the next one gets its samples."""
         reading = self.under_way.pop(worker, None)
         self.here.pop(worker, None)
         self.lines.pop(worker).close()
@@ -226,24 +226,24 @@ class Server:
             )
 
     def save(self, wait: bool) -> bool:
-        """Write a checkpoint; whether it is on disk, where it was waited for."""
+        """Write a checkpoint; return whether it is on disk, if it was waited for."""
         self._complete()
         return self.run.save(wait=wait) is not None
 
     def _complete(self) -> None:
-        """Every server gets the others' parts: for what looks at the whole model."""
+        """Gather the other servers' parts on every server, for code that reads the whole model."""
         self.serving.publish()
         self.run.guards.writes.after(self.run.step_count + 1)
 
     def end(self, code: int) -> None:
-        """All workers are told that it is over, and are waited for until they have heard it."""
+        """Send the end to all workers, and wait until they have received it."""
         for line in self.lines.values():
             line.give(Reading(gradient_messages.END, code), {})
         for line in self.lines.values():
             line.close()
 
     def open(self, folder: Path, world: World) -> None:
-        """plan.json and the lines before the first step; every server calls it."""
+        """Write plan.json and the lines before the first step; every server calls it."""
         run, config = self.run, self.config
         told: dict[str, Any] = {}
         if run.world.keeps:
@@ -257,7 +257,7 @@ class Server:
         describe(run, self.plan, self.source, self.total, folder, told)
 
     def follow(self) -> int:
-        """Do as the first server orders; gives the exit code."""
+        """Follow the orders of the first server; return the exit code."""
         while True:
             what, numbers = self.orders.take()
             worker = numbers[0]
@@ -289,7 +289,7 @@ class Server:
     # the first server
 
     def lead(self) -> int:
-        """Decide whose turn it is to the end of the run, or a stop; gives the exit code."""
+        """Order the gradients to the end of the run, or a stop; return the exit code."""
         run, config = self.run, self.config
         every = config.checkpoint.every or max(1, self.total // 5)
         acks: dict[int, int] = {}
@@ -330,7 +330,7 @@ class Server:
         return self._over(stopped=run.step_count < self.total)
 
     def _heard(self, arrived: Arrived, acks: dict[int, int]) -> None:
-        """A gradient is here, or on another server; or somebody is gone."""
+        """Handle the arrival of a gradient, here or on another server, or the loss of a worker."""
         worker = arrived.worker
         if worker < 0:
             raise ClusterError(arrived.why)
@@ -344,7 +344,7 @@ class Server:
             self.leave_out(worker, arrived.why)
             if not self.lines:
                 raise ClusterError("no worker of the parameter server is left")
-            for idle in sorted(self.idle):  # its samples go to who has nothing to do
+            for idle in sorted(self.idle):  # an idle worker gets its samples
                 self._deal(idle)
             return
         self._take(arrived)
@@ -354,7 +354,7 @@ class Server:
             self.turns.brought(worker)
 
     def _deal(self, worker: int) -> None:
-        """Give a worker the stream's next samples, or let it wait where none are to be given."""
+        """Send the stream's next samples to a worker, or let it wait if none may be given."""
         self.idle.add(worker)
         if self.returned:
             reading = self.returned.pop(0)
@@ -372,7 +372,7 @@ class Server:
         self.give(worker, reading)
 
     def _over(self, *, stopped: bool) -> int:
-        """Save, validate, tell all that it is over; gives the exit code."""
+        """Save, validate, and end all servers and workers; return the exit code."""
         run = self.run
         self.orders.give(gradient_messages.SAVE, 1)
         saved = self.save(wait=True)
@@ -427,7 +427,7 @@ class Server:
 def _same_on_all_ranks(
     invariants: Sequence[Invariant], sums: Mapping[str, Sequence[float]], world: World
 ) -> StepNumbers:
-    """Return the numbers of a step in which every rank has the same; nothing is sent.
+    """Return a step's numbers for ranks that all hold the same values, without communication.
 
     Args:
         invariants: values that ranks have in common.

@@ -1,17 +1,17 @@
-"""The main job under a parameter server that does not wait: each rank has a loop of its own.
+"""Main job under an asynchronous parameter server: each worker and each server has its own loop.
 
-    worker   read weights → one step's samples → gradient → bring it → read …
-    server   take gradients as they come → whose turn it is (base/layouts/parameter_servers.py) →
-             one update → give that worker new weights, and the stream's next samples
+    worker   read weights → one step's samples → gradient → send it → read …
+    server   receive gradients as they come → choose the next (base/layouts/parameter_servers.py) →
+             one update → send that worker new weights, and the stream's next samples
 
 Each step is an optimizer step of `train.batch` samples, which one worker computes. The servers are
-an ordinary run among themselves (single, or zero1 over several), whose gradients come by messages:
-checkpoints, validation, clipping, skips and learning rates are those of any run, and another layout
-goes on from its checkpoints. Before a save the servers give out no samples until all that were
-given have come back, so that a checkpoint is of whole steps: no sample is lost or read twice.
+an ordinary run among themselves (single, or zero1 over several), whose gradients arrive as
+messages. Checkpoints, validation, clipping, skips and learning rates are those of any run, and
+another layout can resume from its checkpoints. Before a save the servers deal no samples until all
+gradients have returned, so that a checkpoint is of whole steps: no sample is lost or read twice.
 
-A worker that dies is left out: its samples go to the next one, and nobody waits for it. A server
-that dies ends the attempt; all start again from the last checkpoint, those that were left out too.
+A dead worker is dropped: its samples go to the next one, and no rank waits for it. The death of a
+server ends the attempt; all ranks start again from the last checkpoint, also dropped workers.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from shoal.wire.phases import phase
 def train_served(
     config: Config, source: Source, folder: Path, world: World, plan: Plan, proven: str = ""
 ) -> int:
-    """Train under a layout whose servers do not wait; gives the exit code. Every rank calls it.
+    """Train with asynchronous parameter servers; return the exit code. Every rank calls it.
 
     Args:
         plan: settled, with its servers.
         proven: a line for the user, if there is one.
 
     Raises:
-        PlanError, ConfigError: for a model or data that cannot go so; ClusterError on a server that
-            has no worker left, and on a worker whose server is gone.
+        PlanError, ConfigError: a model or data that asynchronous servers do not support.
+        ClusterError: on a server without workers, and on a worker whose server is gone.
     """
     layout = plan.layout
     ranks = range(world.size)
@@ -86,7 +86,7 @@ def train_served(
         run.hear(hook(folder) if isinstance(hook, type) else hook)
     run.recorder.events.rank = world.rank
     run.extra_record["configuration"] = (folder / "run.toml").read_text(encoding="utf-8")
-    run.extra_record.pop("settings", None)  # which are all in there
+    run.extra_record.pop("settings", None)  # run.toml contains them
     if source.tokenizer is not None and run.world.keeps:
         keep_tokenizer(source.tokenizer, config.data.tokenizer, folder)
     if proven and run.world.keeps:
@@ -102,7 +102,7 @@ def train_served(
 
 
 def _check(run: Run, source: Source) -> None:
-    """Errors: PlanError, ConfigError for what servers that do not wait cannot carry."""
+    """Raise PlanError or ConfigError for a model or data that async servers do not support."""
     if any(isinstance(part, BatchNorm) for part in run.model.modules()):
         raise PlanError(
             "layout.updates: the model has BatchNorm, whose running statistics every worker would "
@@ -116,7 +116,7 @@ def _check(run: Run, source: Source) -> None:
 
 
 class _Worker:
-    """A worker: reads weights, computes, brings gradients, until a server says that it is over."""
+    """Worker that reads weights, computes and sends gradients until the servers end the run."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Worker:
         self.rooms = {server: parcel.empty() for server, parcel in parcels.items()}
 
     def work(self) -> int:
-        """Take turns with the servers; gives the exit code."""
+        """Exchange weights and gradients with the servers; return the exit code."""
         try:
             while (reading := self._read()).what == gradient_messages.WORK:
                 self._bring(self._compute(reading))
@@ -140,7 +140,7 @@ class _Worker:
         return reading.number
 
     def _read(self) -> Reading:
-        """What to compute, and weights from all servers."""
+        """Receive the next order, and weights from all servers."""
         for server, parcel in self.parcels.items():
             head = self.pairs.receive((4,), torch.int64, server).wait()
             reading = Reading(*map(int, head.tolist()))  # the same of all
@@ -151,7 +151,7 @@ class _Worker:
                 ]
                 arrived = dict(zip(room, [one.wait() for one in coming], strict=True))
                 parcel.unpack(arrived, self._weights())
-        reducer_of(self.run.program).publish()  # narrow copies, where there are any
+        reducer_of(self.run.program).publish()  # update the low-precision copies, if there are any
         return reading
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -183,7 +183,7 @@ class _Worker:
         )
 
     def _bring(self, brought: Brought) -> None:
-        """To the first server last: it may order the others to apply what they must have."""
+        """Send the gradient, to the first server last: it orders the others to apply it."""
         head = brought.told().to(self.pairs.world.device)
         gradients = {name: one.parameter.grad for name, one in self.run.program.local.items()}
         for server, parcel in reversed(list(self.parcels.items())):

@@ -1,1 +1,1 @@
-"""The state of a run in checkpoints: save it, load it, go back to an earlier one."""
+"""State of a run in checkpoints: saving, loading, and the return to an earlier checkpoint."""

@@ -1,12 +1,12 @@
-"""End a run whose folder was moved away, with another one in its place.
+"""End of a run whose folder was moved away and replaced by another one.
 
-    a step's row     the keeper of the folder sees it (`Recorder.remake_folder`), and writes nothing
+    a step's row     the rank that writes the folder notices it (`Recorder.remake_folder`)
     next step        the step's all-reduce carries it: all ranks save, and end with one line
     a save           ranks agree before anything is written
-    the run's end    what was deleted since the last save is saved again (`save_if_deleted`)
+    the run's end    checkpoints deleted since the last save are saved again (`save_if_deleted`)
 
-The last weights go where the run's folder lies now, if that is a sibling of the old place; else
-into a new folder beside it, with the files that a resume needs.
+The last weights go to the new path of the run's folder, if it is a sibling of the old path; else
+into a new folder next to it, with the files that a resume needs.
 """
 
 from __future__ import annotations
@@ -34,26 +34,30 @@ class Saves(Kept, Protocol):
 
 
 class RunFolderGuard(Guard):
-    """Find a run's folder that was moved away, with another one in its place."""
+    """Guard that detects a run folder which was moved away and replaced by another one."""
 
     def __init__(self, run: Kept) -> None:
         self.run = run
 
     def sums(self, step: int) -> Mapping[str, Sequence[float]]:
-        """Return whether this rank saw another folder."""
+        """Return 1 if this rank saw another folder."""
         return {ENTRY: [float(self.run.recorder.replaced)]}
 
     def agree(self, step: int, numbers: StepNumbers) -> None:
-        """Raises: ConfigError, the same on all ranks, once the last weights are saved."""
+        """Save the last weights and end the run if a rank saw another folder.
+
+        Raises:
+            ConfigError: the same on all ranks, after the save.
+        """
         if numbers.sums(ENTRY)[0]:
             leave_replaced_folder(self.run)
 
 
 def save_checked(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
-    """Look at the run's own folder, then save there (`run_state.save_run`); every rank calls it.
+    """Check that the run's folder is its own, then call `save_run`; every rank calls it.
 
     Raises:
-        ConfigError: another folder lies there.
+        ConfigError: the run's folder was replaced by another one.
     """
     recorder = run.recorder
     with suppress(OSError):  # the save itself says why its folder cannot be made
@@ -64,10 +68,10 @@ def save_checked(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | Non
 
 
 def save_if_deleted(run: Saves, saved: Path | None) -> Path | None:
-    """Return the run's last checkpoint, saved again if somebody deleted it; every rank calls it.
+    """Return the run's last checkpoint; save it again if it was deleted. Every rank calls it.
 
     Raises:
-        ConfigError: another folder lies there.
+        ConfigError: the run's folder was replaced by another one.
     """
     deleted = False
     if run.recorder.world.keeps:
@@ -78,7 +82,7 @@ def save_if_deleted(run: Saves, saved: Path | None) -> Path | None:
 
 
 def leave_replaced_folder(run: Kept) -> NoReturn:
-    """Save the last weights into this run's own folder, and end; every rank calls it.
+    """Save the last weights into this run's own folder, and end the run; every rank calls it.
 
     Raises:
         ConfigError: always.
@@ -106,7 +110,7 @@ def leave_replaced_folder(run: Kept) -> NoReturn:
 
 
 def _own_place(run: Kept) -> str:
-    """Return this run's folder as it lies now; one is made if it is nowhere."""
+    """Return the present path of this run's folder; make a new folder if it exists nowhere."""
     owner, before = run.recorder.owner, run.recorder.folder
     if owner is None or before is None:
         return str(before)

@@ -1,11 +1,11 @@
-"""Goes back to the last checkpoint where weights are damaged, and leaves out what led there.
+"""Return to the last checkpoint after several loss spikes, without the samples that led to them.
 
-One step that leaps out is its samples' fault, and is skipped (`skipped_steps.py`). At the third in
-a row it is the weights that are damaged: `shoal train` goes back to its last checkpoint and leaves
-out all samples from there to this step, once. The others of the stream follow as they would; what
-was left out is part of the loader's state, so checkpoints keep it.
+One step with a loss spike is the fault of its samples, and is skipped (`skipped_steps.py`). At the
+third in a row the weights are damaged: `shoal train` returns to its last checkpoint and excludes
+all samples from there to this step, once. The other samples of the stream follow in their order.
+The loader's state holds the excluded samples, so checkpoints store them.
 
-Source: PaLM goes back some hundred steps and leaves some hundred batches out.
+Source: PaLM returns by some hundred steps and excludes some hundred batches.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from shoal.trainer.metrics_recorder import Recorder
 
 IN_A_ROW = 3
-"""Steps that leap out after which a run goes back: bad samples alone seldom come so close."""
+"""Spikes in a row after which a run returns: bad samples alone seldom come so close together."""
 
 
 class Rewound(Protocol):
-    """What of a `Run` goes back."""
+    """The attributes of a `Run` that a return to a checkpoint needs."""
 
     feed: Feed
     recorder: Recorder
@@ -36,23 +36,23 @@ class Rewound(Protocol):
 
     @property
     def world(self) -> World:
-        """The processes."""
+        """Return the processes of the run."""
 
     def restore(self) -> bool:
-        """Go on from the newest checkpoint; False without one."""
+        """Load the newest checkpoint; return False without one."""
 
 
 def go_back(run: Rewound, spike: str, batch: Any) -> bool:
-    """After steps of `shoal train` that leapt out: undo what led to it, if that is asked for.
+    """Return to the last checkpoint after loss spikes, if spikes.mode is rewind.
 
-    Every rank calls it. Where there is no checkpoint, or data has no places to go back to, the step
-    stays skipped.
+    Every rank calls it. Without a checkpoint, or for data without positions, the step stays
+    skipped.
 
     Returns:
-        whether the run went back, so that the loader begins anew.
+        Whether the run went back, so that the loader starts again.
 
     Raises:
-        TrainingError: on all ranks, once an epoch was left out since one checkpoint.
+        TrainingError: on all ranks, if more than an epoch was excluded since one checkpoint.
     """
     if not spike or run.spikes.mode != "rewind" or not isinstance(batch, StepBatch):
         return False

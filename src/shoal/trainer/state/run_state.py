@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how a run takes it back.
+"""State of a run in a checkpoint: collect it for a save, and load it at a restore.
 
 Tensors: `model.NAME` for parameters and persistent buffers, `optimizer.NAME.KEY` for optimizer
 state by parameter name; tied weights once. Everything else is one JSON record: step, the loader's
@@ -50,23 +50,23 @@ MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
 
 
 class Beside(Protocol):
-    """What somebody else keeps beside model and optimizer: tensors that lie as parameters do."""
+    """Extra tensors that a checkpoint stores with the model, sharded as parameters are."""
 
     def parts(self) -> dict[str, Part]:
-        """This rank's parts, by their names in the checkpoint."""
+        """Return this rank's shards, by their names in the checkpoint."""
 
     def record(self) -> dict[str, Any]:
-        """What is no tensor; the same on every rank."""
+        """Return the JSON values of the state; the same on every rank."""
 
     def wanted(self, manifest: Manifest) -> list[Shard]:
-        """This rank's part of what a checkpoint holds of it."""
+        """Return this rank's shards of the tensors that a checkpoint holds of this state."""
 
     def load(self, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]) -> None:
-        """Take it back."""
+        """Load the state from a checkpoint."""
 
 
 class Kept(Protocol):
-    """What of a run (`run.py`) a checkpoint holds, and what it takes to write and read one."""
+    """The attributes of a run (`run.py`) that a checkpoint stores, or a save or restore needs."""
 
     program: Program
     optimizer: torch.optim.Optimizer
@@ -87,11 +87,15 @@ class Kept(Protocol):
 
     @property
     def saving(self) -> Saving:
-        """How it saves."""
+        """The saver of the run's checkpoints."""
 
 
 def tagged(folder: Path, tag: str) -> Path:
-    """The folder that holds the checkpoint of a tag. Errors: ConfigError for what is no name."""
+    """Return the folder that holds the checkpoint of a tag.
+
+    Raises:
+        ConfigError: the tag is no plain name.
+    """
     if tag and not re.fullmatch(r"\w[\w.-]*", tag):
         near = re.sub(r"[^\w.-]+", "-", tag).strip("-.") or "best"
         raise ConfigError(f"tag = {tag!r}: a plain name is wanted; try: tag={near!r}")
@@ -99,13 +103,13 @@ def tagged(folder: Path, tag: str) -> Path:
 
 
 def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
-    """Write `folder/checkpoints/step-N`; None if it could not be written, or was not waited for.
+    """Write `folder/checkpoints/step-N`; return None if that failed, or the save is asynchronous.
 
     Args:
-        tag: names a folder inside, where its last checkpoint is kept, of whatever step.
+        tag: names a folder inside, which holds the tag's last checkpoint, of any step.
 
     Raises:
-        ClusterError: on all ranks, where bits of what it would hold changed in memory.
+        ClusterError: on all ranks, if bits of the state to be saved changed in memory.
     """
     if run.tokenizer is not None and run.program.world.keeps:
         from shoal.trainer.run_folder.hub_files import keep_given
@@ -122,19 +126,19 @@ def save_run(run: Kept, folder: Path, *, tag: str, wait: bool) -> Path | None:
     }
     record |= _kept_of_hub(run, folder)
     root, keep = folder / "checkpoints", 1 if tag else run.program.plan.keep
-    in_files = run.program.plan.states_in_files  # a copy of them would be in memory
+    in_files = run.program.plan.states_in_files  # an asynchronous save would copy them into memory
     if not (wait or tag or in_files):
         run.saving.start(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
         return None
     saved = run.saving.save(root, run.step_count, pieces, record, keep=keep, aliases=aliases)
     if saved and tag and run.program.world.keeps:
-        with suppress(OSError):  # what stays is found again by the next save of the tag
+        with suppress(OSError):  # the next save of the tag deletes the rest
             retire_later(root, run.step_count)
     return saved.path if saved else None  # the run is worth more than this save
 
 
 def _kept_of_hub(run: Kept, folder: Path) -> dict[str, Any]:
-    """Keep the configuration of a model of transformers; what the record says of that."""
+    """Write the configuration of a transformers model; return keys for the record."""
     if "transformers" not in sys.modules:
         return {}
     from shoal.trainer.run_folder.hub_files import keep_config
@@ -160,7 +164,7 @@ def _kept_of_hub(run: Kept, folder: Path) -> dict[str, Any]:
 
 
 def run_state(run: Kept) -> tuple[dict[str, Part], dict[str, Any]]:
-    """(this rank's parts of all tensors by name, JSON record, the same on every rank) of a run."""
+    """Return (this rank's shards of all tensors by name, the JSON record, equal on every rank)."""
     parts = {
         MODEL + name: (tensor, replace(shard, name=MODEL + name))
         for name, (tensor, shard) in model_parts(run).items()
@@ -224,7 +228,7 @@ def _load_beside(run: Kept, tensors: Mapping[str, torch.Tensor], record: dict[st
 
 
 def _data_state(feed: Feed) -> list[dict[str, Any]]:
-    """Where the loaders stand, with what each rank knows alone of streams that it reads."""
+    """Return the states of the loaders, with each rank's own positions in streams that it reads."""
     if "datasets" not in sys.modules:
         return feed.state
     from shoal.data.streams.stream_loader import gathered
@@ -233,9 +237,10 @@ def _data_state(feed: Feed) -> list[dict[str, Any]]:
 
 
 def model_parts(run: Kept) -> dict[str, Part]:
-    """This rank's parts of parameters and persistent buffers, by first name.
+    """Return this rank's shards of parameters and persistent buffers, by first name.
 
-    Errors: ConfigError for a module whose state holds something that is no tensor.
+    Raises:
+        ConfigError: the state of the module holds an object that is no tensor.
     """
     parts = held(run.program)
     check_savable({name: dtype_of(tensor) for name, (tensor, _) in parts.items()}, "model")
@@ -244,9 +249,10 @@ def model_parts(run: Kept) -> dict[str, Part]:
 
 @phase("restore")
 def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
-    """Take the newest complete checkpoint of `folder` back, or that of a step; False without one.
+    """Load the newest complete checkpoint of `folder`, or that of a step; return False without one.
 
-    Errors: CheckpointError when its tensors or its optimizer are not those of this run.
+    Raises:
+        CheckpointError: its tensors or its optimizer are not those of this run.
     """
     here = model_parts(run)
     local = run.program.local
@@ -254,7 +260,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
 
     def wanted(manifest: Manifest) -> list[Shard]:
         from shoal.trainer.run_folder.resume_checks import (
-            explained,  # only a resume reads what was told
+            explained,  # loaded only for a resume
         )
 
         _check_record(manifest, folder)
@@ -280,7 +286,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     from shoal.trainer.run_folder.resume_checks import compare, explained, tell_resumed
 
     with explained(run, record):
-        check_class(run.optimizer, record["optimizer"])  # before anything moves
+        check_class(run.optimizer, record["optimizer"])  # before any state changes
         run.feed.restore(record["data"])
     differences, changes = compare(run, record)
     run.extra_record["extra"] = record.get("extra", {})
@@ -304,7 +310,7 @@ def restore_run(run: Kept, folder: Path, step: int | None = None) -> bool:
     run.skips.lost = int(record.get("unreadable", 0))
     _load_beside(run, loaded.tensors, record)
     run.step_count = int(record["step"])
-    here_now = folder == run.recorder.folder  # a tag may be only looked at
+    here_now = folder == run.recorder.folder  # the folder of a tag may be another run's
     (run.recorder.cut if here_now else run.recorder.went_back)(run.step_count)
     tell_resumed(run, loaded.path, differences, changes, here=here_now)
     return True
@@ -323,10 +329,10 @@ def _load_model(
 
 
 def _bring_remote(run: Kept, folder: Path, step: int | None) -> None:
-    """Bring a newer checkpoint from the run's remote folder, if it has one.
+    """Fetch a newer checkpoint from the run's remote folder, if it has one.
 
     Args:
-        folder: the run's own, or one of a tag in it; for others nothing is done.
+        folder: the run's own, or one of a tag in it; other folders fetch nothing.
     """
     own, address = run.recorder.folder, run.program.plan.remote
     if not address or own is None or not folder.resolve().is_relative_to(own.resolve()):
@@ -360,7 +366,7 @@ class _LoaderRecord(msgspec.Struct):
 
 
 class _Record(msgspec.Struct):
-    """What `run_state` writes and `restore_run` reads of a record; other keys are only shown."""
+    """Schema of the record keys that `restore_run` reads; other keys are only shown."""
 
     step: Count
     data: list[_LoaderRecord]
@@ -373,7 +379,7 @@ class _Record(msgspec.Struct):
 
 
 def _check_record(manifest: Manifest, folder: Path) -> None:
-    """Errors: Damaged for a record that no run writes, so that an older checkpoint is tried."""
+    """Raise Damaged for a record that no run writes, so that an older checkpoint is tried."""
     path = step_folder(folder / "checkpoints", manifest.step) / FILE_NAME
     try:
         record = msgspec.convert(manifest.record, type=_Record)
@@ -393,7 +399,7 @@ def _is_state(name: str) -> bool:
 
 
 def _wanted(manifest: Manifest, here: dict[str, Part], local: Mapping[str, Local]) -> list[Shard]:
-    """This rank's part of everything the checkpoint holds of the model and the optimizer."""
+    """Return this rank's shards of all tensors of the model and the optimizer in a checkpoint."""
     shards = [replace(shard, name=MODEL + name) for name, (_, shard) in here.items()]
     record = manifest.record["optimizer"]
     for full, stored in manifest.tensors.items():
@@ -409,7 +415,7 @@ def _wanted(manifest: Manifest, here: dict[str, Part], local: Mapping[str, Local
 
 
 def _averages(manifest: Manifest, local: Mapping[str, Local]) -> list[Shard]:
-    """This rank's part of the averaged weights."""
+    """Return this rank's shards of the averaged weights."""
     return [
         replace(one.shard, name=AVERAGE + name, dtype=manifest.tensors[AVERAGE + name].dtype)
         for name, one in local.items()
@@ -418,14 +424,14 @@ def _averages(manifest: Manifest, local: Mapping[str, Local]) -> list[Shard]:
 
 
 def _is_sliced(record: dict[str, Any], key: str, shape: tuple[int, ...], shard: Shard) -> bool:
-    """Whether this state lies where its parameter does; by shape, where the writer did not say."""
+    """Return whether an optimizer tensor is sharded as its parameter; by shape in older records."""
     if "sliced" in record:
         return key in record["sliced"] and shape == shard.global_shape
     return bool(shape) and shape == shard.global_shape
 
 
 def _check_names(manifest: Manifest, here: dict[str, Part], known: set[str]) -> None:
-    """Errors: CheckpointError unless it holds the whole model's tensors and no others.
+    """Raise CheckpointError unless the checkpoint holds exactly the tensors of the whole model.
 
     Args:
         here: this rank's parts.

@@ -1,1 +1,1 @@
-"""One optimizer step: the batch, its micro-batches, the sums over ranks, what was skipped."""
+"""One optimizer step: the batch, its micro-batches, the sums over ranks, skipped updates."""

@@ -1,4 +1,4 @@
-"""Give a micro-batch of one rank to ranks that have none, in a run's first step."""
+"""Broadcast a micro-batch of one rank to ranks that have none, in a run's first step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def last_of_first_rank(world: World, own: Any) -> Any:
     """Return, on every rank, the last micro-batch of the first rank that has one.
 
     Args:
-        world: ranks that ask together.
+        world: the ranks that make this call together.
         own: this rank's last micro-batch, or None.
 
     Raises:
-        ConfigError: on all ranks, where it holds what is no tensor, number or text.
+        ConfigError: it holds other objects than tensors, numbers and texts; on all ranks.
     """
     source = -world.all_reduce_max(-(world.size if own is None else world.rank))
     tensors: list[torch.Tensor] = []
@@ -46,7 +46,7 @@ def last_of_first_rank(world: World, own: Any) -> Any:
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A micro-batch as JSON, its tensors by format and shape, in order; None if it is none."""
+    """Return a micro-batch as JSON, its tensors as dtype and shape; None if impossible."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]

@@ -1,7 +1,7 @@
-"""What users hand over: the form of a batch, how the model is called, what a loss must return.
+"""Contract between a run and user code: batch format, model call, and return values of a loss.
 
-A loss gives `(sum, count)` or unreduced values. A bare mean is refused: averaging means of ranks
-that hold different numbers of targets weighs their samples unequally, silently.
+A loss returns `(sum, count)` or unreduced values. A bare mean raises an error: a mean of the means
+of ranks with different numbers of targets silently weights their samples unequally.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ IGNORED_TARGET = -100
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Split a batch into (inputs, targets); of one dict both are that dict.
+    """Split a batch into (inputs, targets); for a batch that is one dict, return it as both.
 
     Raises:
-        ConfigError: for anything that is neither a pair nor a dict.
+        ConfigError: the batch is neither a pair nor a dict.
     """
     if isinstance(batch, Mapping):
         return batch, batch
@@ -44,10 +44,10 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def bare(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """The module inside DistributedDataParallel, DataParallel or torch.compile, and a line on it.
+    """Return the module inside DistributedDataParallel, DataParallel or torch.compile, and lines.
 
-    Left in place, DDP would sum the same gradients at the same time, into the same memory; what was
-    compiled is a module of other names around the same one.
+    A DDP wrapper would sum the same gradients at the same time, into the same memory. A compiled
+    module is another module around the same one, with other parameter names.
     """
     if type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module):
         inside, said = bare(model._orig_mod)
@@ -66,12 +66,14 @@ def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
     """Run the model: `model(inputs)`, or `model(**inputs)` for call = kwargs.
 
     Args:
-        call: "single"; whatever else is kwargs, for which inputs must be a dict.
+        module: the model.
+        inputs: its inputs, a dict unless call is "single".
+        call: "single", or any other word for kwargs.
 
     Raises:
-        ConfigError: where forward seems to take inputs in another form: kwargs with a keyword that
-            it does not have, single with a tuple of several, or any exception after single with a
-            dict of which it names a key; all other exceptions of the model pass.
+        ConfigError: `forward` seems to take inputs in another form: kwargs with a keyword that it
+            lacks, single with a tuple of several, or any exception after single with a dict that
+            has a key of its name. All other exceptions of the model pass.
     """
     if call != "single" and not isinstance(inputs, Mapping):
         raise ConfigError(
@@ -90,7 +92,7 @@ def call_model(module: nn.Module, inputs: Any, call: str) -> Any:
 
 
 def _form_line(module: nn.Module, inputs: Any, call: str, error: Exception) -> str:
-    """Why `forward` failed, if it wanted its inputs in another form; "" if that is not plain."""
+    """Return an error line if `forward` failed because it takes inputs in another form, else ""."""
     names = list(inspect.signature(module.forward).parameters)
     if call == "kwargs":
         extra = [key for key in inputs if key not in names]
@@ -117,7 +119,7 @@ def _form_line(module: nn.Module, inputs: Any, call: str, error: Exception) -> s
 
 
 def named_parts(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Split what a loss returned into (what is trained on, parts of it by name)."""
+    """Split the result of a loss into (loss to train on, its parts by name)."""
     if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
         return result[:2], result[2]
     return result, {}
@@ -126,14 +128,18 @@ def named_parts(result: Any) -> tuple[Any, Mapping[str, Any]]:
 def sum_and_count(
     result: Any, targets: Any, where: str = "loss"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reduce what a loss or a metric returned to (sum, count), two tensors without dims.
+    """Reduce the result of a loss or a metric to (sum, count), two scalar tensors.
 
     Unreduced values of the shape of integer targets are summed and counted where the target is not
-    −100, others everywhere. Parts by name, a third, are left to `logged_values.py`.
-    Takes   where, the name that an error line begins with
+    −100, others everywhere. `logged_values.py` handles parts by name, a third element.
+
+    Args:
+        result: the result of the loss or metric.
+        targets: the targets of the micro-batch.
+        where: the name that an error line begins with.
 
     Raises:
-        ConfigError: for a mean, or for a value that is no tensor.
+        ConfigError: the result is a mean, or no tensor.
     """
     result, _ = named_parts(result)
     if isinstance(result, tuple) and len(result) == 2:
@@ -149,7 +155,7 @@ def sum_and_count(
                 f"{where}: the second of (sum, count) must be a number or a tensor without dims, "
                 f"got {_kind(count)}"
             )
-        if not isinstance(count, torch.Tensor):  # filled there: a copy would wait for the device
+        if not isinstance(count, torch.Tensor):  # filled on the device: a copy would wait for it
             count = torch.full((), count, device=total.device)
         return total, count.to(total.device).detach()
     if not isinstance(result, torch.Tensor):
@@ -182,14 +188,14 @@ def _marks_ignored(values: torch.Tensor, targets: Any) -> bool:
 
 
 def default_loss() -> Loss:
-    """Import the loss over token logits; a loop with a loss of its own does without."""
+    """Return the default loss over token logits; runs with their own loss skip this import."""
     from shoal.models.loss import token_loss
 
     return token_loss
 
 
 def is_default(loss: Loss) -> bool:
-    """Tell whether a loss is the default one, which nobody who has not imported it can give."""
+    """Return whether a loss is the default loss; a loss that is not yet imported cannot be."""
     imported = sys.modules.get("shoal.models.loss")
     return imported is not None and loss is imported.token_loss
 
@@ -197,18 +203,19 @@ def is_default(loss: Loss) -> bool:
 def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
     """Wrap a loss that returns the mean over the samples of a micro-batch.
 
-    Takes   loss(outputs, targets) → tensor without dims, a mean over dim 0 of the targets
+    Args:
+        loss: loss(outputs, targets) → scalar tensor, a mean over dim 0 of the targets.
 
     Returns:
-        a loss that returns (mean × samples, samples), so that every sample weighs the same in every
-        layout; nn.CrossEntropyLoss and nn.NLLLoss, whose means leave out ignored targets and weigh
-        classes, are taken apart and give their own (sum, sum of weights).
+        A loss that returns (mean × samples, samples), so that every sample weighs the same in every
+        layout. nn.CrossEntropyLoss and nn.NLLLoss, whose means leave out ignored targets and weight
+        classes, are rewritten to return their own (sum, sum of weights).
 
     Raises:
-        ConfigError: when the targets hold no tensor to count, or the loss is no mean.
+        ConfigError: the targets hold no tensor to count, or the loss is no mean.
 
     Note:
-        right for means over samples; a function of your own that takes a mean over tokens needs to
+        Correct for means over samples. A function of your own that takes a mean over tokens has to
         return (sum, count) itself.
     """
     known = type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -229,7 +236,10 @@ def mean_of_samples(loss: Callable[[Any, Any], torch.Tensor]) -> Loss:
 
 
 def _taken_apart(loss: Any) -> Loss:
-    """(sum, what torch divides its mean by) of a cross-entropy, for indices or probabilities."""
+    """Return a loss that computes (sum, torch's denominator) of a cross-entropy module.
+
+    Targets are class indices or probabilities.
+    """
 
     def counted(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Any]:
         summing = copy.copy(loss)  # as it is now: a loop may change its label smoothing, or weights
@@ -246,10 +256,10 @@ def _taken_apart(loss: Any) -> Loss:
 
 
 def batch_length(batch: Any) -> int:
-    """Count a batch's samples: dim 0 of its first tensor or array.
+    """Return the number of samples of a batch: dim 0 of its first tensor or array.
 
     Raises:
-        ConfigError: for a batch without a tensor.
+        ConfigError: the batch holds no tensor.
     """
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(first, torch.Tensor) and first.ndim > 0:
@@ -265,11 +275,13 @@ def batch_length(batch: Any) -> int:
 
 
 def cut_batch(batch: Any, micro_batch: int) -> Iterator[Any]:
-    """Cut a batch along dim 0 into parts of `micro_batch` samples, whatever its structure.
+    """Split a batch along dim 0 into parts of `micro_batch` samples, for any nesting of tensors.
 
-    Tensors, NumPy arrays and lists of one value per sample (strings, for example) are cut; tensors
-    without dims and other values go whole into every part.
-    Errors: ConfigError when tensors disagree about the number of samples.
+    Tensors, NumPy arrays and lists of one value per sample (strings, for example) are split. Scalar
+    tensors and other values go whole into every part.
+
+    Raises:
+        ConfigError: tensors disagree about the number of samples.
     """
     batch = _plain(batch)
     leaves, structure = pytree.tree_flatten(batch, is_leaf=_is_column)
@@ -294,7 +306,7 @@ def cut_batch(batch: Any, micro_batch: int) -> Iterator[Any]:
 
 
 def _plain(batch: Any) -> Any:
-    """A dict for any other mapping: transformers' BatchEncoding is one that pytree cannot see."""
+    """Return a dict for another mapping: pytree cannot look into transformers' BatchEncoding."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
@@ -303,7 +315,7 @@ def _has_samples(leaf: Any) -> bool:
 
 
 def _is_column(value: Any) -> bool:
-    """A list that a collate function made of values that are no tensors: one per sample."""
+    """Return whether a value is a list of one non-tensor value per sample, as collated."""
     return (
         isinstance(value, list)
         and bool(value)

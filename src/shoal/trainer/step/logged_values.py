@@ -1,13 +1,13 @@
-"""Values by name beside the loss: parts of it and metrics, summed over ranks as it is.
+"""Sums and counts by name of metrics and loss parts, summed over ranks like the loss.
 
     metrics        functions (outputs, targets) → (sum, count) or unreduced values
     parts          third of what a loss returns: (sum, count, {"ce": ce_sum, "kl": (kl_sum, n)});
                    a sum without a count of its own is over the count of the loss
-    `run.log`      in loops written out, what no function of outputs and targets gives
+    `run.log`      in loops written out, values that no function of outputs and targets returns
 
-Sums and counts travel in the step's one all-reduce. A name is unknown to ranks that never see it (a
-stage of a pipeline has no outputs), so the first step with a new one agrees on names, and sums what
-is new by itself.
+Sums and counts are part of the step's single all-reduce. A rank that never sees a name does not
+know it (a stage of a pipeline has no outputs). So in the first step with a new name, ranks agree on
+names, and sum the new values in a separate all-reduce.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TAKEN = ("loss", "targets")
 
 
 def check_metrics(metrics: Mapping[str, Metric], where: str) -> None:
-    """Errors: ConfigError for what is no function, and for a name that results have already."""
+    """Raise ConfigError for a metric that is not callable, or that has a reserved name."""
     for name, function in metrics.items():
         if not callable(function):
             raise ConfigError(
@@ -47,7 +47,7 @@ def _check_name(name: Any, holds: str) -> None:
 
 
 class Measured:
-    """Sums and counts by name of one step on this rank, until they are summed over all.
+    """Sums and counts by name of one step on this rank, before the sum over all ranks.
 
     Attributes:
         names: those that all ranks know, in one order.
@@ -60,7 +60,7 @@ class Measured:
 
     @torch.no_grad()
     def add(self, result: Any, outputs: Any, targets: Any) -> None:
-        """Add what a micro-batch's loss returned by name, and the metrics of its outputs."""
+        """Add the named parts of a micro-batch's loss, and the metrics of its outputs."""
         plain, parts = named_parts(result)
         if parts:
             _, count = sum_and_count(plain, targets)
@@ -74,7 +74,12 @@ class Measured:
 
     @torch.no_grad()
     def put(self, name: str, total: Any, count: Any, *, where: str) -> None:
-        """Add a sum and its count. Errors: ConfigError for what is neither number nor tensor."""
+        """Add a sum and its count under a name.
+
+        Raises:
+            ConfigError: one of them is neither a number nor a scalar tensor, or the name is
+                reserved.
+        """
         _check_name(name, f"{where}: holds")
         device = self.program.world.device
         pair = []
@@ -95,15 +100,15 @@ class Measured:
 
     @property
     def unknown(self) -> bool:
-        """Whether this rank has names that the others may not know."""
+        """Return whether this rank has names that the others may not know."""
         return any(name not in self.names for name in self._here)
 
     def told(self) -> torch.Tensor:
-        """Sums and counts of the names that all ranks know, float64, [2 × names]."""
+        """Return sums and counts of the names that all ranks know, float64, [2 × names]."""
         return self._vector(self.names)
 
     def values(self, told: Sequence[float], unknown: bool) -> dict[str, float]:
-        """Give the means over all ranks, and begin anew; every rank calls it.
+        """Return the means over all ranks, and reset the sums; every rank calls it.
 
         Args:
             told: `told`, summed over ranks.

@@ -1,4 +1,4 @@
-"""The loss scale of fp16: a power of two that keeps small gradients above fp16's smallest number.
+"""Loss scale of fp16: a power of two that keeps small gradients above fp16's smallest number.
 
     backward    of loss × scale; the update divides by it again, in a coefficient it applies anyway
     overflow    some rank's gradients are not finite: all ranks skip the step and halve the scale
@@ -6,8 +6,8 @@
     start       2^16 as for a mean loss; the loss here is a sum over targets, so the first overflow
                 divides by the targets of a micro-batch at once, and not by 2 step after step
 
-Ranks agree because the flag travels in the step's own all-reduce. A loss that is itself not finite
-is no matter of scale: that is a skipped step like any other.
+Ranks agree because the flag is part of the step's own all-reduce. A loss that is itself not finite
+does not depend on the scale: the step is skipped like any other.
 
 Source: Micikevicius et al. 2018; constants as in torch.amp.GradScaler
 """
@@ -25,10 +25,10 @@ LEAST = 2.0**-24
 
 
 class LossScale:
-    """One run's scale.
+    """Dynamic or fixed loss scale of one run.
 
     Attributes:
-        value: what the loss is multiplied by.
+        value: factor of the loss before backward.
         fixed: it never changes.
         clean: steps in a row without overflow.
     """
@@ -40,7 +40,7 @@ class LossScale:
         self.began = False
 
     def lowered(self, done: Updated, tally: Tally) -> bool:
-        """Whether a step was lost to too large a scale, which is smaller now."""
+        """Return whether the step overflowed and the scale was lowered; called after every step."""
         if not done.skipped:
             self.held()
             return False
@@ -49,7 +49,7 @@ class LossScale:
         return self.overflowed(tally.count / max(1, tally.micro_batches))
 
     def overflowed(self, targets: float = 1.0) -> bool:
-        """After a skipped step; gives whether a smaller scale may still cure it.
+        """Lower the scale after an overflow; return whether a smaller scale may still prevent it.
 
         Args:
             targets: valid targets of a micro-batch, the same number on every rank.
@@ -64,18 +64,18 @@ class LossScale:
         return True
 
     def held(self) -> None:
-        """After a step without overflow."""
+        """Count a step without overflow, and double the scale after enough of them."""
         self.clean += 1
         self.began = True
         if not self.fixed and self.clean >= GROWTH_EVERY:
             self.value, self.clean = min(LARGEST, self.value * 2), 0
 
     def state(self) -> dict[str, float]:
-        """For the checkpoint's record."""
+        """Return the scale for the checkpoint's record."""
         return {"value": self.value, "clean": self.clean}
 
     def load(self, record: dict[str, Any]) -> None:
-        """Go on where a record was made; a fixed scale stays as it is given now."""
+        """Restore the scale of a checkpoint's record; a fixed scale keeps its present value."""
         if not self.fixed:
             self.value, self.clean = float(record["value"]), int(record["clean"])
             self.began = True

@@ -1,7 +1,7 @@
-"""One micro-batch of a step on this rank: forward, loss, backward, at once or in pieces.
+"""Run one micro-batch of a step on this rank: forward, loss, backward, at once or in pieces.
 
-A pipeline runs the forward pass of one micro-batch between pieces of others, so everything that
-belongs to one of them (its numbers, its generators' keys, its sums) is kept here.
+A pipeline runs the forward pass of one micro-batch between pieces of others. So this object holds
+all state of its micro-batch: its index, the keys of its random generators, its sums.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ from shoal.trainer.step.call_contract import Loss, call_model, split_batch, sum_
 from shoal.wire import phases
 
 JOINING = -1
-"""Number of a pass that only joins the others' collectives; its loss weighs nothing."""
+"""Index of a pass that only takes part in the collectives of other ranks; its loss has weight 0."""
 
 SUMS_LOCK = threading.Lock()
-"""Replicas in threads add to the same sums."""
+"""Lock for replicas in threads, which add to the same sums."""
 
 
 @dataclass
 class MicroBatch:
-    """One micro-batch on this rank as a `program.Pass`: it runs the model, the loss and backward.
+    """One micro-batch on this rank as a `program.Pass`, which runs model, loss and backward.
 
     Attributes:
-        step, index: keys of its randomness; JOINING: it weighs nothing.
-        scale: what the loss is multiplied by before backward.
-        sums: [loss sum, count of targets], added to by whoever computes the loss.
-        note: hears what the loss returned, outputs and targets, of passes that weigh something.
+        program: the run's program, or a replica of it.
+        loss: the run's loss.
+        step, index: keys of its random generators; index JOINING: its loss has weight 0.
+        batch: inputs and targets, as the loader returned them.
+        call: as in `call_model`.
+        scale: factor of the loss before backward.
+        sums: [loss sum, count of targets], to which the loss is added.
+        note: called with the loss's result, outputs and targets, except in passes of weight 0.
     """
 
     program: Program
@@ -50,38 +54,39 @@ class MicroBatch:
     note: Callable[[Any, Any, Any], None] | None = None
 
     def on(self, program: Program, sums: torch.Tensor) -> MicroBatch:
-        """The same on a replica of the program."""
+        """Return the same micro-batch for a replica of the program."""
         return replace(self, program=program, sums=sums)
 
     def __call__(self, module: nn.Module, *, alone: bool = True) -> None:
-        """Run it; gradients land in the module's parameters, loss and count in `sums`.
+        """Run forward and backward; add gradients to the module's, loss and count to `sums`.
 
         Args:
+            module: the model, or the replica's.
             alone: no other pass runs at the same time, so generators and buffers may be keyed to
-                it.
+                this one.
         """
         with self.entered() if alone else nullcontext():
-            # The outputs are named nowhere: activations that only they hold are free in backward.
+            # No name holds the outputs: backward frees activations that only they hold.
             total = self.total(self.outputs(module))
             if total.requires_grad:
                 phases.part(phases.BACKWARD)
                 total.backward()
                 phases.part(phases.PASSES)
-        self.__dict__.pop("parts", None)  # inputs of passes that are over need no memory
+        self.__dict__.pop("parts", None)  # free the inputs of a finished pass
 
     def entered(self) -> AbstractContextManager[None]:
-        """Generators and buffers are keyed to this micro-batch inside."""
+        """Return a context in which generators and buffers are keyed to this micro-batch."""
         rules = (*filter(None, [self.program.keyed]), *self.program.around)
         return all_around(*(enter(self.step, self.index) for enter in rules))
 
     @cached_property
     def parts(self) -> tuple[Any, Any]:
-        """(inputs, targets), on the device and in the format of the run."""
+        """Return (inputs, targets), on the device and in the dtype of the run."""
         return split_batch(prepared(self.program, self.batch))
 
     @property
     def signature(self) -> Hashable:
-        """The shapes and formats of the inputs' tensors, and what else they are made of."""
+        """Return shapes and dtypes of the inputs' tensors, and the structure around them."""
         leaves, form = pytree.tree_flatten(self.parts[0])
         return str(form), tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -89,12 +94,12 @@ class MicroBatch:
         )
 
     def outputs(self, module: nn.Module) -> Any:
-        """The forward pass."""
+        """Run the forward pass, and return its outputs."""
         with self.program.autocast():
             return call_model(module, self.parts[0], self.call)
 
     def total(self, outputs: Any) -> torch.Tensor:
-        """The scaled sum of losses; loss and count are added to the step's sums."""
+        """Return the scaled sum of losses; add loss and count to the step's sums."""
         program, targets = self.program, self.parts[1]
         with program.autocast():
             result = self.loss(outputs, targets)
@@ -108,7 +113,7 @@ class MicroBatch:
         return self.weighed(total, count)
 
     def weighed(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Add a loss sum and its count to the step's sums; give what is to be differentiated."""
+        """Add a loss sum and its count to the step's sums; return the tensor to differentiate."""
         if self.index == JOINING:
             total, count = total * 0, count * 0
         with SUMS_LOCK:
@@ -119,20 +124,20 @@ class MicroBatch:
 
 
 def _nothing_of(outputs: Any) -> torch.Tensor | float:
-    """Zero, by way of no element of the outputs: a backward pass whose gradients are zeros."""
+    """Return a zero that depends on the outputs, so that a backward pass makes zero gradients."""
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     return sum((leaf.reshape(-1)[:0].sum() for leaf in leaves if leaf.requires_grad), 0.0)
 
 
 def prepared(program: Program, batch: Any) -> Any:
-    """A batch as the model is to see it: on its device, in its format."""
+    """Return a batch as the model takes it: on its device, in its dtype."""
     for prepare in program.prepare:
         batch = prepare(batch)
     return batch
 
 
 def all_around(*contexts: AbstractContextManager[Any] | None) -> AbstractContextManager[None]:
-    """Return one context that enters those that are there, in this order."""
+    """Return one context that enters all given contexts in order; None entries are skipped."""
     due = [one for one in contexts if one is not None]
     if len(due) < 2:
         return due[0] if due else nullcontext()

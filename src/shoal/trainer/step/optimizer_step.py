@@ -2,8 +2,8 @@
 
     forward_backward   for each own micro-batch: forward, loss sum, backward; gradients of loss SUMS
                        travel while the last backward still runs
-    tally              one all-reduce: loss sum, count of targets N, norm², whose numbers broke, who
-                       wants to stop, which parameters were used
+    tally              one all-reduce: loss sum, count of targets N, norm², ranks with non-finite
+                       numbers, stop requests, used parameters
     update             gradient = sum / N, clipped by the true global norm; both are one
                        multiplication; then the optimizer, on all ranks or on none
 
@@ -35,23 +35,23 @@ from shoal.wire import phases
 
 @dataclass(frozen=True)
 class Tally:
-    """What all ranks know together after the backward passes of a step.
+    """Totals of a step over all ranks, after its backward passes.
 
     Attributes:
         loss_sum, count: over all targets of the step.
+        norm: of the summed gradient, over every part of it on every rank, scaled.
         broken: some rank's numbers are not finite.
-        norm: of the summed gradient, over every part of it, wherever it lies, scaled.
         loss_broken: some rank's loss is not finite, whatever its gradients are.
-        stop, save: some rank was asked to.
-        used: per name of the program, on any rank.
-        save_failed: some rank learnt that the save in flight failed.
+        stop, save: some rank requested it.
         moved: some rank's forward passes changed a buffer that no rule covers.
+        save_failed: some rank learnt that the save in flight failed.
+        used: per name of the program: some rank used the parameter.
         micro_batches: how many all ranks ran.
-        uneven: some ran more than others.
+        uneven: some ranks ran more than others.
         numbers: all of it by names, `Flags.sums` too.
         measured: sums of `Flags.measured`.
         unnamed: some rank has values of unknown names.
-        broken_ranks: asks whose numbers are not finite; every rank calls it.
+        broken_ranks: returns the ranks whose numbers are not finite; every rank calls it.
     """
 
     loss_sum: float
@@ -74,16 +74,15 @@ class Tally:
 
 @dataclass(frozen=True)
 class Flags:
-    """What a rank has to say to the others beside its sums.
+    """Values that a rank adds to the step's all-reduce beside its loss and norm.
 
     Attributes:
         stop, save, save_failed: as in `Tally`.
-        step: the one under way, from 1.
+        step: the current one, from 1.
         sums: numbers by name, summed over ranks; names, order and lengths are the same on each.
-        measured: float64, to be summed over ranks, as many on each; None: nothing.
+        invariants: values that must be equal on all ranks of a group.
+        measured: float64, to be summed over ranks, of equal length on each; None: nothing.
         unnamed: this rank has values by names that others may not know.
-
-    invariants values that ranks must have in common
     """
 
     stop: bool = False
@@ -97,7 +96,7 @@ class Flags:
 
 
 def reducer_of(program: Program) -> Reducer:
-    """The program's reducer, which `compose` always sets."""
+    """Return the program's reducer, which `compose` always sets."""
     if program.reducer is None:
         raise BugError("the program has no reducer: compose() was not called")
     return program.reducer
@@ -117,17 +116,22 @@ def forward_backward(
     """Run this rank's micro-batches of one step and sum everything over all ranks.
 
     Args:
-        share: this rank's micro-batches; may be none, the rank then joins with zeros.
-        scale: what the loss is multiplied by before backward (fp16).
-        flags: gives what this rank has to say, after its passes.
-        note: hears what the loss returned, outputs and targets, of each micro-batch.
+        program: the run's.
+        share: this rank's micro-batches; without any the rank joins with zeros.
+        loss: the run's loss.
+        step: the step's number, a key of its random generators.
+        call: as in `call_model`.
+        scale: factor of the loss before backward (fp16).
+        flags: returns this rank's `Flags`, after its passes.
+        note: called with the loss's result, outputs and targets of each micro-batch.
 
     Returns:
-        the tally; the program's local gradients are then sums over all ranks, scaled.
+        The tally; the program's local gradients are then sums over all ranks, scaled.
 
     Raises:
-        ConfigError: for a loss that returns a mean, PlanError for a parameter that was frozen when
-            the program was composed, both before anything was updated.
+        ConfigError: the loss returned a mean; nothing was updated.
+        PlanError: a parameter trains that was frozen when the program was composed; nothing was
+            updated.
     """
     ready, sums = begin_passes(program, share, loss, step, call, scale, note)
     program.run(program, ready, reducer_of(program))
@@ -143,9 +147,10 @@ def begin_passes(
     scale: float,
     note: Callable[[Any, Any, Any], None] | None = None,
 ) -> tuple[list[MicroBatch], torch.Tensor]:
-    """Zero the gradients; give this rank's passes, and what they add to: [loss sum, count].
+    """Zero the gradients; return this rank's passes, and their sums: [loss sum, count].
 
-    Those that only join the others' collectives come last. Arguments as in `forward_backward`.
+    Passes of weight 0, which only take part in the others' collectives, come last. Arguments as in
+    `forward_backward`.
     """
     _check_frozen(program)
     reducer_of(program).begin(max(share.rounds, len(share.micro_batches)))
@@ -161,7 +166,7 @@ def begin_passes(
 
 
 def sum_up(program: Program, sums: torch.Tensor, ran: int, flags: Flags) -> Tally:
-    """Sum gradients, loss and count over all ranks, after the passes; `ran` of them count."""
+    """Sum gradients, loss and count over all ranks after the passes; `ran` of them count."""
     phases.part(phases.SUM)
     reducer = reducer_of(program)
     reducer.finish()
@@ -192,7 +197,7 @@ def _tally(
     ran: int,
     flags: Flags,
 ) -> Tally:
-    """One all-reduce of a short float64 vector: sums, flags, names, measured.
+    """Run one all-reduce of a short float64 vector: sums, flags, names, measured.
 
     Args:
         used_here, norms: of the gradients that this rank computed itself.
@@ -215,7 +220,7 @@ def _tally(
     vector.add_rest("measured")
     square_sum = _squares(program, reducer)
     if is_accelerator(world.device):
-        # All that the host knows goes to the device in one copy, and nobody waits for it.
+        # All numbers of the host go to the device in one asynchronous copy.
         sent = numbers_on(world.device, vector.values)
         # A rank whose loss is not finite must not turn the sums of the others into NaN.
         sent[lies] = torch.nan_to_num(sums, 0, 0, 0) * program.speaks
@@ -240,7 +245,7 @@ def _tally(
     if flags.measured is not None:
         sent = torch.cat((sent, flags.measured))
     world.all_reduce(sent)
-    summed = sent.tolist()  # the one place of a step where the host waits
+    summed = sent.tolist()  # the only point of a step where the host waits for the device
     return _tally_of(vector.summed(summed, flags.invariants, world), world, is_broken)
 
 
@@ -271,10 +276,10 @@ def _tally_of(numbers: StepNumbers, world: World, is_broken: torch.Tensor | bool
 
 
 def _squares(program: Program, reducer: Reducer) -> torch.Tensor | float:
-    """Return this rank's share of the whole gradient's squared norm: every element counts once."""
+    """Return this rank's share of the gradient's squared norm; each element counts once."""
     held = reducer.sums()
     if program.world.size == 1 and held and held[0].device != program.world.device:
-        # They left the device, where they were measured: the host would add up in another order.
+        # Offloaded after measuring on the device: the host would add up in another order.
         return torch.stack([norm.double() for norm in reducer.local_norms()]).square().sum()
     by_copies: dict[int, list[torch.Tensor]] = {}
     for name, tensor in zip(reducer.summed(), reducer.sums(), strict=True):
@@ -286,8 +291,8 @@ def _squares(program: Program, reducer: Reducer) -> torch.Tensor | float:
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
     """Return Σ x² over all elements of all tensors, in float64; a tensor if they are on a device.
 
-    On a CPU torch adds a tensor's squares up in few running sums of its own format: 3.5M fp32
-    elements in one buffer lose 7e-5 of their norm (random ones) to 3e-4 (a gradient), other layouts
+    On a CPU torch adds a tensor's squares up in few running sums of its own format. So 3.5M fp32
+    elements in one buffer lose 7e-5 of their norm (random ones) to 3e-4 (a gradient). Other layouts
     lose less, so they would clip differently. Rows of 4096 lose 5e-9, in no more time.
     """
     if not tensors:
@@ -318,25 +323,25 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor | float:
 
 
 NORM_ROW = 4096
-"""Elements whose squares are summed in their own format."""
+"""Elements whose squares are summed in their own dtype."""
 
 NO_GRADIENT = (
     "loss: no parameter got a gradient: the loss is cut off from the model (by .detach(), .item(), "
     "or torch.no_grad()), or computed from something else"
 )
-"""What is wrong with a loss that leads nowhere."""
+"""Error for a loss that is not connected to the model."""
 
 NO_TARGET = "the loss counted no target"
-"""Why a step is skipped whose targets are all ignored."""
+"""Reason for skipping a step whose targets are all ignored."""
 
 
 @dataclass(frozen=True)
 class Updated:
-    """What an update did: the mean loss, the gradient norm before clipping, whether weights moved.
+    """Result of an update: mean loss, gradient norm before clipping, and why weights did not move.
 
     Attributes:
-        reason: why not, if it was skipped.
-        spike: why loss or norm leap out, skipped or not.
+        reason: why the update was skipped, or "".
+        spike: why loss or norm are a spike, whether skipped or not; "": they are none.
     """
 
     loss: float
@@ -347,7 +352,7 @@ class Updated:
 
 
 def _reason_to_skip(tally: Tally, scale: float) -> tuple[float, str]:
-    """(norm of the mean gradient, why this step must not move anything), the same on all ranks."""
+    """Return (norm of the mean gradient, why this step must be skipped), the same on all ranks."""
     if tally.broken:
         return math.nan, "non-finite loss or gradient"
     if tally.count <= 0:
@@ -359,16 +364,16 @@ def _reason_to_skip(tally: Tally, scale: float) -> tuple[float, str]:
 
 
 class Judge(Protocol):
-    """Looks at loss and norm of a step before its update.
+    """Detector of spikes, called with loss and norm of a step before its update.
 
     Attributes:
-        skips: whether the update of a step that leaps out is left out.
+        skips: whether the update of a spike is skipped.
     """
 
     skips: bool
 
     def judge(self, loss: float, norm: float) -> str:
-        """Why it leaps out, in words; "" if it does not."""
+        """Return why the step is a spike, or "" if it is none."""
 
 
 def update(
@@ -382,21 +387,24 @@ def update(
     adjust: Callable[[], None] | None = None,
     spikes: Judge | None = None,
 ) -> Updated:
-    """Turn summed gradients into one step of the optimizer, or into none on every rank alike.
+    """Turn summed gradients into one step of the optimizer, or skip it on all ranks.
 
     Args:
-        clip: largest norm of the mean gradient; 0 leaves it.
-        scale: what the loss was scaled by.
-        watch: looks at parameters between the last change of gradients and the optimizer's step.
-        adjust: changes the clipped mean gradient, if somebody must.
-        spikes: judges loss and norm, and may want the step skipped.
+        program: the run's.
+        optimizer: the run's.
+        tally: totals of the step.
+        clip: largest norm of the mean gradient; 0: do not clip.
+        scale: factor of the loss before backward.
+        watch: called between the last change of gradients and the optimizer's step.
+        adjust: changes the clipped mean gradient, or None.
+        spikes: judges loss and norm, and may skip the step.
 
     Returns:
-        what happened; local gradients are then the clipped mean gradient, None where no rank used
+        The result. Local gradients are then the clipped mean gradient, and None where no rank used
         the parameter (weight decay and momentum then leave it alone, as in one process).
 
     Raises:
-        ConfigError: when targets were counted but no parameter got a gradient on any rank.
+        ConfigError: targets were counted, but no parameter got a gradient on any rank.
     """
     phases.part(phases.UPDATE)
     _say_unlike(program, tally)
@@ -431,7 +439,7 @@ def update(
 
 
 def _say_unlike(program: Program, tally: Tally) -> None:
-    """Where ranks have other work by the plan, none is slow because it takes longer."""
+    """Mark phases with unequal work on the watch page, so that no rank is blamed as slow there."""
     if program.pipe.size > 1:  # stages differ
         phases.unlike(phases.PASSES, phases.BACKWARD, phases.UPDATE, always=True)
     if tally.uneven:
@@ -440,19 +448,18 @@ def _say_unlike(program: Program, tally: Tally) -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; the same on every rank.
+    """Result of one step; the same on every rank.
 
     Attributes:
         step: number of this step, from 1.
         loss: mean over the targets of all ranks.
         grad_norm: of the mean gradient, before clipping.
         lr: of the first parameter group.
-        targets: what the loss was divided by: the count of targets, or the sum of their weights.
+        targets: denominator of the loss: the count of targets, or the sum of their weights.
         skipped: the weights did not move, for `reason`.
-        spike: why loss or norm leap out of the last steps, in words; "" where they do not.
+        reason: why the update was skipped, or "".
         metrics: means by name over all ranks: metrics, and parts of the loss.
-
-    item()      the loss, so that a script's `loss.item()` works on `loss = run.step(batch)`
+        spike: why loss or norm are far above those of the last steps; "" if they are not.
     """
 
     step: int
@@ -466,12 +473,12 @@ class StepResult:
     spike: str = ""
 
     def item(self) -> float:
-        """The loss, under the name that a tensor has for it."""
+        """Return the loss, so that `loss.item()` of a script works on `loss = run.step(batch)`."""
         return self.loss
 
 
 def counted(count: float) -> float:
-    """A whole count as an integer; a sum of weights as it is."""
+    """Return a whole count as an integer, and a fractional sum of weights unchanged."""
     return int(count) if count.is_integer() else count
 
 
@@ -483,10 +490,15 @@ def row_of(
     peak_bytes: int,
     extras: dict[str, Any],
 ) -> tuple[dict[str, Any], int]:
-    """(what metrics.jsonl keeps of a step, samples of the whole step where they are known).
+    """Return (the step's row of metrics.jsonl, samples of the whole step; 0 if unknown).
 
     Args:
+        result: of the step.
+        tally: totals of the step.
+        batch: this rank's batch.
+        data_wait_s: seconds that the step waited for it.
         peak_bytes: of memory, in this process.
+        extras: further keys of the row.
     """
     samples = 0
     if isinstance(batch, StepBatch):

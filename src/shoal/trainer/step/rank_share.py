@@ -1,4 +1,4 @@
-"""This rank's share of one optimizer step: its micro-batches, and the busiest rank's number."""
+"""This rank's share of one optimizer step: its micro-batches, and the busiest rank's count."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Share:
     """This rank's part of one step.
 
     Attributes:
-        micro_batches: (number in the step, value) of each.
+        micro_batches: (index in the step, value) of each.
         rounds: micro-batches of the busiest rank.
-        spare: one for passes without weight, or None where nobody needs one.
+        spare: a micro-batch for passes of weight 0, or None if no rank needs one.
     """
 
     micro_batches: list[tuple[int, Any]]
@@ -30,13 +30,13 @@ class Share:
 
 
 def share_of(program: Program, batch: Any, cut: int, first_key: int, kept: Any) -> Share:
-    """Cut a batch into this rank's micro-batches; every rank calls it.
+    """Split a batch into this rank's micro-batches; every rank calls it.
 
     Args:
         program: the run's.
         batch: of `run.loader`, or this rank's own samples.
-        cut: samples of a micro-batch of such a batch; 0: it is one.
-        first_key: added to the numbers.
+        cut: samples per micro-batch of the user's own batches; 0: do not split.
+        first_key: added to the indices.
         kept: a spare micro-batch of an earlier step, or None.
     """
     micro_batches = own_micro_batches(batch, cut, program.data)
@@ -47,11 +47,12 @@ def share_of(program: Program, batch: Any, cut: int, first_key: int, kept: Any) 
 
 
 def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any]]:
-    """(number in the step, value) of every micro-batch that this rank runs.
+    """Return (index in the step, value) of every micro-batch that this rank runs.
 
     Args:
         batch: of `run.loader`, or this rank's own samples.
-        cut: samples of a micro-batch of such a batch; 0: it is one.
+        cut: samples per micro-batch of the user's own batches; 0: do not split.
+        world: the data-parallel ranks.
     """
     if isinstance(batch, StepBatch):
         return [(m.index, m.value) for m in batch.micro_batches]
@@ -62,7 +63,7 @@ def own_micro_batches(batch: Any, cut: int, world: World) -> list[tuple[int, Any
 
 
 def _is_pair(batch: Any) -> bool:
-    """Tell whether a batch is two tensors of as many samples, the usual (inputs, targets)."""
+    """Return whether a batch is two tensors with equal numbers of samples, as (inputs, targets)."""
     if type(batch) is not tuple or len(batch) != 2:
         return False
     sizes = [len(one) if isinstance(one, torch.Tensor) and one.ndim else 0 for one in batch]
@@ -70,12 +71,12 @@ def _is_pair(batch: Any) -> bool:
 
 
 def lost_of(batch: Any) -> float:
-    """How many samples this rank could not read."""
+    """Return the number of samples that this rank could not read."""
     return float(len(batch.left_out)) if isinstance(batch, StepBatch) else 0.0
 
 
 def busiest(program: Program, batch: Any, own: int) -> int:
-    """Micro-batches of the busiest rank; asked only where ranks must send equally often."""
+    """Return the micro-batches of the busiest rank if ranks must run equally many, else `own`."""
     world = program.data
     if not _must_meet(program):
         return own
@@ -85,20 +86,22 @@ def busiest(program: Program, batch: Any, own: int) -> int:
 
 
 def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int) -> Any:
-    """A micro-batch for passes that count for nothing, on ranks that have fewer than others.
+    """Return a micro-batch for passes of weight 0, on ranks that have fewer than others.
+
+    In the first step after a start, an uneven last batch of an epoch, no rank has kept one. Then a
+    rank that has one broadcasts its own to all.
 
     Args:
+        program: the run's.
+        batch: of `run.loader`, or this rank's own samples.
         own: this rank's last one, or None.
         kept: one of an earlier step, or None.
-
-    rounds as `busiest` gives them
-
-    In the first step after a start, an uneven last batch of an epoch, nobody has kept one: then a
-    rank that has one gives its own to all.
+        rounds: the result of `busiest`.
 
     Raises:
-        ConfigError: on all ranks where a micro-batch holds what is no tensor, number or text;
-            ClusterError on a rank that could not read any sample of a run's first step.
+        ConfigError: a micro-batch holds other objects than tensors, numbers and texts; on all
+            ranks.
+        ClusterError: this rank could not read any sample of a run's first step.
     """
     world, spare = program.data, kept if own is None else own
     if not (_must_meet(program) and program.together):
@@ -109,7 +112,7 @@ def to_join_with(program: Program, batch: Any, own: Any, kept: Any, rounds: int)
         fewest = -world.all_reduce_max(-int(own is not None))
     if fewest and spare is None and isinstance(batch, StepBatch) and batch.left_out:
         raise ClusterError(f"{batch.left_out[0].text}; rank {world.rank} has no other sample yet")
-    if fewest or not rounds or world.all_true(spare is not None):  # all ask, or none
+    if fewest or not rounds or world.all_true(spare is not None):  # all call it, or none
         return spare
     from shoal.trainer.step.borrowed_batch import last_of_first_rank  # a first step of few samples
 

@@ -1,4 +1,4 @@
-"""Count what autograd keeps of a forward pass until the backward pass has used it."""
+"""Count the bytes that autograd saves in a forward pass for the backward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.trainer.step.call_contract import call_model
 
 
 def kept_bytes(module: nn.Module, inputs: Any, call: str) -> int:
-    """Count the bytes that autograd keeps of a forward pass, and what a loss makes of its outputs.
+    """Return the bytes that autograd saves for backward, with an estimate of the loss's tensors.
 
     Args:
         module: on the host, or on the meta device, where only shapes and types matter.
@@ -20,7 +20,7 @@ def kept_bytes(module: nn.Module, inputs: Any, call: str) -> int:
         call: as `call_model`.
 
     Raises:
-        Exception: whatever the module raises.
+        Exception: any exception of the module.
     """
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -1,9 +1,9 @@
-"""Steps that did not move the weights: who was at fault, and when to stop trying.
+"""Skipped steps and spikes: count both, find their causes, and stop a run that skips too many.
 
 One bad step is an accident: all ranks skip it, and an event names rank, micro-batches and samples.
 Many in a row are a diverged run or broken data, which a restart would only repeat.
 
-A step whose loss or gradient norm leaps out of those before is a spike:
+A step is a spike if its loss or gradient norm is far above those of earlier steps:
 
     rule   more than 8 robust deviations above the median of the last 128 steps that counted, once
            there are 16. The deviation is 1.4826 times the median distance from the median, and at
@@ -12,12 +12,12 @@ A step whose loss or gradient norm leaps out of those before is a spike:
     tell   an event and a line name the step and its samples; the update is made
     skip   the update is made on no rank; rewind: see `rewind.py`
 
-Loss and norm are sums over all ranks, so every rank comes to the same decision without a word. What
-decides is saved with a run, so a resumed one decides as the unbroken one. The window of "tell"
-takes all steps in, so that a new level is told of for some time and then is the usual one.
+Loss and norm are sums over all ranks, so every rank decides alike without communication. A
+checkpoint keeps the values that decide, so a resumed run decides like an unbroken one. In mode
+"tell" the window takes in every step: a new level is reported for some time, then it is normal.
 
-Source: OLMo-core's rule (6 deviations over 128 steps, active after 64); medians, because what is to
-be found is in the window too.
+Source: OLMo-core's rule (6 deviations over 128 steps, active after 64); medians, because the window
+contains the spikes too.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 WINDOW, LEAST, DEVIATIONS, SOONER = 128, 16, 8.0, 30.0
 ROBUST = 1.4826
-"""Times the median distance from the median: the standard deviation of normal numbers."""
+"""Factor from the median distance to the standard deviation, for normally distributed numbers."""
 FLOORS = {"loss": 0.02, "gradient norm": 0.25}
-"""Of the median: no deviation is taken to be smaller."""
+"""Smallest deviation, as a share of the median."""
 
 
 class Skips:
-    """Counts skipped steps in a row, `limit` of which end the run, and samples left out, `lost`."""
+    """Counts of skipped steps in a row (`limit` of which end the run) and of `lost` samples."""
 
     def __init__(self, limit: int, unreadable: int = 0) -> None:
         self.limit, self.unreadable, self.lost = limit, unreadable, 0
@@ -62,7 +62,12 @@ class Skips:
         scale: LossScale | None,
         recorder: Recorder,
     ) -> None:
-        """A step is over, whatever it did; every rank calls it. Errors as of `skip`, `lose`."""
+        """Count a finished step, and report a skipped update or lost samples; every rank calls it.
+
+        Raises:
+            ClusterError: as in `lose`.
+            TrainingError: as in `skip`.
+        """
         world, emit = recorder.world, recorder.events.emit
         if count := int(sum(tally.numbers.sums("unreadable"))):
             from shoal.trainer.step.unreadable_samples import lose
@@ -85,18 +90,20 @@ class Skips:
                 tell_spike(step, done.spike, batch, world, emit)
 
     def moved(self) -> None:
-        """A step moved the weights."""
+        """Note that a step moved the weights."""
         self.in_a_row, self.any_moved = 0, True
 
     def state(self) -> dict[str, int]:
-        """How many samples were left out, as JSON; {} for none."""
+        """Return the number of samples left out, as JSON; {} for none."""
         return {"unreadable": self.lost} if self.lost else {}
 
     def check_moved(self, first: int, last: int, so: str = "no weight moved") -> None:
-        """Errors: TrainingError, on all ranks, if no step after `first` moved a weight.
+        """Raise TrainingError, on all ranks, if no step after `first` moved a weight.
 
         Args:
-            so: what follows from that, for the message.
+            first: steps made before these.
+            last: steps made by now.
+            so: the consequence, for the message.
         """
         if last > first and not self.any_moved:
             from shoal.trainer.step.unreadable_samples import cure
@@ -108,11 +115,11 @@ class Skips:
 
 
 class Spikes:
-    """The last steps of one run, and what is out of their order.
+    """Detector of spikes in loss and gradient norm, from a window of the last steps.
 
     Attributes:
         mode: tell, skip, rewind, off.
-        skips: whether the update is not made.
+        skips: whether the update of a spike is skipped.
     """
 
     def __init__(self, mode: str) -> None:
@@ -120,7 +127,7 @@ class Spikes:
         self.known = {name: _Window() for name in FLOORS}
 
     def judge(self, loss: float, norm: float) -> str:
-        """Why a step leaps out, in words; "" for one that does not, which is known from then on."""
+        """Return why a step is a spike, or "" for a normal step, which enters the window."""
         if self.mode == "off":
             return ""
         values = dict(zip(FLOORS, (loss, norm), strict=True))
@@ -131,13 +138,13 @@ class Spikes:
         return ", ".join(found)
 
     def state(self) -> dict[str, Any]:
-        """What decides, as JSON; {} where nothing depends on it."""
+        """Return the windows as JSON; {} if no decision depends on them."""
         if not self.skips:
             return {}
         return {"spikes": {name: list(window.values) for name, window in self.known.items()}}
 
     def load(self, record: dict[str, Any]) -> None:
-        """Go on from a checkpoint's record."""
+        """Restore the windows of a checkpoint's record."""
         for name in FLOORS:
             self.known[name] = _Window(map(float, record.get("spikes", {}).get(name, ())))
 
@@ -163,7 +170,7 @@ class Spikes:
 
 
 class _Window:
-    """The last values of a series, and the same in order.
+    """Last values of a series, in order of arrival and sorted.
 
     >>> window = _Window([3.0, 1.0, 2.0])
     >>> window.add(10.0)
@@ -178,14 +185,14 @@ class _Window:
             self.add(value)
 
     def add(self, value: float) -> None:
-        """Append a finite value; the oldest one goes."""
+        """Append a finite value; a full window drops the oldest one."""
         if len(self.values) == WINDOW:
             del self._ordered[bisect_left(self._ordered, self.values[0])]
         self.values.append(value)
         insort(self._ordered, value)
 
     def median(self) -> float:
-        """Return the middle one, or the mean of the middle two."""
+        """Return the middle value, or the mean of the middle two."""
         half = len(self._ordered) // 2
         if len(self._ordered) % 2:
             return self._ordered[half]
@@ -193,7 +200,7 @@ class _Window:
 
 
 def spread(values: Collection[float], floor: float) -> tuple[float, float]:
-    """(median, robust standard deviation, at least `floor` of the median's size).
+    """Return (median, robust standard deviation); the latter is at least `floor` × |median|.
 
     >>> spread([1.0, 2.0, 3.0, 4.0, 1000.0], 0.0)
     (3.0, 1.4826)

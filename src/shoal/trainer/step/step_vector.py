@@ -1,4 +1,4 @@
-"""The vector of a step's one all-reduce, built and read by names.
+"""Vector of a step's single all-reduce, built and read by names.
 
     everyone = Group(range(world.size), world.rank)
     own = [Invariant("training_mode", True, everyone), Invariant("weights", 7, replicas)]
@@ -8,15 +8,15 @@
     numbers = vector.summed(all_reduced.tolist(), own, world)
     numbers.sums("flags"), numbers.invariants.differs("weights")
 
-Every rank adds the same names with as many numbers in the same order, whatever way leads into the
-step: batches, written-out passes, free passes, servers. So no reader counts positions. All that it
-holds are sums over ranks: its length does not grow with them.
+Every rank adds the same names with the same lengths in the same order, for every kind of step:
+batches, written-out passes, free passes, servers. So no reader counts positions. The vector holds
+only sums over ranks: its length does not grow with them.
 
-Values that ranks of a group must have in common take two numbers for all groups together: the
-values of a group have one hash h, and rank r adds c_r · h_r, with whole coefficients c of the step
-that sum to zero over the group. Where all h are equal the sum is exactly 0, since float64 adds such
-numbers exactly; where one differs it is not, but for a chance of about 2⁻²⁸ at 4,096 ranks. Ranks
-tell each other their values only where a sum is not 0, or where a guard asks for them on all ranks.
+Values that must be equal on the ranks of a group take two numbers for all groups together. The
+values of a group have one hash h, and rank r adds c_r · h_r, with integer coefficients c of the
+step that sum to zero over the group. If all h are equal, the sum is exactly 0, since float64 adds
+such numbers exactly. If one differs, the sum is not 0, but for a chance of about 2⁻²⁸ at 4,096
+ranks. Ranks gather their values only if a sum is not 0, or if a guard requests them on all ranks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from shoal.base.errors import BugError
 from shoal.fabric import World
 
 Value = float | int | str | Sequence[Any]
-"""Type of a compared value: anything that JSON keeps as it is, the same type on all ranks."""
+"""Type of a compared value: anything that a JSON round trip keeps, the same type on all ranks."""
 
 NUMBERS, HASH_BITS, SUM_BITS = 2, 20, 52
-"""Sums, with coefficients of their own · bits of a hash in each · bits of all terms together."""
+"""Number of sums, with coefficients of their own · hash bits in each · bits of all terms."""
 GROUPS = 32
-"""Groups that one rank is a member of, at most: bounds the number of terms."""
+"""Largest number of groups per rank; it bounds the number of terms."""
 
 
 class Group:
-    """Ranks that must agree on a value, as one of them sees them.
+    """Ranks that must have equal values, as seen from one of them.
 
     Args:
         ranks: of the group, in one order on all its members.
@@ -54,12 +54,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Invariant:
-    """A value of this rank.
+    """A value of this rank that must be equal on all ranks of a group.
 
     Attributes:
         name: the same on all ranks.
-        value: as above.
-        group: the ranks that must have it in common; None: nobody compares it.
+        value: anything that a JSON round trip keeps.
+        group: the ranks of which all must have it; None: it is not compared.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Invariant:
 
 
 def zero_sum_terms(invariants: Iterable[Invariant], step: int, ranks: int) -> list[float]:
-    """Return this rank's terms of the sums that are 0 where the members of all groups agree.
+    """Return this rank's terms of sums that are 0 if the members of all groups have equal values.
 
     Args:
         invariants: the values of this rank.
@@ -94,12 +94,12 @@ def zero_sum_terms(invariants: Iterable[Invariant], step: int, ranks: int) -> li
 
 
 class InvariantCheck:
-    """Find which invariants differ, and on which ranks, from a step's sums.
+    """Comparison of invariants over ranks, from a step's sums; finds the ranks that differ.
 
     Args:
         own: the values of this rank.
         sums: of `zero_sum_terms` over all ranks.
-        gather: gives every rank's value for this rank's; a collective.
+        gather: returns the values of all ranks, from this rank's; a collective.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class InvariantCheck:
         self._told: list[dict[str, tuple[int, Any]]] = []
 
     def differs(self, *names: str) -> bool:
-        """Tell whether a value of one of these names differs inside of a group.
+        """Return whether a value of one of these names differs inside of a group.
 
         Every rank calls it, with the same names.
         """
         return any(self.first_pair(name) for name in names)
 
     def by_rank(self, name: str) -> list[Any]:
-        """Return what every rank has, None where one has nothing; every rank calls it."""
+        """Return the values of all ranks, None for a rank without one; every rank calls it."""
         return [one.get(name, (0, None))[1] for one in self._everyone()]
 
     def first_pair(self, name: str) -> tuple[int, int] | None:
@@ -145,7 +145,7 @@ MASK = 2**64 - 1
 
 
 def _drawn(step: int, rank: int, bits: int) -> int:
-    """Draw a whole number of so many bits, by the mixing steps of splitmix64."""
+    """Draw an integer of `bits` bits, by the mixing steps of splitmix64."""
     mixed = (step * 0x9E3779B97F4A7C15 + rank * 0xD1B54A32D192ED03 + 1) & MASK
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & MASK
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & MASK
@@ -153,17 +153,17 @@ def _drawn(step: int, rank: int, bits: int) -> int:
 
 
 UNLIKE = "unlike"
-"""Name of the sums that are 0 where ranks have in common what they compare."""
+"""Name of the sums that are 0 if all compared values are equal."""
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The sums of the all-reduce, by the names under which ranks added them.
+    """Sums of the all-reduce, by the names under which ranks added them.
 
     Attributes:
-        slices: where each entry lies in `values`.
+        slices: position of each entry in `values`.
         values: the summed vector.
-        invariants: which of the values differ that ranks must have in common.
+        invariants: the check of which compared values differ.
     """
 
     slices: Mapping[str, slice]
@@ -183,7 +183,7 @@ class StepVector:
         self._slices: dict[str, slice] = {}
 
     def add(self, name: str, values: Sequence[float]) -> slice:
-        """Add numbers that are summed over ranks, and return where they lie."""
+        """Add numbers that are summed over ranks, and return their slice."""
         if name in self._slices:
             raise BugError(f"the step's vector has two entries of the name {name}")
         start = len(self.values)
@@ -192,11 +192,11 @@ class StepVector:
         return lies
 
     def add_invariants(self, invariants: Sequence[Invariant], step: int, world: World) -> None:
-        """Add the terms that say whether ranks have these values in common."""
+        """Add the terms that show whether ranks have equal values."""
         self.add(UNLIKE, zero_sum_terms(invariants, step, world.size))
 
     def add_rest(self, name: str) -> None:
-        """Name what is appended on the device after all numbers of the host; call it last."""
+        """Name the numbers that the device appends after all numbers of the host; call it last."""
         self._slices[name] = slice(len(self.values), None)
 
     def summed(
@@ -206,7 +206,7 @@ class StepVector:
 
         Args:
             values: the sums.
-            own: what this rank compares, under the name `UNLIKE`.
+            own: the compared values of this rank, of the entry `UNLIKE`.
             world: the ranks that were summed over.
         """
         sums = values[self._slices[UNLIKE]]

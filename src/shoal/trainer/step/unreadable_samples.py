@@ -1,7 +1,6 @@
-"""What a step was made without, told on all ranks: its update, or samples that no try could read.
+"""Report, on all ranks, a step's skipped update or the samples that no retry could read.
 
-Loaded where there is something to tell, up to the numbers at which a run stops
-(`skipped_steps.py`).
+Imported when there is something to report, and when a run reaches a limit (`skipped_steps.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from shoal.fabric import World
 from shoal.trainer.step.optimizer_step import NO_TARGET
 
 NAMED = 8
-"""Ranks that a line names."""
+"""Largest number of ranks that a line names."""
 
 
 class Counts(Protocol):
-    """What a run counts (`Skips`), and the numbers at which it stops."""
+    """Counters of a run (`Skips`), and the limits at which it stops."""
 
     limit: int
     unreadable: int
@@ -30,9 +29,10 @@ class Counts(Protocol):
 
 
 def lose(skips: Counts, step: int, count: int, batch: object, world: World, emit: Emit) -> None:
-    """Some ranks could not read `count` samples of a step; every rank calls it.
+    """Report `count` samples of a step that some ranks could not read; every rank calls it.
 
-    Errors: ClusterError, on all ranks, once they are more than a run may leave out
+    Raises:
+        ClusterError: on all ranks, once more are lost than the run may leave out.
     """
     mine = batch.left_out if isinstance(batch, StepBatch) else ()
     told = world.gather_json([[one.sample, one.epoch, one.position, one.error] for one in mine])
@@ -62,11 +62,19 @@ def skip(
     *,
     spike: bool = False,
 ) -> None:
-    """A step moved no weight; every rank calls this with its own `batch`, the rest is the same.
+    """Report a step that moved no weight; every rank calls it with its own `batch`.
+
+    The other arguments are the same on all ranks.
 
     Args:
-        broken: ranks whose numbers are not finite, or whose samples are to be named.
-        spike: they are finite, and leap out.
+        skips: the run's counters.
+        step: the skipped step, from 1.
+        reason: why the step was skipped.
+        broken: ranks whose numbers are not finite, or whose samples the event names.
+        batch: this rank's batch.
+        world: all ranks.
+        emit: writes an event.
+        spike: loss and norm are finite, and a spike.
 
     Raises:
         TrainingError: on all ranks, at the limit of such steps in a row.
@@ -94,7 +102,7 @@ def skip(
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Name some ranks, the first of them where they are many.
+    """Return the names of some ranks as text; of many ranks only the first.
 
     >>> ranks_text([3]), ranks_text([0, 1])
     ('rank 3', 'ranks 0 and 1')
@@ -109,14 +117,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def tell_spike(step: int, spike: str, batch: Any, world: World, emit: Emit) -> None:
-    """A step leapt out, and its update was made; every rank calls it."""
+    """Report a spike whose update was made; every rank calls it."""
     told = world.gather_json(_share(batch, world))
     if world.keeps:
         emit("spike", step=step, reason=spike, culprits=told)
 
 
 def _share(batch: Any, world: World) -> dict[str, Any]:
-    """What this rank had of a step."""
+    """Return this rank's micro-batches and samples of a step, as JSON."""
     mine: dict[str, Any] = {"rank": world.rank, "micro_batches": [], "samples": []}
     if isinstance(batch, StepBatch):
         mine["micro_batches"] = [m.index for m in batch.micro_batches]
@@ -125,7 +133,7 @@ def _share(batch: Any, world: World) -> dict[str, Any]:
 
 
 def cure(reason: str) -> str:
-    """What to do about steps that are skipped for a reason."""
+    """Return advice for steps that are skipped for a reason."""
     if reason == NO_TARGET:
         return "look at the data, where every target is ignored, or at the count that a loss gives"
     return "look at these samples, lower optimizer.lr, or set optimizer.clip"

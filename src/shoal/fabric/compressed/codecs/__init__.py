@@ -1,4 +1,4 @@
-"""Numbers in few bytes: how tensors are coded while they travel, and what becomes of the rest.
+"""Codecs: number formats in which tensors travel, with error feedback for the loss.
 
     none      the numbers as they are                      4 or 8 bytes per number
     bf16      the upper half of fp32                        2
@@ -7,9 +7,9 @@
     sign      one bit, and a mean magnitude per block       ⅛
     top2bit   the largest 64 of 4096, with their places     0.027: 14 bits for each that is sent
 
-A codec is chosen by `find_codec` and codes any vector as a piece of its own. `Feedback` keeps what
-codes leave out and adds it to the next message. `exchange` and `places` serve sums of gradients
-(`compressed_sums.py`); they know no codec.
+`find_codec` returns a codec by name; a codec encodes each vector independently. `Feedback` keeps
+the encoding error and adds it to the next message. `exchange` and the top-k functions in
+`compressed_sums.py` sum gradients and are independent of codecs.
 
 Source: `base.py` says what all codecs promise, each module where its code comes from
 """
@@ -40,17 +40,17 @@ CODECS: dict[str, Callable[[torch.dtype], Codec]] = {
     "top2bit": Top2Bit,
     "sign": Sign,
 }
-"""Every codec by the name that users write."""
+"""All codecs by the name that users write."""
 
 
 def find_codec(name: str, dtype: torch.dtype) -> Codec:
-    """Make the codec of this name, one of CODECS, for numbers of this format.
+    """Return the codec of a name in CODECS, for numbers of one dtype.
 
     Args:
         dtype: float32 or float64.
 
     Raises:
-        ConfigError: for another name, with the nearest; BugError for another format.
+        ConfigError: no codec has this name; the message suggests the nearest.
 
     >>> find_codec("int8", torch.float32).size_bytes(65_536)
     65544

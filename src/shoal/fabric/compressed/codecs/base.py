@@ -1,7 +1,6 @@
-"""What every codec promises, and what codecs with one scale per block have in common.
+"""Codec interface, and the base class of codecs with one scale per block.
 
-A codec turns a vector of n numbers into `size_bytes(n)` bytes and back, without knowing anything
-but that vector:
+A codec turns a vector of n numbers into `size_bytes(n)` bytes and back, from that vector alone:
 
     decode(encode(x)) ≈ x        out = weight · decoded, or out += weight · decoded
 
@@ -11,7 +10,7 @@ nothing fused. Encoding of finite numbers does so too for none, bf16, int8 and e
 reductions are maxima; sign and top2bit take means and choose among equals, so their bytes are the
 same only on machines of one type with as many threads.
 
-What is not finite stays visible: where a block holds a NaN or an infinity, it decodes to NaN.
+A block with a NaN or an infinity decodes to NaN, so that non-finite values stay visible.
 
 Blocks with a scale lie in memory as
 
@@ -40,18 +39,18 @@ from torch import Tensor
 BLOCK = 65_536
 """Numbers that share a scale."""
 RUN = 65_536
-"""Numbers that are coded at a time on a CPU: with what is computed on the way 0.5 MiB (fp32)."""
+"""Numbers encoded at a time on a CPU: with intermediate results 0.5 MiB (fp32)."""
 ALIGNED = 8
-"""Coded pieces are multiples of so many bytes, and begin at such a multiple of their storage."""
+"""Encoded pieces have a size and an offset that are multiples of so many bytes."""
 
 
 class Codec(Protocol):
-    """How numbers travel.
+    """Interface of a codec: encode and decode vectors of one dtype.
 
     Attributes:
         name: as users write it.
-        dtype: of the numbers that it codes and gives: float32 or float64.
-        gathers: sums of such messages do not stay small, so they travel whole to everyone.
+        dtype: dtype of input and decoded numbers: float32 or float64.
+        gathers: a sum of such messages is not small, so each message travels whole to every rank.
     """
 
     name: str
@@ -59,10 +58,10 @@ class Codec(Protocol):
     gathers: bool
 
     def size_bytes(self, elements: int) -> int:
-        """Bytes of so many numbers, scales and padding included."""
+        """Return the encoded size of so many numbers, scales and padding included."""
 
     def encode(self, numbers: Tensor, out: Tensor) -> None:
-        """Code a vector.
+        """Encode a vector.
 
         Args:
             numbers: [elements] in `dtype`, without gaps; left as they are.
@@ -72,20 +71,20 @@ class Codec(Protocol):
     def decode(
         self, packed: Tensor, out: Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
-        """Write weight · what was coded over a vector, or add it to what that holds.
+        """Overwrite `out` with weight · decoded vector, or add it to `out`.
 
         Args:
             packed: [size_bytes(elements)] uint8, aligned.
             out: [elements] in `dtype`, without gaps.
-            weight: is rounded to `dtype`; 0 does not make NaN vanish.
+            weight: rounded to `dtype`; weight 0 keeps NaN.
         """
 
 
 class ScaledBlocks(ABC):
-    """Codes in units of a scale; a subclass says how units are found and packed.
+    """Base class of codecs with one scale per block; a subclass finds and packs the codes.
 
     Attributes:
-        bits: of one code.
+        bits: bits per code.
         block: numbers that share a scale: a multiple of 8, at most RUN.
     """
 
@@ -138,21 +137,21 @@ class ScaledBlocks(ABC):
 
     @abstractmethod
     def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Memory for what `pack` computes on the way, for so many numbers at a time."""
+        """Return scratch memory in which `pack` encodes so many numbers at a time."""
 
     @abstractmethod
     def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
-        """Code blocks [blocks, width]: their scales [blocks, 1], and bytes [codes, rounded up].
+        """Encode blocks [blocks, width] as scales [blocks, 1] and bytes [codes, rounded up].
 
-        A scale that is not finite marks a block that is not; its codes are of no interest.
+        A non-finite scale marks a non-finite block, whose codes are ignored.
         """
 
     @abstractmethod
     def unpack(self, codes: Tensor, units: Tensor) -> None:
-        """Write codes [bytes] as numbers in units of their scale over [bytes · 8 / bits]."""
+        """Write the numbers of codes [bytes], in units of their scale, to [bytes · 8 / bits]."""
 
     def _fields(self, packed: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-        """(scales, codes), views."""
+        """Return (scales, codes) as views."""
         if not elements:  # an empty tensor may have no place in memory to look at
             return packed.new_empty(0, dtype=self.dtype), packed.new_empty(0)
         at, end = self._scale_bytes(elements), self._code_bytes(elements)
@@ -166,10 +165,10 @@ class ScaledBlocks(ABC):
 
 
 class Pieces:
-    """A codec for a vector in which blocks begin anew in some places, so that each is in one row.
+    """A codec for a vector in which blocks restart at given offsets, so that none spans two rows.
 
     Args:
-        starts: where, in rising order; a block that would reach over such a place ends there.
+        starts: ascending offsets; a block that would span an offset ends there.
     """
 
     def __init__(self, codec: Codec, starts: Sequence[int]) -> None:
@@ -202,7 +201,7 @@ class Pieces:
 
 
 def aligned(size: int) -> int:
-    """The next multiple of ALIGNED.
+    """Return the next multiple of ALIGNED.
 
     >>> aligned(0), aligned(1), aligned(8)
     (0, 8, 8)
@@ -211,14 +210,14 @@ def aligned(size: int) -> int:
 
 
 def longest_run(elements: int, device: torch.device) -> int:
-    """Numbers in the longest of `runs`."""
+    """Return the length of the longest of `runs`."""
     return min(elements, RUN) if device.type == "cpu" else elements
 
 
 def runs(elements: int, block: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, length of a block) of runs of whole blocks, then of the block that is not.
+    """Yield (start, stop, block length) of runs of whole blocks, then of the incomplete block.
 
-    On a CPU a run is short enough to stay in its cache; elsewhere it is all whole blocks.
+    On a CPU a run is short enough to stay in the cache; on a device one run has all whole blocks.
     """
     whole = elements // block * block
     step = max(RUN // block, 1) * block if device.type == "cpu" else max(whole, 1)

@@ -1,4 +1,4 @@
-"""The upper half of fp32: all of its range, three digits.
+"""Codec `bf16`: the upper half of fp32, with its range and three digits.
 
 A number is rounded to the nearest bf16, of two equally near ones to that with an even last bit;
 float64 is rounded to float32 first. The error is at most 1/256 of a number.

@@ -1,4 +1,4 @@
-"""A number as a sign and a power of two: four bits, and a scale per block.
+"""Codec `e3m0`: a sign and a power of two in four bits, and a scale per block.
 
 The format E3M0 has one sign bit, three exponent bits e and no mantissa:
 
@@ -31,9 +31,9 @@ from shoal.fabric.compressed.codecs.base import BLOCK, ScaledBlocks
 
 LARGEST_CODE = 7
 SIGN_PLACE = 8 << 6
-"""The bit above seven times 64."""
+"""Sign bit, seven places times 64 above the codes."""
 LEAST_EXPONENT = 8
-"""Of a scale, as the format stores it: then half the smallest magnitude is a normal number."""
+"""Least stored exponent of a scale: half the smallest magnitude is then a normal number."""
 
 
 class E3M0(ScaledBlocks):
@@ -51,7 +51,7 @@ class E3M0(ScaledBlocks):
         self.shift = 51 if wide else 22
 
     def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Code and sign of each number, an even number of them, and two codes together."""
+        """Return scratch memory for code and sign of each number, and for pairs of codes."""
         pairs = -(-elements // 2)
         return (
             torch.empty(2 * pairs, dtype=torch.int16, device=device),
@@ -60,7 +60,7 @@ class E3M0(ScaledBlocks):
         )
 
     def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:
-        """See `ScaledBlocks.pack`; on a CPU it is one block at a time."""
+        """See `ScaledBlocks.pack`; on a CPU it processes one block at a time."""
         code, sign, together = room
         width = numbers.shape[1]
         ends = zip(numbers.amax(1).tolist(), numbers.amin(1).tolist(), strict=True)
@@ -79,11 +79,11 @@ class E3M0(ScaledBlocks):
         codes.copy_(torch.bitwise_right_shift(pairs, 12, out=out).bitwise_or_(pairs))
 
     def _codes(self, steps: Tensor, sign: Tensor, exponent: int) -> None:
-        """Turn what is left of numbers into codes, in place; the scale is 2^exponent.
+        """Convert the scaled numbers into codes, in place; the scale is 2^exponent.
 
-        Half steps of the exponent t = 0 … 14, counted from a quarter of the smallest magnitude on,
-        have the codes 0, 1, 1, 1, 2, 2, 3, 3 … 7: that is (31 · t + 33) >> 6. On 16 bits, which
-        may overflow on the way: the end is between 0 and 15.
+        Half steps of the exponent t = 0 … 14, counted from a quarter of the smallest magnitude,
+        have the codes 0, 1, 1, 1, 2, 2, 3, 3 … 7: that is (31 · t + 33) >> 6. Intermediate 16-bit
+        results may overflow; the code is between 0 and 15.
         """
         last = 2 * self.exponents  # the sign's bit
         torch.bitwise_and(steps, last, out=sign)
@@ -100,7 +100,7 @@ class E3M0(ScaledBlocks):
         torch.index_select(_pairs(self.dtype, units.device), 0, codes.int(), out=pairs)
 
     def _exponent(self, largest: float) -> int | None:
-        """Of the scale of a block with this largest magnitude; None if that is not finite."""
+        """Return the scale's exponent for a block's largest magnitude; None if not finite."""
         if not math.isfinite(largest):
             return None
         fraction, above = math.frexp(max(largest, torch.finfo(self.dtype).tiny))
@@ -110,13 +110,13 @@ class E3M0(ScaledBlocks):
 
 
 def _wrapped(number: int) -> int:
-    """A whole number as 16 bits with a sign hold it."""
+    """Return a whole number wrapped to a signed 16-bit integer."""
     return (number + 2**15) % 2**16 - 2**15
 
 
 @functools.cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[256] complex: the two numbers of every byte, in units of the scale."""
+    """Return a table [256], complex: the two numbers of every byte, in units of the scale."""
     magnitudes = [0.0, *(2.0 ** (e - LARGEST_CODE) for e in range(1, 8))]
     values = torch.tensor(magnitudes + [-m for m in magnitudes], dtype=dtype, device=device)
     code = torch.arange(256, device=device)

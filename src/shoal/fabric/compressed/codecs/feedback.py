@@ -1,12 +1,12 @@
-"""What codes leave out of messages is kept, and comes with the next message: error feedback.
+"""Error feedback: the encoding error of each message is added to the next message.
 
     total = message + keeps · left    what is coded
     left' = total − decoded           what the next message brings
 
-With `keeps` 1 the decoded messages add up to the true ones over rounds, but for the last `left`:
-nothing is lost, only late. Below 1, what was left out long ago fades, like a momentum.
-A round that does not count must leave `left` as it was, so there are two: the standing one, and the
-coming one, which takes its place by `commit`.
+With `keeps` 1 the decoded messages of all rounds sum to the true messages minus the last `left`:
+errors are delayed, not lost. Below 1, old errors decay like a momentum. A round that does not count
+must not change `left`. So there are two residuals: the committed one, and the pending one, which
+`commit` makes current.
 
 Source: Seide et al. 2014; Karimireddy et al. 2019; Sarfi et al. 2025 (SparseLoCo keeps 0.95)
 Limits: 2 × the bytes of a message are kept
@@ -24,12 +24,12 @@ from shoal.fabric.compressed.codecs.base import Codec
 
 
 class Residual:
-    """What codes left out of one vector so far.
+    """Accumulated encoding error of one vector.
 
     Args:
-        keeps: share of what the last round left that comes with the next.
+        keeps: share of the last round's error that is added to the next message.
 
-    A round that sends several times goes on from `coming`.
+    A round that sends several times continues from `coming`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Residual:
         self.written = False
 
     def add(self, numbers: Tensor) -> Tensor:
-        """numbers [at most elements] + what is left; the caller subtracts what it sends, in place.
+        """Add the residual to numbers; the caller subtracts the decoded message in place.
 
         Returns:
             [elements], `coming` itself.
@@ -51,35 +51,35 @@ class Residual:
             before = torch.mul(self.standing, self.keeps, out=self.coming)
         count = numbers.numel()
         torch.add(before[:count], numbers, out=self.coming[:count])
-        self.coming[count:] = 0  # what a code made of padding is nobody's, and may be NaN
+        self.coming[count:] = 0  # decoded padding is no data, and may be NaN
         self.written = True
         return self.coming
 
     def begin(self) -> None:
-        """A round begins: what an uncommitted one left behind is forgotten."""
+        """Start a round and discard the residual of an uncommitted one."""
         self.written = False
 
     def commit(self) -> None:
-        """The round counted: what was kept is valid."""
+        """Commit the round: its residual becomes current."""
         if self.written:
             self.standing, self.coming = self.coming, self.standing
             self.written = False
 
 
 def encode_rest(codec: Codec, numbers: Tensor, out: Tensor) -> None:
-    """Code numbers as `Codec.encode` does; what the code leaves out takes their place."""
+    """Encode numbers as `Codec.encode` does, and overwrite them with the encoding error."""
     codec.encode(numbers, out)
     codec.decode(out, numbers, weight=-1.0, add=True)
 
 
 class Feedback:
-    """Residuals by tag: one for each vector that is sent again and again.
+    """Residuals by tag: one for each vector that is sent repeatedly.
 
     Args:
-        keeps: share of what the last round left that comes with the next.
+        keeps: share of the last round's error that is added to the next message.
 
-    A round whose message was refused is not to be committed: what made it refused, a NaN perhaps,
-    would stay for good.
+    Do not commit a round whose message was refused: its cause, for example a NaN, would stay in the
+    residual for ever.
     """
 
     def __init__(self, keeps: float = 1.0) -> None:
@@ -87,9 +87,9 @@ class Feedback:
         self._left: dict[str, Residual] = {}
 
     def encode(self, tag: str, codec: Codec, numbers: Tensor, out: Tensor) -> None:
-        """Code numbers [elements] and what is left of this tag; see `Codec.encode`.
+        """Encode numbers [elements] plus the residual of a tag; see `Codec.encode`.
 
-        Errors: BugError if the tag stood for another number of elements.
+        Raises a BugError if the tag had another number of elements before.
         """
         left = self._left.get(tag)
         if left is None:
@@ -103,26 +103,26 @@ class Feedback:
         encode_rest(codec, left.add(numbers), out)
 
     def begin(self) -> None:
-        """A round begins: what an uncommitted one left behind is forgotten."""
+        """Start a round and discard the residuals of an uncommitted one."""
         for left in self._left.values():
             left.begin()
 
     def commit(self, counts: Callable[[str], bool] | None = None) -> None:
-        """The round counted: what was kept is valid. Tags that sent nothing keep what they had.
+        """Commit the round; tags that sent nothing keep their residuals.
 
         Args:
-            counts: says of a tag whether what it sent counted; default: all did.
+            counts: returns whether a tag's message counted; default: all did.
         """
         for tag, left in self._left.items():
             if counts is None or counts(tag):
                 left.commit()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is left by tag, as of the last commit; not copies."""
+        """Return the committed residuals by tag; not copies."""
         return {tag: left.standing for tag, left in self._left.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take what `tensors` gave; tags it does not name have nothing left."""
+        """Load residuals that `tensors` returned; tags without an entry start at zero."""
         self._left = {}
         for tag, tensor in tensors.items():
             left = Residual(tensor.numel(), tensor.dtype, tensor.device, self.keeps)

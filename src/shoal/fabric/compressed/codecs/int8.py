@@ -1,4 +1,4 @@
-"""A number as a multiple of a scale, −127 … 127: one byte, and a scale per block.
+"""Codec `int8`: integers −127 … 127 times a scale per block, one byte per number.
 
     scale   a block's largest magnitude / 127, at least the smallest normal number of the format
     code    nearest integer to number · (127 / largest magnitude), of two equally near the even one
@@ -30,7 +30,7 @@ class Int8(ScaledBlocks):
     bits = 8
 
     def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
-        """One number for each."""
+        """Return scratch memory for one float per number."""
         return (torch.empty(elements, dtype=self.dtype, device=device),)
 
     def pack(self, numbers: Tensor, scale: Tensor, codes: Tensor, room: tuple[Tensor, ...]) -> None:

@@ -1,7 +1,4 @@
-"""Numbers in a format of their own, one by one: as they are, or narrower.
-
-Source: none needed
-"""
+"""Codec `none`: numbers in their own dtype or a narrower one, one by one."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from shoal.fabric.compressed.codecs.base import RUN, aligned, longest_run, runs
 
 
 class Plain:
-    """The codec `none`: the format is that of the numbers, and nothing is left out.
+    """The codec `none`: numbers in their own dtype, without loss.
 
     Attributes:
-        wire: the format in which they travel.
+        wire: the dtype in which numbers travel.
     """
 
     name = "none"

@@ -1,11 +1,11 @@
-"""A number as its sign: one bit, and per block the mean magnitude. Made for error feedback.
+"""Codec `sign`: one bit per number and the mean magnitude per block, for error feedback.
 
     scale   mean of the block's magnitudes, summed in float64
     bit     1 for a number below 0
     number  +scale or −scale
     byte i  numbers 8i … 8i + 7, the first in the lowest bit
 
-Alone it is wrong by as much as a number itself; what it leaves out must come later (`Feedback`).
+Its error is as large as the number itself, so it needs error feedback (`Feedback`).
 
 Source: Seide et al. 2014 (1-bit SGD); Bernstein et al. 2018; Karimireddy et al. 2019 (the mean
 magnitude makes sign compression contract, so error feedback converges)
@@ -19,9 +19,9 @@ from torch import Tensor
 from shoal.fabric.compressed.codecs.base import ScaledBlocks, aligned
 
 FOLDS = ((7, 0x0003000300030003), (14, 0x0000000F0000000F), (28, 0xFF))
-"""Eight bytes of one bit become one byte of eight: shift right, or, and keep what is right."""
+"""Shifts and masks that fold eight bytes of one bit each into one byte of eight bits."""
 UNFOLDS = ((28, 0x0000000F0000000F), (14, 0x0003000300030003), (7, 0x0101010101010101))
-"""And back, shifting left."""
+"""Shifts and masks of the reverse, from bits to bytes."""
 
 
 class Sign(ScaledBlocks):
@@ -31,7 +31,7 @@ class Sign(ScaledBlocks):
     bits = 1
 
     def room(self, elements: int, device: torch.device) -> tuple[Tensor, ...]:
-        """A magnitude and a byte for each, bytes of a multiple of eight."""
+        """Return scratch memory: a magnitude and a byte per number, a multiple of eight bytes."""
         return (
             torch.empty(elements, dtype=self.dtype, device=device),
             torch.empty(aligned(elements), dtype=torch.bool, device=device),

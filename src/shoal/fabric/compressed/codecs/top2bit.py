@@ -1,4 +1,4 @@
-"""The largest 64 of every 4096 numbers: 12 bits say where, 2 bits how much. All others are zero.
+"""Codec `top2bit`: the largest 64 of every 4096 numbers, as 12-bit indices and 2-bit values.
 
     chunk     4096 numbers, the last may be shorter; of n numbers ⌈n / 64⌉ are sent
     place     within the chunk, ascending; two in three bytes, the first in the lower bits
@@ -27,7 +27,7 @@ from shoal.fabric.compressed.codecs.base import aligned
 
 CHUNK = 4096
 SENT = 64
-"""Of each whole chunk."""
+"""Numbers sent of each whole chunk."""
 GROUP = 16 * CHUNK
 
 
@@ -77,13 +77,13 @@ class Top2Bit:
         out.index_add_(0, where, signed[group, _unpack_values(values)[:sent]])
 
     def _sizes(self, elements: int) -> tuple[int, int, int]:
-        """Bytes of codebooks, places and values."""
+        """Return the bytes of codebooks, places and values."""
         sent = -(-elements // SENT)
         groups = sum(1 for _ in _groups(elements))
         return 2 * groups * self.dtype.itemsize, 3 * -(-sent // 2), -(-sent // 4)
 
     def _fields(self, packed: Tensor, elements: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(codebooks [groups, 2], places, values), views; the last two are bytes."""
+        """Return views (codebooks [groups, 2], places, values); the last two are bytes."""
         if not elements:
             return packed.new_empty(0, 2, dtype=self.dtype), packed[:0], packed[:0]
         books, places, values = packed[: sum(self._sizes(elements))].split(self._sizes(elements))
@@ -91,14 +91,14 @@ class Top2Bit:
 
 
 def _groups(elements: int) -> list[tuple[int, int, int]]:
-    """(start, stop, length of a chunk) of every group."""
+    """Return (start, stop, chunk length) of every group."""
     whole = elements // CHUNK * CHUNK
     found = [(start, min(start + GROUP, whole), CHUNK) for start in range(0, whole, GROUP)]
     return found + ([(whole, elements, elements - whole)] if whole < elements else [])
 
 
 def _code(kept: Tensor, book: Tensor) -> Tensor:
-    """Codes [sent] of one group's numbers; writes its codebook [2]."""
+    """Encode one group's numbers as codes [sent], and write its codebook [2]."""
     magnitudes = kept.abs().double()
     large = magnitudes > magnitudes.mean()
     for place, among in enumerate((~large, large)):
@@ -109,7 +109,7 @@ def _code(kept: Tensor, book: Tensor) -> Tensor:
 
 
 def _pack_places(places: Tensor) -> Tensor:
-    """Two places, of 12 bits each, as three bytes."""
+    """Pack pairs of 12-bit places into three bytes each."""
     pairs = torch.nn.functional.pad(places, (0, len(places) % 2)).view(-1, 2)
     return (pairs[:, 0] | pairs[:, 1] << 12).int().view(torch.uint8).view(-1, 4)[:, :3].flatten()
 
@@ -120,7 +120,7 @@ def _unpack_places(packed: Tensor) -> Tensor:
 
 
 def _pack_values(codes: Tensor) -> Tensor:
-    """Four codes of two bits as one byte."""
+    """Pack four two-bit codes into each byte."""
     fours = torch.nn.functional.pad(codes, (0, -len(codes) % 4)).view(-1, 4)
     return fours[:, 0] | fours[:, 1] << 2 | fours[:, 2] << 4 | fours[:, 3] << 6
 

@@ -1,1 +1,1 @@
-"""Label the values of a traced layer: whole, slice or summand, by running operations."""
+"""Label the values of a traced layer (whole, slice or summand) by running its operations."""

@@ -1,9 +1,9 @@
-"""Carries the labels of a traced layer over to the same layer on longer or shorter sequences.
+"""Transfer the labels of a traced layer to the same layer at another sequence length.
 
-Labels do not depend on how many tokens there are. Finding rules means running operations, which
-for a long sequence takes memory that no rank may have; so a layer is solved on a few tokens, and
-its graph for more of them takes over what was found, operation by operation. That holds if the
-graphs differ in sizes only, and in those only that are the number of tokens or multiples of it.
+Labels do not depend on the number of tokens. To find rules, Shoal runs operations, which for a long
+sequence takes more memory than a rank may have. So Shoal solves a layer on a few tokens, and the
+graph for more tokens copies the labels, operation by operation. That holds if the graphs differ
+only in sizes that are the number of tokens or a multiple of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.parallel.spmd.labelling.problem import Problem
 
 
 def carried_over(known: Labelling, problem: Problem) -> Labelling | None:
-    """The labels of `known` for another length; None where the graphs are not alike otherwise."""
+    """Copy the labels of `known` to another length; None if the graphs differ otherwise."""
     dim = problem.sequence_dim
     before, after = (_tokens(one, dim) for one in (known.problem, problem))
     if not before or not after or after % problem.degree:
@@ -42,7 +42,7 @@ def carried_over(known: Labelling, problem: Problem) -> Labelling | None:
 
 
 def _tokens(problem: Problem, dim: int | None) -> int:
-    """The length of the first floating input along the dim of tokens; 0 if there is none."""
+    """Return the length of the first floating input along the token dim; 0 if there is none."""
     for node in problem.inputs:
         value = node.meta["val"]
         if dim is not None and value.is_floating_point() and value.dim() > dim:
@@ -51,7 +51,7 @@ def _tokens(problem: Problem, dim: int | None) -> int:
 
 
 def _target(node: fx.Node) -> Any:
-    """What is called; names of placeholders and constants may differ."""
+    """Return the called function; the names of placeholders and constants may differ."""
     return node.target if node.op == "call_function" else ""
 
 
@@ -70,7 +70,7 @@ def _sizes_follow(
 
 
 def _fits(label: Any, shapes: Sequence[tuple[int, ...]], degree: int) -> bool:
-    """Whether values of these shapes can be cut as the label, or each of several, says."""
+    """Return whether values of these shapes can be cut as the label, or each label, says."""
     labels: Sequence[Label] = label if isinstance(label, tuple) else [label] * len(shapes)
     if any(isinstance(one, Tiled) for one in labels):
         return False

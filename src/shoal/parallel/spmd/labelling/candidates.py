@@ -1,7 +1,7 @@
-"""Lists what to try for one operation: labels of parameters, and cuts of whole inputs.
+"""List the candidates for one operation: labels of parameters, and cuts of whole inputs.
 
-The order is the preference: what costs nothing comes first. Whether a candidate works is for
-`rules.py` to find out.
+The order is the preference: candidates without cost come first. `rules.py` finds out whether a
+candidate works.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def assignments(
     groups: Groups,
     degree: int,
 ) -> Iterator[dict[str, Label | None]]:
-    """Labels for parameters that are not decided yet; None: handed in by rank 0 alone.
+    """Yield labels for undecided parameters; None: rank 0 alone passes the parameter.
 
     Args:
         values: labels of the other inputs (None for weights).
-        groups: segments of a matrix that meets whole values only; else those of the values are
-            tried.
+        groups: segments of a matrix that meets whole values only; otherwise the segments of the
+            values are tried.
     """
     labels = [label for label in values if label is not None]
     counts = [groups] if all(label == WHOLE for label in labels) else groups_in(labels)
@@ -51,9 +51,9 @@ def assignments(
 def cuts(
     shapes: Sequence[Shape], wants: Sequence[Label], weights: Sequence[bool], degree: int
 ) -> Iterator[tuple[list[Label], frozenset[int]]]:
-    """(labels, places that only rank 0 hands in) for inputs that may be cut where they are whole.
+    """Yield (labels, positions that only rank 0 passes) for inputs, some whole ones of them cut.
 
-    As it is; whole weights by rank 0 alone; one whole input cut; two cut.
+    The order: unchanged; whole weights from rank 0 alone; one whole input cut; two cut.
     """
     yield list(wants), frozenset()
     alone = [k for k, label in enumerate(wants) if label == WHOLE and weights[k]]
@@ -74,7 +74,7 @@ def cuts(
 
 
 def parts_of(shape: Shape, wants: Sequence[Label], degree: int) -> Iterator[Label]:
-    """Ways to cut a whole tensor, given how the tensors beside it are cut."""
+    """Yield ways to cut a whole tensor, from the labels of the operation's other inputs."""
     every = list(itertools.product(range(len(shape)), groups_in(wants)))
     for d, g in every:
         if divides(shape[d], g, degree):

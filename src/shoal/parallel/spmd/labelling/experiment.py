@@ -1,8 +1,9 @@
-"""Runs one operation on random tensors: whole, and on what each rank would hold of them.
+"""Run one operation on random tensors: on the whole tensors, and on each rank's part of them.
 
-Floating numbers are random float64, so that nothing fits by chance, and positive where others
-give NaN. Whole numbers are all distinct and booleans random, unless it runs on the sample's alone,
-as what looks up indices may. Buffers that the operation changes count as results too.
+Floating numbers are random float64, so that nothing fits by chance, and positive if others give
+NaN. Integers are all distinct and booleans random. An operation that looks up indices may run on
+the sample's integers only; then those are used. Buffers that the operation changes count as results
+too.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from shoal.parallel.spmd.labelling.outcome import close
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of tensor number `index` in a call's arguments."""
+    """Position of tensor number `index` in a call's arguments."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of a call: its shape, its kind of numbers, and its values if they are no floats."""
+    """Tensor of a call: its shape, its dtype, and its values if they are not floats."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,17 +40,17 @@ class Value:
 
     @property
     def elements(self) -> int:
-        """How many."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Call:
-    """An operation with its arguments; tensors are Slots into `values`.
+    """Operation with its arguments; tensors are Slots into `values`.
 
     Attributes:
-        arguments: the template as text: calls with equal ones are the same.
-        buffers: places of buffers, which the operation may change.
+        arguments: the template as text: calls with equal texts are the same.
+        buffers: positions of buffers, which the operation may change.
     """
 
     target: Any
@@ -60,11 +61,11 @@ class Call:
 
 
 class Experiment:
-    """A call's random tensors and its result on them.
+    """Random tensors of a call, and the result of the call on them.
 
     Attributes:
-        changed: buffers that it changes: place → value afterwards.
-        draws: whether it draws random numbers of its own.
+        changed: buffers that the call changes: position → value afterwards.
+        draws: whether the call draws random numbers of its own.
     """
 
     def __init__(self, call: Call, values: list[Tensor], result: Any) -> None:
@@ -74,7 +75,7 @@ class Experiment:
 
     @staticmethod
     def of(call: Call) -> Experiment | None:
-        """Run it; None where it cannot run on such tensors."""
+        """Run a call on random tensors; None if it cannot run on such tensors."""
         looked_at = any(value.known is not None for value in call.values)
         for own, positive in itertools.product(
             (False, True) if looked_at else (True,), (False, True)
@@ -93,7 +94,7 @@ class Experiment:
     def on_rank(
         self, labels: Sequence[Label], once: frozenset[int], rank: int, degree: int
     ) -> list[Tensor]:
-        """What a rank holds of every tensor."""
+        """Return a rank's part of every tensor."""
         held = []
         for k, (value, label) in enumerate(zip(self.values, labels, strict=True)):
             if k in once:
@@ -107,7 +108,7 @@ class Experiment:
     def rerun(
         self, template: Any, held: list[Tensor], labels: Sequence[Label], rank: int, degree: int
     ) -> Any:
-        """A rank's result; None where it fails or leaves other values in buffers."""
+        """Return a rank's result; None if it fails or leaves other values in buffers."""
         mine = _copies(self.call, held)
         result = run(self.call, template, mine)
         if result is None:
@@ -131,7 +132,7 @@ FAILURES = (
 
 
 def run(call: Call, template: Any, values: Sequence[Tensor]) -> Any:
-    """The call's result, or None where it fails."""
+    """Return the call's result, or None if it fails."""
     args, kwargs = pytree.tree_map_only(Slot, lambda slot: values[slot.index], template)
     try:
         with torch.no_grad():
@@ -141,7 +142,7 @@ def run(call: Call, template: Any, values: Sequence[Tensor]) -> Any:
 
 
 def _copies(call: Call, values: list[Tensor]) -> list[Tensor]:
-    """The same values, in memory that may be written to where the operation may write."""
+    """Return the values; copy those that the operation may write to."""
     schema = getattr(call.target, "_schema", None)
     everything = schema is None or schema.is_mutable
     return [v.clone() if everything or k in call.buffers else v for k, v in enumerate(values)]
@@ -151,7 +152,7 @@ _pool: list[Tensor] = [torch.empty(0, dtype=torch.float64)]
 
 
 def _numbers(count: int, start: int) -> Tensor:
-    """`count` numbers of a fixed random sequence, from place `start`."""
+    """Return `count` numbers of a fixed random sequence, from position `start`."""
     if _pool[0].numel() < start + count:
         generator = torch.Generator().manual_seed(20250)
         size = 2 * (start + count)
@@ -160,8 +161,8 @@ def _numbers(count: int, start: int) -> Tensor:
 
 
 def _sample(value: Value, place: int, positive: bool, own: bool) -> Tensor:
-    """A tensor of a call; `own`: whole numbers and booleans are the sample's."""
-    start = 97 * place + 13  # no two tensors of a call are alike
+    """Make a tensor of a call; `own`: integers and booleans are the sample's own."""
+    start = 97 * place + 13  # no two tensors of a call are equal
     if value.known is not None and not own:  # a sample's may all be equal: every cut would fit
         numbers = _numbers(value.elements, start).view(value.shape)
         if value.dtype == torch.bool:
@@ -186,7 +187,7 @@ def _summand(value: Tensor, place: int, rank: int, degree: int) -> Tensor:
 
 
 def _draws(call: Call, values: list[Tensor], result: Any) -> bool:
-    """It says that it may draw random numbers, and a second run differs."""
+    """Return whether an operation tagged as random gives another result in a second run."""
     if torch.Tag.nondeterministic_seeded not in getattr(call.target, "tags", ()):
         return False
     second = run(call, call.template, _copies(call, values))

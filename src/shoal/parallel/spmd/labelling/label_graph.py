@@ -1,9 +1,10 @@
-"""Gives every value of a traced layer a label, for one choice of which weights are split.
+"""Label every value of a traced layer, for one choice of which weights are split.
 
-Walking the graph in order, an operation is called with what its inputs are, if there is a rule for
-that. A weight meets a whole activation: column, its result is split. It meets a split activation:
-row, its result is a sum over ranks, completed at once or, where only sums follow, later. Else
-whole inputs are cut (which costs nothing), and at last split ones are gathered: a *conflict*.
+The labelling walks the graph in order. If there is a rule for an operation's inputs as they are, it
+uses that rule. A weight that meets a whole activation is split by column; its result is split. A
+weight that meets a split activation is split by row; its result is a sum over ranks. That sum is
+completed at once or, where only sums follow, later. Otherwise whole inputs are cut (which costs
+nothing); as a last resort split inputs are gathered: a *conflict*.
 
 Source: GSPMD's propagation (2105.04663); column and row: Megatron-LM (1909.08053).
 """
@@ -41,22 +42,22 @@ from shoal.parallel.spmd.labelling.rules import Rule
 from shoal.trace.graph.layer_graph import is_in_place, is_opaque
 
 SMALL = 8
-"""A sum over ranks that no weight asked for may have a share of its input: 1 / SMALL."""
+"""A sum over ranks that no weight needs may have up to 1 / SMALL of its input's elements."""
 
 
 class Labelling:
-    """The labels of one attempt.
+    """Labels of one attempt.
 
     Attributes:
-        choices: per weight matrix; absent: split where possible.
-        fixed: parameters whose label is given.
-        lazy: places of outputs that may stay split: whoever reads them gathers them.
-        labels: per node: its label, or a tuple of them.
-        steps: per operation.
-        parameters: labels of parameters, by name; roles: column or row, where they are split.
-        conflicts: what must be gathered.
-        summed: elements of sums over ranks that no weight asked for.
-        outputs: the layer's results, and the label under which each is handed out.
+        choices: choice per weight matrix; without one, a matrix is split where possible.
+        fixed: parameters whose label is fixed.
+        lazy: positions of outputs that may stay split: the reader gathers them.
+        labels: per node: its label, or a tuple of labels.
+        steps: step per operation.
+        parameters: labels of parameters, by name; roles: column or row, for split parameters.
+        conflicts: values that must be gathered.
+        summed: elements of sums over ranks that no weight needs.
+        outputs: the layer's results, and the label under which the layer returns each.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Labelling:
             self.outputs.append((value, wanted))
 
     def carried(self, problem: Problem, twins: Mapping[fx.Node, fx.Node]) -> Labelling:
-        """The same labels for a graph that is alike; `twins` has its node for each of this one."""
+        """Copy the labels to an equal graph; `twins` maps this graph's nodes to its nodes."""
         other = copy.copy(self)
         other.problem = problem
         other.labels = {twins[node]: label for node, label in self.labels.items()}
@@ -134,7 +135,7 @@ class Labelling:
         return other
 
     def label(self, node: fx.Node) -> Any:
-        """The label of a value; a weight's follows from its parameters."""
+        """Return the label of a value; the label of a weight follows from its parameters."""
         if self.problem.sources[node]:
             return self.weight(node, {})
         return self.labels[node]
@@ -142,7 +143,11 @@ class Labelling:
     # ---- weights
 
     def weight(self, node: fx.Node, given: Mapping[str, Label]) -> Any:
-        """Label of a weight, its parameters labelled as `given` or as decided; None: no rule."""
+        """Return the label of a weight, from the labels of its parameters; None: no rule.
+
+        Args:
+            given: labels of some parameters; the others have the label decided before.
+        """
         if node in self.problem.parameters:
             name = self.problem.parameters[node]
             return given.get(name, self.parameters.get(name, WHOLE))
@@ -166,7 +171,7 @@ class Labelling:
         return None if rule is None else rule.out
 
     def _undecided(self, node: fx.Node) -> dict[str, tuple[int, ...]]:
-        """Parameters in an operation's weights about which nothing is said yet; their shapes."""
+        """Return names and shapes of parameters of an operation that have no label yet."""
         slots = self.problem.slots(node)
         names = itertools.chain(*(sorted(self.problem.sources[one]) for one in slots))
         return {
@@ -180,7 +185,7 @@ class Labelling:
     def rule(
         self, node: fx.Node, wants: Sequence[Label], once: frozenset[int] = frozenset()
     ) -> Rule | None:
-        """The rule for an operation whose inputs are handed in under these labels."""
+        """Return the rule for an operation whose inputs have these labels."""
         if all(label == WHOLE for label in wants) and not once:
             value: Any = node.meta.get("val")
             many = isinstance(value, list | tuple)
@@ -196,7 +201,7 @@ class Labelling:
         return rule
 
     def _may_write(self, node: fx.Node, wants: Sequence[Label], rule: Rule) -> bool:
-        """An in-place operation keeps its target's label, unless a new tensor will do."""
+        """Return whether an in-place operation keeps its target's label or may be replaced."""
         target: Any = node.args[0]
         return node in self.problem.replaceable or wants[0] == rule.out == self.label(target)
 
@@ -226,7 +231,7 @@ class Labelling:
         return Step(wants, rule)
 
     def _stays_partial(self, node: fx.Node, slots: list[fx.Node]) -> bool:
-        """Sums that only go into other sums are completed later, once."""
+        """Keep sums that only go into other sums partial; return whether it did."""
         if not all(isinstance(self.label(one), Partial) for one in slots):
             return False
         if any(len(one.users) > 1 for one in slots) or is_in_place(node):
@@ -240,7 +245,7 @@ class Labelling:
     def _step(
         self, node: fx.Node, slots: list[fx.Node], undecided: Mapping[str, tuple[int, ...]]
     ) -> Step:
-        """Decide about weights, if any are undecided; else, or if that fails, fit the rest."""
+        """Choose labels of undecided weights; without any, or if that fails, fit the inputs."""
         values = [None if self.problem.sources[one] else self._completed(one) for one in slots]
         if undecided:
             if is_opaque(node.target):
@@ -249,7 +254,7 @@ class Labelling:
                 )
             else:
                 from shoal.parallel.spmd.labelling.weight_cuts import (
-                    choose,  # cp has all weights whole: none are
+                    choose,  # under cp all weights are whole: none is undecided
                 )
 
             step = choose(self, node, values, undecided)
@@ -260,14 +265,14 @@ class Labelling:
         return self._fit(node, slots, values)
 
     def _completed(self, node: fx.Node) -> Any:
-        """What becomes of a sum over ranks: its part along the sequence, else the whole."""
+        """Return the label of a completed sum: its part along the sequence, or the whole."""
         label = self.label(node)
         if not isinstance(label, Partial):
             return label
         return self._of_sequence.get(tuple(node.meta["val"].shape), WHOLE)
 
     def _gathered_anyway(self, node: fx.Node, label: Any) -> Any:
-        """A part of the sequence that a split weight gathers is whole for whole weights too."""
+        """Return WHOLE for a sequence part that a split weight gathers anyway."""
         if label is None or label == WHOLE or not self.cheap(node):
             return label
         for user in node.users:
@@ -282,7 +287,7 @@ class Labelling:
     # ---- everything else
 
     def _fit(self, node: fx.Node, slots: list[fx.Node], values: list[Any]) -> Step:
-        """Call it as things are; else cut whole inputs; else gather split ones."""
+        """Find a rule for the inputs as they are; else cut whole inputs; else gather split ones."""
         labels: list[Label] = [
             self.weight(one, {}) if label is None else label
             for one, label in zip(slots, values, strict=True)
@@ -320,7 +325,7 @@ class Labelling:
             self._weigh(node, used)
 
     def _weigh(self, node: fx.Node, used: list[fx.Node]) -> None:
-        """A sum over ranks that no weight asked for: fine if small (the mean in a norm)."""
+        """Record a conflict for a sum that no weight needs, unless it is small (mean of a norm)."""
         size = self.problem.size(node)
         split = [one for one in used if isinstance(self.label(one), Split | Tiled)]
         self.summed += size if split else 0
@@ -328,7 +333,7 @@ class Labelling:
             self.conflicts.append(Conflict(node, split[0], self._who_split(split[0]), dear=True))
 
     def _inherit(self, node: fx.Node, used: list[fx.Node]) -> None:
-        """Note who split a value, and whether it is cut along the sequence only."""
+        """Record which weights split a value, and whether it is cut along the sequence only."""
         label = self.labels[node]
         if not isinstance(label, Split | Tiled | tuple):
             return
@@ -346,11 +351,11 @@ class Labelling:
         return tuple(own) or self._origins.get(node, ())
 
     def cheap(self, node: fx.Node) -> bool:
-        """Whether gathering it is part of the plan: a value cut along the sequence."""
+        """Return whether the plan gathers this value anyway: it is cut along the sequence."""
         return node in self._along_sequence
 
     def _scattered(self, node: fx.Node) -> bool:
-        """Whether a sum over ranks becomes its part along the sequence."""
+        """Return whether a sum over ranks becomes its part along the sequence."""
         return isinstance(self.label(node), Partial) and _shape(node) in self._of_sequence
 
 

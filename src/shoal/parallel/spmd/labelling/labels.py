@@ -1,4 +1,4 @@
-"""A label says what each of n processes holds of a tensor: all of it, a slice, or a summand.
+"""Labels: the part of a tensor that each of n ranks holds (all of it, a slice, or a summand).
 
     Whole            every rank holds the tensor
     Split(d, g)      dim d is cut into g segments, and every segment into n equal parts; rank r
@@ -25,12 +25,12 @@ from shoal.base.plans.placement import Groups, segment_sizes
 
 @dataclass(frozen=True)
 class Whole:
-    """Every rank holds all of it."""
+    """Label of a replicated tensor: every rank holds all of it."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A label: rank r holds part r of dim `dim`, equal parts of each of its `groups` segments."""
+    """Label of a sharded tensor: rank r holds part r of each of the `groups` segments of `dim`."""
 
     dim: int
     groups: Groups = 1
@@ -38,12 +38,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Partial:
-    """The tensor is the sum of what the ranks hold."""
+    """Label of a tensor that is the sum of the ranks' tensors."""
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """A label on a grid of ranks: (degree, Whole or Split) for each axis, the outermost first."""
+    """Label on a grid of ranks: (degree, Whole or Split) for each axis, the outermost first."""
 
     axes: tuple[tuple[int, Whole | Split], ...]
 
@@ -55,7 +55,7 @@ PARTIAL = Partial()
 
 
 def divides(size: int, groups: Groups, degree: int) -> bool:
-    """Whether a dim of this size can be cut so.
+    """Return whether each segment of a dim of this size can be cut into `degree` equal parts.
 
     >>> divides(12, 3, 2), divides(12, 3, 8), divides(16, (2, 1, 1), 4), divides(8, (2, 1, 1), 4)
     (True, False, True, False)
@@ -65,12 +65,12 @@ def divides(size: int, groups: Groups, degree: int) -> bool:
 
 
 def count_of(groups: Groups) -> int:
-    """How many segments these are."""
+    """Return the number of segments."""
     return groups if isinstance(groups, int) else len(groups)
 
 
 def in_segments(label: Label) -> str:
-    """A label's segments in words; nothing where there is one.
+    """Format the segments of a label for messages; an empty string for one segment.
 
     >>> in_segments(Split(0, 3)), in_segments(Split(0, (4, 1, 1))), in_segments(Split(0))
     (' in 3 segments', ' in segments of 4 : 1 : 1', '')
@@ -82,9 +82,10 @@ def in_segments(label: Label) -> str:
 
 
 def cut(tensor: Tensor, label: Label, rank: int, degree: int) -> Tensor:
-    """What rank `rank` of `degree` holds of a whole tensor: contiguous, maybe a view of it.
+    """Return the part of a whole tensor that a rank holds: contiguous, maybe a view.
 
-    Errors: PlanError where the dim does not divide.
+    Raises:
+        PlanError: the dim does not divide into the label's parts.
     """
     if isinstance(label, Tiled):
         for position, (parts, inner) in zip(grid_place(label, rank), label.axes, strict=True):
@@ -109,7 +110,7 @@ def cut(tensor: Tensor, label: Label, rank: int, degree: int) -> Tensor:
 
 
 def join(shards: Sequence[Tensor], label: Label) -> Tensor:
-    """The whole tensor from what every rank holds, in the order of the ranks."""
+    """Join the parts of all ranks, in the order of the ranks, to the whole tensor."""
     if isinstance(label, Tiled):
         for parts, inner in reversed(label.axes):
             rows = [shards[k : k + parts] for k in range(0, len(shards), parts)]
@@ -131,7 +132,7 @@ def join(shards: Sequence[Tensor], label: Label) -> Tensor:
 
 
 def grid_place(label: Tiled, rank: int) -> tuple[int, ...]:
-    """Coordinates of a rank in the label's grid, the last axis fastest.
+    """Return a rank's coordinates in the label's grid, the last axis fastest.
 
     >>> grid_place(Tiled(((2, Split(0)), (2, Whole()))), 3)
     (1, 1)

@@ -1,7 +1,7 @@
-"""Whole numbers among an operation's arguments, some of which mean sizes of the whole tensor.
+"""Integers among an operation's arguments, some of which are sizes of the whole tensor.
 
 `view(x, [batch, seq, 16, 64])` on a part with 8 of 16 heads must become `[batch, seq, 8, 64]`.
-Which number is meant is found by trying: `edits` lists what to try, `divided` does it.
+Trial runs find out which integers are sizes: `edits` lists the trials, `divided` applies one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 Path = tuple[Any, ...]
 Edit = tuple[Path, int]
-"""(path of a whole number in (args, kwargs), what it is divided by)."""
+"""(path of an integer in (args, kwargs), its divisor)."""
 
 
 def edits(template: Any, degree: int, grids: Sequence[int]) -> Iterator[tuple[Edit, ...]]:
-    """Which arguments to divide: none; one; all of one list; two; those of a grid of ranks.
+    """Yield arguments to divide: none; one; all of one list; two; those of a grid of ranks.
 
     Args:
         grids: outer degrees of the grids to try.
@@ -49,7 +49,7 @@ def _on_a_grid(found: list[tuple[Path, int]], outer: int, inner: int) -> Iterato
 
 
 def numbers_in(template: Any) -> list[tuple[Path, int]]:
-    """Whole numbers in nested lists and mappings, with their paths.
+    """Return the integers in nested lists and mappings, with their paths.
 
     >>> numbers_in(([2, [3, True]], {"dim": 4}))
     [((0, 0), 2), ((0, 1, 0), 3), ((1, 'dim'), 4)]
@@ -71,7 +71,7 @@ def numbers_in(template: Any) -> list[tuple[Path, int]]:
 
 
 def divided(template: Any, wanted: Sequence[Edit]) -> Any:
-    """The same with some whole numbers divided.
+    """Return a copy of the template with some integers divided.
 
     >>> divided(([2, [8, 4]], {}), [((0, 1, 0), 4)])
     [[2, [2, 4]], {}]
@@ -91,7 +91,7 @@ def divided(template: Any, wanted: Sequence[Edit]) -> Any:
 
 
 def renumbered(template: Any, numbers: Mapping[int, int]) -> Any:
-    """The same with other whole numbers in the place of some.
+    """Return a copy of the template with some integers replaced.
 
     >>> renumbered(([2, [8, 4, True]], {}), {8: 1})
     ([2, [1, 4, True]], {})
@@ -106,7 +106,7 @@ def renumbered(template: Any, numbers: Mapping[int, int]) -> Any:
 
 
 def as_float64(value: Any) -> Any:
-    """An argument as rules run it: on the CPU, floating types as float64."""
+    """Convert an argument for trial runs: the CPU as device, floating dtypes as float64."""
     if isinstance(value, torch.dtype):
         if value.is_complex:
             return torch.complex128

@@ -1,10 +1,10 @@
-"""Decides how the parameters of an opaque part are cut: all of them at once, by running the part.
+"""Choose the labels of an opaque part's parameters, all at once, by running the part.
 
     whole inputs × parameters cut alike   → a sum over ranks
 
-A layer of experts: the rows of every expert's first matrix (of gate and up, two segments), and the
-columns of its second. Which dims these are is not known beforehand, so all are tried, what leaves
-least whole first; a bias that all ranks would add is handed in by rank 0 alone.
+In a layer of experts, these are the rows of every expert's first matrix (two segments: gate and up)
+and the columns of its second. The dims are not known beforehand, so all are tried; assignments that
+leave the fewest elements whole come first. Rank 0 alone passes a bias that all ranks would add.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from shoal.parallel.spmd.labelling.weight_cuts import Labelling, wanted
 from shoal.trace.graph.layer_graph import Untraceable
 
 SEGMENTS = (1, 2)
-"""Numbers of segments tried: one, or gate and up."""
+"""Numbers of segments tried: one, or two (gate and up)."""
 
 MOST_PARAMETERS = 6
-"""Parts with more are split by their children."""
+"""Largest number of parameters; a part with more is split by its children."""
 
 
 def choose(
     labelling: Labelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
 ) -> Step | None:
-    """Decide about all parameters of an opaque part; None: they stay whole.
+    """Choose the labels of all parameters of an opaque part; None: the parameters stay whole.
 
     Args:
-        values, undecided: as for `weights.choose`.
+        values, undecided: as for `weight_cuts.choose`.
     """
     slots = labelling.problem.slots(node)
     wants = [
@@ -61,7 +61,7 @@ def choose(
 def _assignments(
     shapes: Mapping[str, Shape], choices: Mapping[str, Choice], degree: int
 ) -> Iterator[dict[str, Label | None]]:
-    """Labels to try, what leaves least whole first; None: handed in by rank 0 alone."""
+    """Yield labels to try, fewest whole elements first; None: passed by rank 0 alone."""
     most = max(len(shape) for shape in shapes.values())
     stacked = most > 2 and len({shape[0] for shape in shapes.values() if len(shape)}) == 1
     options: list[list[Label | None]] = []
@@ -94,7 +94,7 @@ def _tried(
     values: list[Any],
     given: Mapping[str, Label | None],
 ) -> Step | None:
-    """The step with these labels, where the ranks' results add up to the whole ones."""
+    """Return the step with these labels if the ranks' results add up to the whole results."""
     if (asked := wanted(labelling, slots, values, given)) is None:
         return None
     wants, once = asked
@@ -103,7 +103,7 @@ def _tried(
 
 
 def _adds_up(node: fx.Node, rule: Rule) -> bool:
-    """Whether all floating results are sums: one that every rank has whole has whole gradients."""
+    """Return whether all floating results are sums; a whole result would get whole gradients."""
     results = pytree.tree_leaves(node.meta["val"])
     outs = rule.out if isinstance(rule.out, tuple) else (rule.out,) * len(results)
     return all(
@@ -112,11 +112,11 @@ def _adds_up(node: fx.Node, rule: Rule) -> bool:
 
 
 def check_split(parts: Iterable[str], labels: Mapping[str, Label]) -> None:
-    """What is no graph is one operation of its layer only where that splits it.
+    """Raise Untraceable unless the layer's labels split each of its opaque parts.
 
     Args:
-        parts: names in the layer.
-        labels: of the layer's parameters.
+        parts: names of the opaque parts in the layer.
+        labels: labels of the layer's parameters.
 
     Raises:
         Untraceable: the layer is better split by its children.

@@ -1,4 +1,4 @@
-"""The nouns of labelling: how an operation is called, what stands in the way, what was chosen."""
+"""Data classes of labelling: steps, conflicts and choices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.parallel.spmd.labelling.rules import Rule
 
 
 class NotSplit(Exception):
-    """The sequence does not divide: use plain tensor parallelism."""
+    """Raised if the sequence does not divide: use plain tensor parallelism instead."""
 
     def __init__(self, shape: Sequence[int], dim: int, degree: int) -> None:
         size = shape[dim] if dim < len(shape) else "missing"
@@ -24,11 +24,11 @@ class NotSplit(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """How one operation is called on a rank.
+    """Call of one operation on a rank.
 
     Attributes:
-        wants: the label under which each tensor is handed in.
-        once: places of tensors that only rank 0 hands in.
+        wants: the label of each tensor that the call receives.
+        once: positions of tensors that only rank 0 passes.
     """
 
     wants: tuple[Label, ...]
@@ -38,12 +38,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Conflict:
-    """A split value that must be gathered, the operation that needs it, and who split it.
+    """Split value that must be gathered, with the operation that needs it and its weights.
 
     Attributes:
-        output: its place among the layer's results, if it is one.
-        dear: it need not be gathered: it is summed over ranks, which costs more than its size is
-            worth.
+        output: position of the value among the layer's results, if it is one.
+        dear: the value need not be gathered: it is summed over ranks, which costs more than it
+            saves.
     """
 
     node: fx.Node
@@ -55,12 +55,12 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is to be done with a weight matrix: kind is split, whole, column or row."""
+    """Choice for a weight matrix: kind is split, whole, column or row."""
 
     kind: str = "split"
     groups: Groups = 1
 
 
 def may_stay_split(label: Label) -> bool:
-    """Whether an output can be handed on in parts that are simply put together along a dim."""
+    """Return whether a reader can join an output's parts along one dim."""
     return isinstance(label, Split) and label.groups == 1

@@ -1,7 +1,9 @@
-"""Reads a label off results: how what the ranks computed makes up what one process computed.
+"""Read the label of a result off the ranks' results and the result of one process.
 
-put together along dim d, in segments g   → Split(d, g)
-put together along two dims               → Tiled, the ranks as a grid
+The ranks' results give the whole result if they are
+
+joined along dim d, in segments g         → Split(d, g)
+joined along two dims                     → Tiled, the ranks as a grid
 added up, or averaged                     → Partial
 equal                                     → Whole
 """
@@ -18,7 +20,7 @@ from shoal.base.plans.placement import Groups, proportions, segment_sizes
 from shoal.parallel.spmd.labelling.labels import PARTIAL, WHOLE, Label, Split, Tiled, join
 
 MOST_GROUPS = 64
-"""So many counts of segments are tried, the smallest first, where no input's count fits."""
+"""Largest number of segment counts tried, the smallest first, if no input's count fits."""
 
 
 def labels_of(
@@ -28,11 +30,11 @@ def labels_of(
     degree: int,
     shapes: Sequence[tuple[int, ...]] = (),
 ) -> Any:
-    """The label of a result, or of each of several; None where the parts do not fit.
+    """Return the label of a result, or of each of several; None if the parts do not fit.
 
     Args:
-        labels: of the inputs: their segments are tried first.
-        shapes: of the inputs, where several may have been put together.
+        labels: labels of the inputs: their segments are tried first.
+        shapes: shapes of the inputs, if the operation may have concatenated several.
     """
     if not isinstance(whole, list | tuple):
         return label_of(whole, results, labels, degree, shapes)
@@ -54,7 +56,7 @@ def label_of(
     degree: int,
     shapes: Sequence[tuple[int, ...]] = (),
 ) -> Label | None:
-    """The label of one result."""
+    """Return the label of one result; None if the parts do not fit."""
     if not isinstance(whole, Tensor):
         return WHOLE if all(part == whole for part in parts) else None
     if any(part.shape != parts[0].shape or part.dim() != whole.dim() for part in parts):
@@ -65,7 +67,7 @@ def label_of(
         added = whole.is_floating_point() and close(whole, torch.stack(list(parts)).sum(0))
         return PARTIAL if added else None
     dims = [d for d in range(whole.dim()) if whole.shape[d] != parts[0].shape[d]]
-    thin = [_thin(part, dims) for part in (whole, *parts)]  # most wrong labels show there
+    thin = [_thin(part, dims) for part in (whole, *parts)]  # this rejects most wrong labels early
     known = [*_joined(whole, dims, labels, shapes), *groups_in(labels)]
     for label in _candidates(whole, parts[0], dims, known, degree):
         if close(thin[0], join(thin[1:], label)) and close(whole, join(parts, label)):
@@ -74,14 +76,14 @@ def label_of(
 
 
 def is_average(whole: Any, parts: Sequence[Any]) -> bool:
-    """Whether ranks' results average to the whole one: a mean over what is split in equal parts."""
+    """Return whether the ranks' results average to the whole result."""
     if not all(isinstance(t, Tensor) and t.shape == parts[0].shape for t in (whole, *parts)):
         return False
     return whole.is_floating_point() and close(whole, torch.stack(list(parts)).mean(0))
 
 
 def _thin(tensor: Tensor, dims: list[int]) -> Tensor:
-    """One index in the middle of every dim but these."""
+    """Keep one index in the middle of every dim except `dims`."""
     for d in range(tensor.dim()):
         if d not in dims and tensor.shape[d]:
             tensor = tensor.narrow(d, tensor.shape[d] // 2, 1)
@@ -114,7 +116,7 @@ def _candidates(
 def _joined(
     whole: Tensor, dims: list[int], labels: Sequence[Label], shapes: Sequence[tuple[int, ...]]
 ) -> list[Groups]:
-    """Segments of a result that is made of its inputs, one after another: theirs, in order."""
+    """Return the segments of a result that concatenates its inputs: theirs, in order."""
     if len(dims) != 1 or len(shapes) < 2:
         return []
     (d,) = dims
@@ -130,7 +132,7 @@ def _joined(
 
 
 def groups_in(labels: Sequence[Label | None]) -> list[Groups]:
-    """Segments that the labels have, then one.
+    """Return the segments that the labels have, then 1.
 
     >>> groups_in([WHOLE, Split(0, 3), Split(1, (2, 1, 1))])
     [3, (2, 1, 1), 1]
@@ -144,13 +146,13 @@ def groups_in(labels: Sequence[Label | None]) -> list[Groups]:
 
 
 def _groups(size: int, known: Sequence[Groups]) -> list[Groups]:
-    """Segments to try: those that are known, then as many as the divisors of a part's size."""
+    """Return segments to try: the known ones, then the divisors of a part's size."""
     every = [g for g in range(1, size + 1) if size % g == 0][:MOST_GROUPS]
     return [g for g in dict.fromkeys([*known, *every]) if segment_sizes(size, g)]
 
 
 def close(one: Tensor, other: Tensor) -> bool:
-    """Equal but for rounding."""
+    """Return whether two tensors are equal up to rounding."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not (one.is_floating_point() or one.is_complex()):

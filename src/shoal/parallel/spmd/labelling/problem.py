@@ -1,4 +1,4 @@
-"""What is to be labelled: the traced layer, its calls, and which values come from parameters only.
+"""Labelling problem: the traced layer, its calls, and the values that come from parameters only.
 
 Values that depend on parameters and constants alone (a transposed weight, −exp of a decay rate)
 count as weights: their labels follow from those of the parameters.
@@ -22,12 +22,13 @@ from shoal.trace.graph.layer_graph import Traced, is_in_place, is_opaque, may_be
 
 
 class Problem:
-    """A traced layer, made ready for labelling over `degree` ranks.
+    """Traced layer, prepared for labelling over `degree` ranks.
 
     Attributes:
-        sequence_dim: of the first floating input, under sequence parallelism.
-        shares: its ranks are those that compute shared attention together, if anybody does.
-        averages: means over what is split are sums over ranks (norms over all heads).
+        sequence_dim: sequence dim of the first floating input, under sequence parallelism.
+        shares: whether the labelled ranks may compute shared attention together.
+        averages: whether a mean over a split dim may become a sum over ranks (norms over all
+            heads).
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Problem:
         self._known: dict[fx.Node, Any] = {}
 
     def _sources(self, node: fx.Node) -> set[str]:
-        """Names of the parameters of which a weight is made; empty for all other values."""
+        """Return names of the parameters that make a weight; empty for all other values."""
         if node in self.parameters:
             return {self.parameters[node]}
         if node.op != "call_function" or not isinstance(_value(node), Tensor | tuple | list):
@@ -69,7 +70,7 @@ class Problem:
         return found
 
     def is_constant(self, node: fx.Node) -> bool:
-        """Whether it depends on no parameter, buffer or input."""
+        """Return whether a node depends on no parameter, buffer or input."""
         if node.op == "get_attr":
             return True
         if node.op != "call_function":
@@ -77,14 +78,14 @@ class Problem:
         return all(self.is_constant(one) for one in node.all_input_nodes)
 
     def slots(self, node: fx.Node) -> list[fx.Node]:
-        """The tensors that an operation reads, one entry for each place in its arguments."""
-        if node not in self._slots:  # asked at every try of a label: an eighth of the search's time
+        """Return the tensors that an operation reads, one entry for each argument position."""
+        if node not in self._slots:  # cached: an eighth of the search's time without it
             leaves = pytree.tree_leaves((node.args, node.kwargs))
             self._slots[node] = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
         return self._slots[node]
 
     def call(self, node: fx.Node) -> Call:
-        """The operation as rules know it."""
+        """Return the node's operation as a `Call`, the form in which rules run it."""
         if node not in self._calls:
             slots = self.slots(node)
             places = iter(range(len(slots)))
@@ -117,7 +118,7 @@ class Problem:
         return Value(shape, like.dtype, known, hashlib.blake2b(raw).digest())
 
     def _evaluate(self, node: fx.Node) -> Any:
-        """The sample's value of whole numbers and booleans; floats on the way are random."""
+        """Return the sample's value of an integer or boolean; floats it needs are random."""
         if node in self._known:
             return self._known[node]
         made: Any
@@ -144,7 +145,7 @@ class Problem:
         return made
 
     def size(self, node: fx.Node) -> int:
-        """Elements of a tensor."""
+        """Return the number of elements of a tensor."""
         return int(_value(node).numel())
 
 
@@ -153,10 +154,10 @@ def _value(node: fx.Node) -> Any:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether it picks one of several results."""
+    """Return whether a node picks one of several results."""
     return node.target is operator.getitem
 
 
 def shapes_of(problem: Problem) -> Mapping[str, tuple[int, ...]]:
-    """Whole shapes of the parameters."""
+    """Return the whole shapes of the parameters, by name."""
     return {name: tuple(_value(node).shape) for node, name in problem.parameters.items()}

@@ -1,9 +1,9 @@
-"""Finds how an operation acts on parts of tensors by running it: no table of operations.
+"""Find how an operation acts on parts of tensors by running it, without a table of operations.
 
-The operation runs once on whole random tensors and once per rank on what the labels say that rank
-holds; `outcome.py` reads off how the results make up the whole one. Numbers among the arguments
-may mean sizes of the whole tensor: if the operation fails as it stands, it is tried with some of
-them divided. Large tensors are tried at smaller sizes, equal ones staying equal.
+The operation runs once on whole random tensors and once per rank on that rank's parts. `outcome.py`
+reads off how the results make up the whole result. Integers among the arguments may be sizes of the
+whole tensor: if the operation fails as it stands, some of them are divided. Large tensors are tried
+at smaller sizes; equal sizes stay equal.
 
 Source: EasyDist's discovery (alibaba/easydist), with segments, grids and divided arguments.
 """
@@ -40,30 +40,29 @@ from shoal.parallel.spmd.labelling.outcome import is_average, labels_of
 from shoal.trace.graph.layer_graph import is_reference, shared_attention
 
 LARGE = 1 << 18
-"""Elements in a call's tensors from which smaller sizes are tried."""
+"""Number of elements in a call's tensors above which smaller sizes are tried."""
 
 TOO_MANY = 1 << 26
-"""Elements of an opaque part that no rule is found with, where it cannot be made smaller."""
+"""Largest number of elements of an opaque part that rules try at full size."""
 
 KEPT = 16
-"""Experiments kept at a time: they hold tensors."""
+"""Largest number of experiments in memory: they hold tensors."""
 
 DROPOUTS = frozenset({torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default})
-"""Random operations whose mask can be drawn whole and cut."""
+"""Random operations whose mask can be drawn whole and then cut."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What comes out, and what must be done for it.
+    """Label of an operation's result, and the changes to its call that produce it.
 
     Attributes:
         out: a label, or one for each of several results.
-        edits: which arguments are divided.
-        masked: dropout: each rank takes its part of the whole mask.
-        writes: places of buffers that it changes.
+        edits: the integer arguments to divide.
+        masked: the operation is dropout: each rank takes its part of the whole mask.
+        writes: positions of buffers that the operation changes.
+        averaged: the ranks' results average to the whole one: summed, each divided by their number.
         joint: attention that the ranks compute together, each with its part of the sequence.
-
-    averaged the ranks' results average to the whole one: summed, each divided by their number
     """
 
     out: Label | tuple[Label, ...]
@@ -75,7 +74,7 @@ class Rule:
 
 
 class Rules:
-    """Rules found so far, by call and labels; one for all layers of a model."""
+    """Cache of rules by call and labels, for all layers of a model."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[object, ...], Rule | None] = {}
@@ -84,10 +83,10 @@ class Rules:
     def find(
         self, call: Call, labels: tuple[Label, ...], degree: int, once: frozenset[int] = frozenset()
     ) -> Rule | None:
-        """The rule for inputs with these labels, or None where the ranks' results do not fit.
+        """Return the rule for inputs with these labels, or None if the ranks' results do not fit.
 
         Args:
-            once: places of tensors that rank 0 alone hands in, the others zeros.
+            once: positions of tensors that rank 0 alone passes; the other ranks pass zeros.
         """
         key = (call, labels, degree, once)
         if key not in self.known:
@@ -95,7 +94,7 @@ class Rules:
         return self.known[key]
 
     def forget_tensors(self) -> None:
-        """Keep the rules and let go of the tensors that they were found with."""
+        """Keep the rules and free the tensors of the experiments."""
         self._experiments.clear()
 
     def _search(
@@ -157,7 +156,7 @@ class Rules:
 
 
 def _possible(call: Call, labels: tuple[Label, ...], degree: int) -> bool:
-    """Whether tensors of these shapes and kinds can have these labels."""
+    """Return whether tensors of these shapes and dtypes can have these labels."""
     for value, label in zip(call.values, labels, strict=True):
         if isinstance(label, Partial) and not value.dtype.is_floating_point:
             return False
@@ -168,9 +167,9 @@ def _possible(call: Call, labels: tuple[Label, ...], degree: int) -> bool:
 
 
 def _joint(call: Call, labels: tuple[Label, ...]) -> Rule | None:
-    """Queries, keys and values of neighbouring tokens: nobody needs to see all of them.
+    """Return the rule of attention on sequence parts: no rank needs to see all tokens.
 
-    Of a mask a rank has the rows of its queries, or all where one row is every query's.
+    A rank has the mask rows of its queries, or the whole mask where one row serves all queries.
     """
     along = Split(len(call.values[0].shape) - 2)
     if any(label != along for label in labels[:3]):
@@ -183,7 +182,7 @@ def _joint(call: Call, labels: tuple[Label, ...]) -> Rule | None:
 
 
 def grids(labels: Sequence[Label | None], degree: int) -> list[int]:
-    """Outer degrees of the grids of ranks to try: that of a tiled label, else every divisor.
+    """Return outer degrees of rank grids to try: that of a tiled label, else every divisor.
 
     >>> grids([], 8)
     [2, 4]
@@ -193,7 +192,7 @@ def grids(labels: Sequence[Label | None], degree: int) -> list[int]:
 
 
 def _smaller(call: Call, labels: Sequence[Label], degree: int) -> Call | None:
-    """The same call at smaller sizes, equal ones staying equal; None where values are known.
+    """Return the same call at smaller sizes, equal ones staying equal; None if values are known.
 
     Numbers above 4, which are more than a dim's number, must be sizes and become smaller with them.
     """
@@ -214,7 +213,7 @@ def _smaller(call: Call, labels: Sequence[Label], degree: int) -> Call | None:
 
 
 def _smaller_reshape(call: Call, labels: Sequence[Label], degree: int) -> Call | None:
-    """A reshape whose first and last dims, as far as they stay as they are, are smaller."""
+    """Return a reshape with smaller leading and trailing dims, where it keeps these dims."""
     args, kwargs = call.template
     shape, wanted = call.values[0].shape, tuple(args[1])
     pairs = list(zip(shape, wanted, strict=False))
@@ -234,7 +233,7 @@ def _smaller_reshape(call: Call, labels: Sequence[Label], degree: int) -> Call |
 
 
 def _units(call: Call, labels: Sequence[Label]) -> dict[int, int]:
-    """By size, what a dim that is cut in segments must stay a multiple of, beside the ranks."""
+    """Return by size the factor that a dim cut in segments must keep, apart from the ranks."""
     units: dict[int, int] = {}
     for value, label in zip(call.values, labels, strict=True):
         for _, one in label.axes if isinstance(label, Tiled) else ((0, label),):
@@ -248,7 +247,7 @@ def _units(call: Call, labels: Sequence[Label]) -> dict[int, int]:
 def _shrunk(
     sizes: Sequence[int], degree: int, units: Mapping[int, int], besides: Collection[int] = ()
 ) -> dict[int, int]:
-    """Smaller sizes that can be cut as the old ones; those that differ go on to differ."""
+    """Return smaller sizes that can be cut like the old ones; different sizes stay different."""
     taken = {*besides, *sizes}  # by sizes that may stay as they are
     small: dict[int, int] = {}
     multiple = 4
@@ -269,7 +268,7 @@ def _with(call: Call, shapes: Sequence[tuple[int, ...]], template: Any) -> Call:
 
 
 def _fits(call: Call, labels: tuple[Label, ...], degree: int, rule: Rule) -> bool:
-    """Whether a rule found at smaller sizes gives each rank results of the right shapes."""
+    """Return whether a rule found at smaller sizes gives each rank results of the right shapes."""
     whole = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in call.values]
     result, template = run(call, call.template, whole), divided(call.template, rule.edits)
     if result is None:

@@ -1,9 +1,10 @@
-"""Chooses which weights of a layer are split: all of them, less those that would cost a gather.
+"""Choose which weights of a layer are split: all of them, except those that would cost a gather.
 
-Every weight matrix starts as split. While a split value must be gathered, the weights that split
-it are tried in segments (those into which the layer takes a value of their size apart, then 3 and
-2: fused q, k, v; fused gate and up), then whole, and what leaves the fewest gathers is kept. At
-last weights that became whole on the way are tried once more.
+Every weight matrix starts as split. While a split value must be gathered, the search changes the
+weights that split it. It tries them in segments: those into which the layer splits a value of their
+size, then 3 and 2 (fused q, k, v; fused gate and up). Then it tries them whole, and keeps what
+leaves the fewest gathers. At the end, weights that became whole on the way are tried as split once
+more.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ SEGMENTS = (3, 2)
 """Numbers of segments tried for a fused weight."""
 
 DEAR = 20
-"""A side result stays split rather than that more than 1 / DEAR of the parameters become whole."""
+"""A side result stays split if gathering it makes more than 1 / DEAR of the parameters whole."""
 
 
 def solve(
     problem: Problem,
     overrides: Mapping[str, str] | None = None,
 ) -> tuple[Labelling, dict[str, str]]:
-    """The best labelling found, and the reason why a parameter is whole, by its name."""
+    """Return the best labelling found, and per whole parameter the reason why it is whole."""
     found = _searched(problem, overrides or {})
     if any(step.rule.averaged for step in found.best.steps.values()):
-        # A norm whose input may stay split can leave more whole behind it (low-rank queries).
+        # A norm with a split input can leave more weights whole after it (low-rank queries).
         problem.averages = False
         other = _searched(problem, overrides or {})
         problem.averages = _cost(found.best) < _cost(other.best)
@@ -45,7 +46,7 @@ def solve(
 
 def _searched(problem: Problem, overrides: Mapping[str, str]) -> _Search:
     found = _run(_Search(problem, _said(problem, overrides)))
-    if found.passed_over:  # a whole weight solved more at once than segments, which may end better
+    if found.passed_over:  # a whole weight removed more conflicts; segments may end better
         other = _run(_Search(problem, _said(problem, overrides), segments_first=True))
         found = min(found, other, key=lambda search: _cost(search.best))
     return found
@@ -59,15 +60,15 @@ def _run(search: _Search) -> _Search:
 
 
 class _Search:
-    """Where the search stands.
+    """State of the search for a labelling.
 
     Attributes:
-        said: choices that are the user's.
-        choices: what is tried now, theirs included.
-        segments_first: of what leaves fewer gathers, the segments that leave least whole are taken.
-        passed_over: whether that would have made a difference.
-        taken_apart: by the size of a dim, the segments into which the layer takes such values
-            apart.
+        said: choices of the user.
+        choices: choices tried now, those of the user included.
+        segments_first: prefer segments that leave fewest elements whole, if they reduce the
+            gathers.
+        passed_over: whether `segments_first` would have made a difference.
+        taken_apart: by the size of a dim, the segments into which the layer splits such values.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class _Search:
         return Labelling(self.problem, choices, None, self.lazy)
 
     def improve(self) -> bool:
-        """Take the best step away from a conflict; False where nothing is left to try."""
+        """Take the best step to remove a conflict; return False if nothing is left to try."""
         now = self.best
         conflict = next((c for c in now.conflicts if self._movable(c)), None)
         if conflict is None:
@@ -130,7 +131,7 @@ class _Search:
         return True
 
     def _movable(self, conflict: Conflict) -> list[str]:
-        """Weights behind a conflict about which there is a choice left."""
+        """Return the weights behind a conflict that still have another choice."""
         return [
             name
             for name in conflict.origins
@@ -140,15 +141,16 @@ class _Search:
         ]
 
     def _segments(self, name: str) -> list[Groups]:
-        """Segments in which a fused weight is tried."""
+        """Return the segments in which a fused weight is tried."""
         shape = self.problem.by_name[name].meta["val"].shape
         told = [groups for size in shape for groups in self.taken_apart.get(size, ())]
         return list(dict.fromkeys([*told, *SEGMENTS]))
 
     def _is_dear(self, conflict: Conflict, now: Labelling, found: Labelling) -> bool:
-        """Whether a side result (attention weights, say) had better stay split than weights whole.
+        """Return whether a side result (e.g. attention weights) stays split rather than whole.
 
-        Most often nobody reads it. The first result is the layer's own.
+        It does if gathering it would make too many weights whole. Most often nothing reads a side
+        result. The first result is the layer's own.
         """
         label = now.label(conflict.value)
         if not conflict.output or not may_stay_split(label):
@@ -157,7 +159,7 @@ class _Search:
         return (_whole_elements(found) - _whole_elements(now)) * DEAR > every
 
     def take_back(self) -> None:
-        """Split again what need not have become whole, in the order in which it did."""
+        """Split weights again that need not be whole, in the order in which they became whole."""
         for name in self.given_up:
             changed = {**self.choices, name: self.said.get(name, Choice())}
             other = self._label(changed)
@@ -166,7 +168,11 @@ class _Search:
                 self.reasons.pop(name, None)
 
     def check_said(self) -> None:
-        """The user's word was done, or the user is told that it cannot be."""
+        """Refuse overrides that the labelling could not follow.
+
+        Raises:
+            PlanError: a weight matrix stays whole against the user's override.
+        """
         for name, choice in self.said.items():
             if choice.kind == "whole" or self.problem.by_name[name].meta["val"].dim() < 2:
                 continue
@@ -179,7 +185,7 @@ class _Search:
 
 
 def _taken_apart(graph: fx.Graph) -> dict[int, list[Groups]]:
-    """Segments by the size of their dim: by one operation with several results, or by slices."""
+    """Return by size of a dim the segments into which the layer splits it, e.g. by slices."""
     found: dict[int, list[Groups]] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -212,7 +218,7 @@ def _note(
 
 
 def _cost(labelling: Labelling) -> tuple[int, int, int]:
-    """Gathers, then what stays whole, then what is summed of values that no weight made."""
+    """Return (gathers, whole elements, summed elements of values that no weight made)."""
     return len(labelling.conflicts), _whole_elements(labelling), labelling.summed
 
 

@@ -1,11 +1,12 @@
-"""Decides where gradients are summed: the cheapest place between whole values and split work.
+"""Choose where gradients are summed: the cheapest places between whole values and split work.
 
 A value that every rank holds whole has, on every rank, either its whole gradient or a part of it.
-Split work gives parts; the layer's inputs and outputs, and what was summed, have whole ones. A
-value at which one becomes the other costs an all-reduce in the backward pass (`exchange.enter`),
-once per value. The cheapest set of such values is a minimum cut of the graph of whole values, and
-of several the last: so norms before a column product keep whole gradients, and a key projection
-that stays whole beside a split query shares the query's all-reduce.
+Split work gives parts; the layer's inputs and outputs, and summed values, have whole gradients. A
+value at which one becomes the other costs an all-reduce in the backward pass
+(`autograd_collectives.enter`), once per value. The cheapest set of such values is a minimum cut of
+the graph of whole values, and of several minimum cuts the last. So norms before a column product
+keep whole gradients, and a key projection that stays whole next to a split query shares its
+all-reduce.
 
     parameter with parts     free: summed once a step, with all others of its kind
     gathered value           reduce-scatter, or with whole gradients nothing at all
@@ -28,8 +29,9 @@ from shoal.parallel.spmd.labelling.labels import WHOLE, Label, Partial, Split
 from shoal.trace.graph.layer_graph import Traced, Untraceable
 
 LATENCY = 1 << 12
-"""What one more collective costs, in elements. Elements, not bytes: the place must not depend on
-the precision that a layer happens to be traced in."""
+"""Cost of one more collective, in elements. Elements, not bytes: the places must not depend on the
+precision in which a layer is traced.
+"""
 
 ENDLESS = 1 << 60
 
@@ -39,23 +41,24 @@ Held = tuple[fx.Node, str]
 
 @dataclass(frozen=True)
 class Sums:
-    """Which whole values have parts of a gradient on every rank.
+    """Whole values that have only a part of their gradient on every rank.
 
     Attributes:
-        parts: values (and parameters) that do.
-        entered: values with whole gradients that go into split work through `exchange.enter`.
+        parts: values (and parameters) that have parts.
+        entered: values with whole gradients that go into split work through
+            `autograd_collectives.enter`.
     """
 
     parts: frozenset[Held]
     entered: frozenset[Held]
 
     def gives_parts(self, held: Held) -> bool:
-        """Whether what is handed on from this value comes back in parts."""
+        """Return whether the readers of this value return its gradient in parts."""
         return held in self.parts or held in self.entered
 
 
 def held_as(label: Label, want: Label) -> str | None:
-    """In which whole form a value is handed on; None: split, or a sum that is scattered."""
+    """Return the whole form in which a value is read; None: split, or a scattered sum."""
     if label == WHOLE:
         return "own"
     if isinstance(label, Partial):
@@ -64,13 +67,14 @@ def held_as(label: Label, want: Label) -> str | None:
 
 
 def place_sums(labelling: Labelling, partial: frozenset[str] | None = None) -> Sums:
-    """The cheapest places.
+    """Return the cheapest places to sum gradients.
 
     Args:
-        partial: the parameters whose gradients may be in parts, where that is settled: those that
-            are whole must be counted once where all of these are summed.
+        partial: the parameters whose gradients may be in parts, if that is decided: whole gradients
+            must then be counted once in the sum over the ranks.
 
-    Errors: Untraceable where there is no place for that.
+    Raises:
+        Untraceable: no place satisfies these conditions.
     """
     flow = _Flow()
     network = _Network(labelling, flow)
@@ -98,7 +102,7 @@ class _Network:
         self.certain = need_gradients(self.problem.traced)
 
     def value(self, held: Held) -> Held:
-        """Make sure that a whole value is in the network."""
+        """Add a whole value to the network, unless the network has it."""
         if held in self.seen:
             return held
         self.seen.add(held)
@@ -120,7 +124,7 @@ class _Network:
         return held
 
     def settle(self, partial: frozenset[str]) -> None:
-        """Trained parameters have whole gradients unless they are among these."""
+        """Give trained parameters whole gradients, except those in `partial`."""
         self.settled = True
         for node, name in self.problem.parameters.items():
             whole = self.labelling.parameters.get(name, WHOLE) == WHOLE
@@ -129,7 +133,7 @@ class _Network:
                 self.flow.add(SOURCE, (held, "in"), 1 if name in partial else ENDLESS)
 
     def operation(self, node: fx.Node) -> None:
-        """How an operation's inputs and output hang together."""
+        """Add the edges between an operation's inputs and its output."""
         step = self.labelling.steps.get(node)
         if step is None:  # picks one of several results
             source = node.args[0]
@@ -155,12 +159,16 @@ class _Network:
                 self._follows(self.value((node, "own")), held)
 
     def _follows(self, made: Held, source: Held) -> None:
-        """Made of parts-giving values it gives parts; with a whole gradient so have its sources."""
+        """Tie a result to a source of it: parts return parts, whole gradients return whole ones.
+
+        If the result's gradient is in parts, the source receives parts from it. If it is whole, the
+        source's gradient is whole too.
+        """
         self.flow.add((source, "out"), (made, "in"), ENDLESS)
         self.flow.add((made, "in"), (source, "in"), ENDLESS)
 
     def output(self, node: fx.Node, wanted: Label) -> None:
-        """What leaves the layer has a whole gradient."""
+        """Require a whole gradient of a value that leaves the layer."""
         form = held_as(self.labelling.label(node), wanted)
         if form is None or not differentiable(node):
             return
@@ -172,14 +180,14 @@ class _Network:
 
 
 def differentiable(node: fx.Node) -> bool:
-    """Whether gradients can flow through a value: floating numbers, alone or among several."""
+    """Return whether a value is differentiable: floating, alone or among several tensors."""
     value = node.meta.get("val")
     leaves = value if isinstance(value, list | tuple) else [value]
     return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves)
 
 
 def need_gradients(traced: Traced) -> set[fx.Node]:
-    """Values that surely need a gradient: made of parameters or inputs that do."""
+    """Return values that certainly need a gradient: made of parameters or inputs with one."""
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
         made = differentiable(node) and any(one in found for one in node.all_input_nodes)
@@ -192,19 +200,19 @@ SOURCE, SINK = "source", "sink"
 
 
 class _Flow:
-    """A flow network with whole-number capacities."""
+    """Flow network with integer capacities."""
 
     def __init__(self) -> None:
         self.capacity: dict[Hashable, dict[Hashable, int]] = {SOURCE: {}, SINK: {}}
 
     def add(self, start: Hashable, stop: Hashable, capacity: int) -> None:
-        """An edge; of parallel ones the capacities add up."""
+        """Add an edge; the capacities of parallel edges add up."""
         edges = self.capacity.setdefault(start, {})
         edges[stop] = min(ENDLESS, edges.get(stop, 0) + capacity)
         self.capacity.setdefault(stop, {}).setdefault(start, 0)
 
     def reaching_sink(self) -> set[Hashable]:
-        """Nodes from which the sink can be reached once the flow is greatest."""
+        """Maximize the flow and return the nodes that still reach the sink."""
         while True:
             path = self._path()
             if path is None:

@@ -1,10 +1,10 @@
-"""Decides how the weights of one operation are cut, where they meet their first activation.
+"""Choose how the weights of one operation are cut, where they meet their first activation.
 
     whole activation × weight cut along its outputs   → split result       (column)
     split activation × weight cut along its inputs    → sum over ranks     (row)
     split activation × weight cut alike               → split result       (bias, per-channel scale)
 
-Which dim is which is not known beforehand: every dim is tried, and `rules.py` tells.
+The meaning of the dims is not known beforehand: every dim is tried, and `rules.py` decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.parallel.spmd.labelling.rules import Rule
 
 
 class Labelling(Protocol):
-    """Attempt to label a layer (`label_graph.py`), which asks back about weights."""
+    """Attempt to label a layer (`label_graph.py`), as far as weights are concerned."""
 
     problem: Problem
     choices: Mapping[str, Choice]
@@ -30,25 +30,25 @@ class Labelling(Protocol):
     roles: dict[str, str]
 
     def weight(self, node: fx.Node, given: Mapping[str, Label]) -> Any:
-        """The label of a value made of parameters alone, under these labels of theirs."""
+        """Return the label of a value made of parameters alone, from labels of the parameters."""
 
     def rule(
         self, node: fx.Node, wants: Sequence[Label], once: frozenset[int] = frozenset()
     ) -> Rule | None:
-        """How the operation acts on inputs with these labels; None: not at all."""
+        """Return the operation's rule for inputs with these labels; None: there is none."""
 
     def cheap(self, node: fx.Node) -> bool:
-        """Whether gathering this value costs little."""
+        """Return whether gathering this value costs little."""
 
 
 def choose(
     labelling: Labelling, node: fx.Node, values: list[Any], undecided: Mapping[str, Shape]
 ) -> Step | None:
-    """Decide about the undecided parameters of an operation; None: they had better stay whole.
+    """Choose labels of an operation's undecided parameters; None: whole parameters are better.
 
     Args:
         values: labels of the operation's tensors, None for weights.
-        undecided: shapes by name.
+        undecided: shapes of the undecided parameters, by name.
     """
     matrices = {name: shape for name, shape in undecided.items() if len(shape) > 1}
     vectors = {name: shape for name, shape in undecided.items() if len(shape) <= 1}
@@ -67,7 +67,7 @@ def choose(
 def _meetings(
     labelling: Labelling, node: fx.Node, values: list[Any], choice: Choice, matrix: bool
 ) -> Iterator[list[Any]]:
-    """Under which labels a weight may meet the other inputs: as row first, then as column."""
+    """Yield labels under which a weight may meet the other inputs: as row, then as column."""
     slots = labelling.problem.slots(node)
     if any(isinstance(label, Split | Tiled) for label in values) and choice.kind != "column":
         yield values
@@ -92,14 +92,14 @@ def wanted(
     values: list[Any],
     given: Mapping[str, Label | None],
 ) -> tuple[list[Label], frozenset[int]] | None:
-    """Labels of an operation's slots with these of parameters, and slots that rank 0 alone fills.
+    """Return labels of an operation's slots, and the slots that rank 0 alone fills.
 
     Args:
-        values: labels that are settled; None: of a parameter.
-        given: None: rank 0 alone hands it in.
+        values: labels that are settled; None: the slot comes from parameters.
+        given: labels of parameters; None: rank 0 alone passes the parameter.
 
     Returns:
-        None where a slot comes from parameters that these labels do not decide.
+        None if a slot comes from parameters that these labels do not decide.
     """
     sources = labelling.problem.sources
     labels = {name: label or WHOLE for name, label in given.items()}
@@ -139,7 +139,7 @@ def _decide(
 def _with_buffers(
     labelling: Labelling, slots: list[fx.Node], wants: list[Label], labels: Mapping[str, Label]
 ) -> list[Label] | None:
-    """Buffers cut as the vectors beside them (running statistics, per channel)."""
+    """Cut buffers like the vectors of the same operation (running statistics per channel)."""
     buffers = labelling.problem.buffers
     cut = next((label for label in labels.values() if isinstance(label, Split)), None)
     if cut is None or not any(one in buffers for one in slots):

@@ -1,1 +1,1 @@
-"""Texts of what guards find, imported when there is something to print."""
+"""Texts of errors and notices of guards, imported when there is something to print."""

@@ -1,4 +1,4 @@
-"""Words for batches that ranks must not bring: loaded where there is something to say."""
+"""Texts about ranks with wrong batches; imported when there is one to print."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Told = Sequence[dict[str, Any]]
 
 
 def refuse_unlike_data(step: int, told: Told, layout: str) -> None:
-    """Raise ConfigError where ranks read other data than they must; every rank comes to the same.
+    """Raise ConfigError if ranks read other data than they must; the same on every rank.
 
     Args:
-        step: the step under way.
-        told: by rank.
+        step: the current step.
+        told: messages of all ranks, by rank.
         layout: its name.
     """
     if len({one["loaded"] for one in told}) > 1:
@@ -47,11 +47,11 @@ def refuse_unlike_data(step: int, told: Told, layout: str) -> None:
 
 
 def refuse_doubled(step: int, shares: Told, *, by_chance: bool) -> None:
-    """Raise ConfigError where all ranks read the whole data, or the same samples.
+    """Raise ConfigError if all ranks read the whole data, or the same samples.
 
     Args:
-        step: the step under way.
-        shares: of ranks that must bring samples of their own.
+        step: the current step.
+        shares: messages of the ranks that must have samples of their own.
         by_chance: whether equal samples may be a coincidence.
     """
     for name, *what in shares[0]["loaders"]:
@@ -76,12 +76,12 @@ def _shown(probe: Sequence[Any]) -> str:
 
 
 def size_line(step: int, batch: int, shares: Told, *, may_be: bool) -> str:
-    """Return the line for a batch of another size than was asked for.
+    """Return the line for a batch of another size than the user set.
 
     Args:
-        step: the step under way.
-        batch: samples over all ranks that were asked for.
-        shares: of ranks that bring samples of their own.
+        step: the current step.
+        batch: samples over all ranks that the user set.
+        shares: messages of the ranks that have samples of their own.
         may_be: whether it may be the short last step of an epoch.
     """
     sizes = [one["samples"] for one in shares]

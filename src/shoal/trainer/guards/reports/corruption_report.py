@@ -1,7 +1,6 @@
-"""Name the tensor that changed in memory, on which rank, since when; every rank raises the same.
+"""Name the tensor that changed in memory, its rank and step; all ranks raise the same error.
 
-Loaded when something is wrong. Ranks tell each other what they hold, one number per tensor, and all
-come to the same words.
+Imported when a check has failed. Ranks gather one number per tensor, and all build the same text.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MENDS = (
 
 
 class Looking(Protocol):
-    """What of a `Drift` is needed: whose it is, and who holds the same as whom."""
+    """Interface of a `CorruptionCheck` that reports read: the run, and which ranks are replicas."""
 
     program: Program
     recorder: Recorder
@@ -33,21 +32,24 @@ class Looking(Protocol):
     groups: list[list[int]]
 
     def places(self, look: Look) -> list[list[int]]:
-        """For each kind, places of the tensors that are held so."""
+        """Return, for each kind of sharding, the indices of its tensors."""
 
     def held_over(self, row: Placement, what: str) -> Any:
-        """Of which kind a tensor is."""
+        """Return the kind of sharding of a tensor."""
 
 
 def changed_at_rest(drift: Looking, look: Look, *, alone: bool = False) -> None:
-    """Tensors of some rank changed, though nobody wrote them: raise, or see that it was meant.
+    """Raise ClusterError for tensors that changed without a write, unless user code meant it.
 
     Args:
-        alone: only where it can be nothing but a flipped bit.
+        drift: the check.
+        look: its checksums.
+        alone: report only certain bit flips.
 
     Raises:
-        ClusterError: not for weights that code wrote past torch's counters (by `.data`), which is
-            known by its being done wherever they are held, or by many bits where they are not.
+        ClusterError: memory was corrupted. Not for weights that code wrote past torch's counters
+            (by `.data`): such a write happens on all replicas, or changes many bits of an
+            unreplicated weight.
     """
     before, keys = look.sums.read(), list(look.tensors)
     mine = {
@@ -81,7 +83,7 @@ def changed_at_rest(drift: Looking, look: Look, *, alone: bool = False) -> None:
 
 
 def replicas_differ(drift: Looking, look: Look, number: int) -> None:
-    """Ranks that hold the same have other sums. Errors: ClusterError, naming the fewest."""
+    """Raise ClusterError for replicas with different checksums, naming the minority."""
     sums = look.sums.read() if look.now is None else look.now
     places = drift.places(look)[number]
     keys = list(look.tensors)
@@ -115,7 +117,7 @@ def replicas_differ(drift: Looking, look: Look, number: int) -> None:
 def one_element_differs(drift: Looking, look: Look) -> None:
     """Raise as `replicas_differ` if weights of replicas differ in one element of one tensor.
 
-    No user's code does that. Every rank calls it, where no write was counted
+    No user's code does that. Every rank calls it, if no write was counted.
     """
     own = [int(value) for value in look.now]
     told: list[list[int]] = drift.program.world.gather_json(own)
@@ -135,7 +137,7 @@ def one_element_differs(drift: Looking, look: Look) -> None:
 
 
 def _of_one_element(difference: int, element_bytes: int) -> bool:
-    """Whether two sums differ by what one element can make."""
+    """Return whether a change of one element can explain the difference of two sums."""
     distance = min(difference, -difference % 2**WORD_BITS)
     bits = 8 * element_bytes
     return any(
@@ -145,12 +147,12 @@ def _of_one_element(difference: int, element_bytes: int) -> bool:
 
 
 def _step(look: Look) -> int:
-    """The step that is not taken."""
+    """Return the step that is not taken."""
     return look.step + 1
 
 
 def _was_meant(drift: Looking, told: list[dict[str, Any]], rank: int, what: str, name: str) -> bool:
-    """Whether code of the user changed it: a weight, wherever it is held."""
+    """Return whether user code changed the tensor: a weight, on all its replicas."""
     if what != WEIGHT:
         return False
     kind = drift.kinds.index(drift.held_over(drift.program.rows[name], what))
@@ -160,7 +162,7 @@ def _was_meant(drift: Looking, told: list[dict[str, Any]], rank: int, what: str,
 
 
 def _bit(difference: int, element_bytes: int) -> int | None:
-    """Which bit of an element flipped, if one alone did."""
+    """Return the index of the flipped bit of an element, or None if not exactly one flipped."""
     for value in (difference, -difference % 2**WORD_BITS):
         if value.bit_count() == 1:
             return (value.bit_length() - 1) % (8 * element_bytes)

@@ -1,4 +1,4 @@
-"""Words for what a run's first step shows of its loss: loaded where there is something to say."""
+"""Texts about the loss in a run's first step; imported when there is one to print."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SHIFT = "try: (ids[:, :-1], ids[:, 1:]) as (inputs, targets)"
 
 
 class Seen(Protocol):
-    """Describe the part of a `FirstStepLoss` that reports read.
+    """Interface of a `FirstStepLoss` that reports read.
 
     Attributes:
         module: the model.
-        dropped: losses of its outputs that the default loss leaves out.
+        dropped: losses in its outputs that the default loss leaves out.
         asked: functions of torch.distributed that the loss called.
         together: how many samples the loss compares with each other, 0 if it adds them up.
         micro_batches: of the step, over all ranks.
-        compared: whether targets that are the inputs were compared with them, place by place.
+        compared: whether the loss compared targets that are the inputs with them, place by place.
         labels: whether such targets are tensors of their own.
     """
 
@@ -40,10 +40,14 @@ class Seen(Protocol):
 
 
 def tell(seen: Seen, notice: Callable[[str], None]) -> None:
-    """Print a line for each.
+    """Print a notice for each finding of the first step.
+
+    Args:
+        seen: the findings.
+        notice: prints a line, by rank 0.
 
     Raises:
-        ConfigError: the model is one that sees the place it predicts.
+        ConfigError: the model sees the position it predicts.
     """
     if seen.dropped:
         from shoal.trainer.guards.reports.model_notices import tell_dropped_losses
@@ -76,7 +80,7 @@ def tell(seen: Seen, notice: Callable[[str], None]) -> None:
 
 
 def refuse_form(targets: object) -> NoReturn:
-    """Raise ConfigError: the default loss has nothing to compare, say in a batch of one dict."""
+    """Raise ConfigError for targets that the default loss cannot compare, such as one dict."""
     got = type(targets).__name__
     if isinstance(targets, Mapping):
         got = f"one dict ({', '.join(map(str, targets))})"
@@ -88,7 +92,7 @@ def refuse_form(targets: object) -> NoReturn:
 
 
 def refuse_broadcast(rows: int, outputs: torch.Tensor, targets: torch.Tensor) -> NoReturn:
-    """Raise ConfigError: outputs [B, 1] and targets [B] gave B × B losses."""
+    """Raise ConfigError for outputs [B, 1] and targets [B], which gave B × B losses."""
     raise ConfigError(
         f"loss: gives {rows} × {rows} numbers for {rows} samples: outputs {list(outputs.shape)} "
         f"and targets {list(targets.shape)} were broadcast against each other; try: "

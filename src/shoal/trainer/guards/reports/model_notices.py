@@ -1,4 +1,4 @@
-"""Name, in a line each, parts of a model that train otherwise than its user may think.
+"""Notices about parts of a model that train otherwise than its user may think, one line each.
 
     BatchNorm        takes statistics over a micro-batch, whose default is an eighth of the batch
     InstanceNorm     moves its running statistics with every micro-batch, if it has any
@@ -6,9 +6,9 @@
                      nor any other loss that a model returns beside its logits
     unheld weights   get gradients, and are in no optimizer: Muon over matrices leaves norms out
 
-Weights may be left out on purpose: a head alone is trained, adapters, biases. So a line is written
-only where a block, a layer or the model is torn: its matrices are held and its vectors are not, or
-all but a small part of a block is. Matrices that are left out with their layer are meant to stay.
+Users may leave weights out on purpose: to train a head alone, adapters, biases. So a notice needs a
+block, layer or model that is torn: the optimizer holds its matrices and not its vectors, or all but
+a small part of a block. Matrices that are left out with their whole layer are not reported.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from shoal.trainer.step.call_contract import Loss, is_default
 
 AUXILIARY = re.compile("aux_loss|z_loss")
 SMALL = 4
-"""A part is small beside another that has so many times its elements."""
+"""Ratio of elements from which the smaller of two parts counts as small."""
 
 
 def batch_norm_line(module: nn.Module, plan: Plan) -> str:
-    """Return the line on BatchNorm under the default micro-batch, or "" where nothing changes.
+    """Return the notice on BatchNorm under the default micro-batch, or "" if nothing changes.
 
     Args:
         module: as it trains.
-        plan: whose micro-batch nobody gave.
+        plan: its micro-batch is the default.
     """
     share = plan.batch // plan.layout.data_degree
     if plan.micro_batch >= share:
@@ -59,7 +59,7 @@ def batch_norm_line(module: nn.Module, plan: Plan) -> str:
 
 
 def _instance_norm_line(module: nn.Module, plan: Plan, share: int) -> str:
-    """Return the line on running statistics of InstanceNorm, which count micro-batches."""
+    """Return the notice on running statistics of InstanceNorm, which count micro-batches."""
     kinds = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
     named = module.named_modules()
     found = [n for n, part in named if isinstance(part, kinds) and part.track_running_stats]
@@ -77,9 +77,9 @@ def _instance_norm_line(module: nn.Module, plan: Plan, share: int) -> str:
 def tell_dropped_losses(
     module: nn.Module, names: Collection[str], notice: Callable[[str], None]
 ) -> None:
-    """Name losses that a model returns and the default loss does not read.
+    """Print a notice on losses that a model returns and the default loss does not read.
 
-    Of models with a configuration `auxiliary_loss_lines` has named them.
+    For models with a configuration, `auxiliary_loss_lines` names them.
     """
     if any(hasattr(getattr(part, "config", None), "to_dict") for part in module.modules()):
         return
@@ -93,7 +93,7 @@ def tell_dropped_losses(
 
 
 def dropped_losses(outputs: Any) -> set[str]:
-    """Find losses in a model's outputs beside its logits: scalars with a gradient, by their names.
+    """Return names of losses beside the logits in a model's outputs: scalars with a gradient.
 
     >>> dropped_losses({"logits": torch.ones(2), "aux_loss": torch.ones((), requires_grad=True)})
     {'aux_loss'}
@@ -108,7 +108,7 @@ def dropped_losses(outputs: Any) -> set[str]:
 
 
 def auxiliary_loss_lines(module: nn.Module, loss: Loss) -> list[str]:
-    """Return the line on auxiliary losses of a transformers model that the default loss drops."""
+    """Return the notice on auxiliary losses of a transformers model that the default loss drops."""
     if not is_default(loss):
         return []
     configs = (getattr(part, "config", None) for part in module.modules())
@@ -140,7 +140,7 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def forgotten(module: nn.Module, unheld: Collection[str]) -> set[str]:
-    """Return the weights that no optimizer holds, where that seems to be a mistake; else none.
+    """Return the weights that no optimizer holds if that looks like a mistake; else none.
 
     Args:
         module: the whole model.
@@ -173,7 +173,7 @@ def _torn(left: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> bool:
 
 
 def unheld_line(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> str:
-    """Return the line on weights that get gradients and are in no optimizer of this process.
+    """Return the notice on weights that get gradients and are in no optimizer of this process.
 
     Args:
         names: of weights that the run's optimizer does not hold.
@@ -192,7 +192,7 @@ def unheld_line(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) ->
 
 
 def narrow_line(narrow: Sequence[str], parameters: Mapping[str, nn.Parameter], compute: str) -> str:
-    """Return the line for weights that are too narrow to be stepped.
+    """Return the notice for weights whose dtype is too narrow for updates.
 
     Args:
         narrow: their names.
@@ -209,7 +209,7 @@ def narrow_line(narrow: Sequence[str], parameters: Mapping[str, nn.Parameter], c
 
 
 def cut_off_line(names: Sequence[str]) -> str:
-    """Return the line for weights whose layers ran in step 1 and that no rank has a gradient of."""
+    """Return the notice for weights that ran in step 1 and have no gradient on any rank."""
     return (
         f"model: {_listed(names)} computed in step 1, and no rank got a gradient for it: a "
         f".detach(), torch.no_grad() or a kernel without a backward pass lies between it and the "
@@ -218,7 +218,7 @@ def cut_off_line(names: Sequence[str]) -> str:
 
 
 def untrained_line(names: Sequence[str], steps: int) -> str:
-    """Return the line for weights that got no gradient in so many steps."""
+    """Return the notice for weights that got no gradient in `steps` steps."""
     return (
         f"model: {_listed(names)} got no gradient in {steps} steps, and stays as it is; try: "
         f"requires_grad_(False) on it, if that is meant"

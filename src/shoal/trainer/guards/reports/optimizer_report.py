@@ -1,4 +1,7 @@
-"""Words for an optimizer: a setting that differs between ranks, and errors; loaded to be said."""
+"""Texts of errors about the optimizer: settings that differ between ranks, groups, schedules.
+
+Imported when there is an error to raise.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def refuse_unlike_settings(
     """Raise ConfigError for the first setting of the optimizer that differs; every rank calls it.
 
     Args:
-        step: the one that is compared.
+        step: the compared step.
         told: by rank: the settings of each group now, and at the last update.
         stepped: by group: the ranks that step it.
         kept: keys that every rank has.
@@ -52,7 +55,7 @@ def _shown(value: Any) -> str:
 
 
 def _line(key: str, number: int | None, shown: Mapping[int, str], when: str) -> str:
-    """The line for one setting that differs; number  of its group, where there are several."""
+    """Return the line for one setting that differs; `number` is its group's, None for one group."""
     told = values_text(shown)
     group = "" if number is None else f" of group {number}"
     if key == "lr":
@@ -76,7 +79,7 @@ def endless(schedule: str, total: int) -> ConfigError:
 
 
 def other_rate(schedule: str, rate: float) -> ConfigError:
-    """Return the error for a rate that somebody else changed."""
+    """Return the error for a learning rate that other code changed."""
     return ConfigError(
         f"optimizer: lr was set to {rate:g} beside the run, which sets it by schedule = "
         f"{schedule}: one of two schedules would be without effect; try: leave out schedule=…, or "
@@ -85,11 +88,11 @@ def other_rate(schedule: str, rate: float) -> ConfigError:
 
 
 def other_groups(held: int, before: int) -> ConfigError:
-    """Return the error for parameters that came or went.
+    """Return the error for parameters that were added or removed.
 
     Args:
-        held: how many the optimizer holds now.
-        before: how many it held when the run began.
+        held: number of parameters that the optimizer holds now.
+        before: number that it held when the run began.
     """
     return ConfigError(
         f"optimizer: holds {held} parameters, {before} when shoal.parallelize was called; change "
@@ -106,7 +109,7 @@ def moved_nothing() -> ConfigError:
 
 
 def state_of_parts(layout: str) -> ConfigError:
-    """Return the error for a state that is loaded where a rank steps a part of the weights."""
+    """Return the error for loading an optimizer state where a rank steps parts of the weights."""
     return ConfigError(
         f"optimizer.load_state_dict(…): this rank steps a part of the weights only (layout "
         f"{layout}); try: load before shoal.parallelize, or run.restore()"

@@ -1,4 +1,4 @@
-"""Tell whether a DataLoader of a user's own shows every rank the whole dataset."""
+"""Detect DataLoaders of the user's own that show every rank the whole dataset."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.trainer._torch import LoaderIterator, pytree
 
 
 def information(batch: Any) -> float:
-    """Bits that the values of a batch could tell apart, at most: numbers × log2 of unlike ones."""
+    """Return an upper bound of a batch's information in bits: numbers × log2 of distinct values."""
     bits = 0.0
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, np.ndarray) and leaf.dtype != object:
@@ -32,19 +32,19 @@ def information(batch: Any) -> float:
 
 
 def _with_subclasses(kind: type) -> list[type]:
-    """Return a class and all that inherit from it."""
+    """Return a class and all its subclasses."""
     children: list[type] = kind.__subclasses__()
     return [kind, *(found for one in children for found in _with_subclasses(one))]
 
 
 def whole_loaders(samples: int) -> list[list[Any]]:
-    """DataLoaders that are being iterated, each over a dataset it does not deal to ranks.
+    """Return the DataLoaders in use whose dataset is not split over ranks.
 
     Args:
-        samples: of the batch in hand: those of other sizes did not make it.
+        samples: of the current batch: loaders of smaller batches did not make it.
 
     Returns:
-        [name of the sampler, length and hashes of two samples of the dataset], each.
+        For each loader [name of the sampler, length and hashes of two samples of the dataset].
     """
     found = []
     kinds = {id(kind) for kind in _with_subclasses(LoaderIterator)}
@@ -58,13 +58,14 @@ def whole_loaders(samples: int) -> list[list[Any]]:
 
 
 def whole_data(batches: Any, dataset: Any) -> list[Any] | None:
-    """Identify the data of a loader that knows nothing of ranks, to compare it over them.
+    """Return an identity of a loader's data, to compare over ranks; None if it may be split.
 
     Args:
         batches: its batch sampler.
+        dataset: its dataset.
 
     Returns:
-        [name of the sampler, length, hashes of samples, …]; None where the sampler may deal.
+        [name of the sampler, length, hashes of samples, …], or None.
     """
     sampler = batches.sampler if type(batches) is BatchSampler else None
     if type(sampler) not in (RandomSampler, SequentialSampler, SubsetRandomSampler):

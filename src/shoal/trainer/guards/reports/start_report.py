@@ -1,4 +1,4 @@
-"""Words for models and arguments that no run can begin with: loaded to be said."""
+"""Texts of errors about models and arguments with which no run can start."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ OFF = (
     "train.guards = off: mistakes that change numbers are not looked for (weights written on one "
     "rank, equal samples on all ranks, …); try: train.guards=on for what is no measurement"
 )
-"""The line of a run without guards."""
+"""Notice of a run without guards."""
 
 
 def refuse_parameter(name: str, parameter: nn.Parameter) -> NoReturn:
-    """Raise ConfigError for a parameter without values, or of which a part is here."""
+    """Raise ConfigError for a parameter that is lazy, sharded already, or on the meta device."""
     if is_lazy(parameter):
         raise ConfigError(
             f"model: {name} has no shape yet, its layer is a lazy one; try: one forward pass, "
@@ -60,7 +60,7 @@ def refuse_layers(
     )
     place = next(
         (n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
-        min(len(first), len(other)),  # one has a layer more
+        min(len(first), len(other)),  # one model has more layers
     )
     here, there = ([*one, "not there"][place] for one in (first, other))
     at, away = ranks[0], ranks[rank]
@@ -89,7 +89,7 @@ def hooks_line(names: Sequence[str]) -> str:
 def refuse_beside(
     plan: Plan, given: Mapping[str, Any], plain: Mapping[str, inspect.Parameter]
 ) -> None:
-    """Refuse what is no plan, and words beside one, which it has itself.
+    """Raise ConfigError for an invalid plan, or for arguments that a plan sets itself.
 
     Args:
         plan: the argument `plan` of `parallelize`.

@@ -1,7 +1,7 @@
-"""Name the ranks on which weights, layers or modes are other than on the others.
+"""Name the ranks whose weights, layers or modes differ from those of the others.
 
-Loaded when something is wrong, or when weights changed and no write was counted. Every rank has
-what all of them said, and comes to the same words.
+Imported when a check has failed, or when weights changed and no write was counted. Every rank has
+the values of all ranks, and builds the same text.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from shoal.trainer.guards.reports.corruption_report import Looking, one_element_
 from shoal.trainer.step.step_vector import InvariantCheck
 
 Written = Mapping[int, tuple[int, int, torch.dtype]]
-"""By id of a tensor: its count of writes, its address, its format."""
+"""By id of a tensor: its write counter, its address, its dtype."""
 
 
 class Drifting(Looking, Protocol):
-    """Describe the part of a `CorruptionCheck` that reports read."""
+    """Interface of a `CorruptionCheck` that reports read."""
 
     on: bool
 
     def look_now(self, step: int) -> Look:
-        """Sum what is held now."""
+        """Return checksums of the present tensors."""
 
 
 class Touching(Protocol):
-    """Describe the part of an `ExternalWriteGuard` that reports read."""
+    """Interface of an `ExternalWriteGuard` that reports read."""
 
     program: Program
 
     @property
     def drift(self) -> Drifting:
-        """Looks at what nobody wrote."""
+        """Return the check for silent corruption."""
 
 
 def refuse_unlike_ranks(
@@ -48,13 +48,13 @@ def refuse_unlike_ranks(
 
     Args:
         touched: the guard.
-        step: the one under way.
-        found: what `ExternalWriteGuard.invariants` returned on all ranks.
+        step: the current step.
+        found: results of `ExternalWriteGuard.invariants` on all ranks.
         refuse_unlike: names the first layer that differs.
 
     Raises:
         ClusterError: one element differs.
-        ConfigError: for all that users' code does.
+        ConfigError: user code changed weights, layers or modes.
     """
     written: list[int] = found.by_rank("weights_written")
     if 1 not in written and (any(written) or found.differs("weights")) and touched.drift.on:
@@ -94,7 +94,7 @@ def _ranks(flags: Sequence[float], value: float) -> str:
 
 
 def refuse_other_parts(before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Errors: ConfigError where a model has another layer or parameter than the run knows."""
+    """Raise ConfigError if a layer or parameter was added, removed or replaced since the start."""
     name = next(n for n in {**now, **before} if now.get(n) != before.get(n))
     what = "is new" if name not in before else "is gone" if name not in now else "was replaced"
     raise ConfigError(
@@ -105,12 +105,12 @@ def refuse_other_parts(before: Mapping[str, object], now: Mapping[str, object]) 
 
 
 def refuse_other_trained(step: int, trained: int, agreed: Callable[[str], bool]) -> None:
-    """Raise ConfigError where ranks would send each other gradients of unlike parameters.
+    """Raise ConfigError if ranks would send each other gradients of different parameters.
 
     Args:
-        step: the one that begins.
-        trained: how many parameters this rank trains now.
-        agreed: asks all ranks whether they say the same.
+        step: the step that begins.
+        trained: number of parameters that this rank trains now.
+        agreed: returns whether all ranks pass the same text.
     """
     if not agreed(f"step {step} trains {trained}"):
         raise ConfigError(
@@ -121,11 +121,11 @@ def refuse_other_trained(step: int, trained: int, agreed: Callable[[str], bool])
 
 
 def refuse_other_memory(program: Program, before: Written, now: Written) -> None:
-    """Raise ConfigError where what was done to a weight would be lost, or break a layout.
+    """Raise ConfigError if a change of a weight would be lost, or break a layout.
 
     Args:
-        program: whose weights they are.
-        before, now: by id of a weight: its count of writes, its address, its format.
+        program: the run's.
+        before, now: by id of a weight: its write counter, its address, its dtype.
     """
     for name, parameter in program.parameters.items():
         here, there = now.get(id(parameter)), before.get(id(parameter))
@@ -153,7 +153,7 @@ def refuse_other_memory(program: Program, before: Written, now: Written) -> None
 
 
 def stepped_beside() -> ConfigError:
-    """Return the error for a step of the optimizer that the run did not take."""
+    """Return the error for the user's own call of `optimizer.step`."""
     return ConfigError(
         "optimizer.step() was called beside the run: each rank would step on its own samples' "
         "gradients, and ranks drift apart; try: run.step(batch) in the place of backward() and "
